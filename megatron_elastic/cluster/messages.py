@@ -1,0 +1,205 @@
+"""Messages: everything that ranks, agents and the coordinator say to each other.
+
+Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``; never pickle.
+A message that speaks about a layout carries the layout's epoch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
+    """Base of all control messages."""
+
+
+class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the vote of one step decided; identical on every rank that got past it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    consumed_samples: int
+    tokens: int
+
+
+# ---- rank -> coordinator -------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a rank: who it is, where its links start, and the layout it derives from its flags."""
+
+    rank: int
+    pid: int
+    host: str
+    address: bytes
+    layout: str
+    """Layout as JSON; all ranks must propose the same one."""
+    start_step: int
+    """Steps already done before this job (from a checkpoint); all ranks must agree."""
+    train_iters: int
+
+
+class Committed(Message):
+    """The reporting rank (the lowest one of the layout) finished a step: voted, applied, parameters gathered.
+
+    The coordinator writes one metrics line for each step, whoever reports it and however often.
+    """
+
+    rank: int
+    epoch: int
+    vote: VoteResult
+    time: float
+    """``time.time()`` at the end of the step."""
+
+
+class Report(Message):
+    """Answer to ``Interrupt``: where this rank stands. ``epoch`` is the interrupt's."""
+
+    rank: int
+    epoch: int
+    step: int
+    """Step in progress: the number of committed steps plus one."""
+    vote: VoteResult | None
+    """Result of the vote of ``step`` when the rank is past it."""
+    last: VoteResult | None
+    """Result of the vote of ``step - 1``, so that its record survives its reporter."""
+    held: list[tuple[int, int]]
+    """(unit, slice) of every live state this rank holds, at the state before ``step``, or after it if applied."""
+    interrupted_at: float
+    """``time.time()`` when the main thread unwound."""
+
+
+class Recovered(Message):
+    """A rank made the committed layout true and is back in training; milliseconds of each part."""
+
+    rank: int
+    epoch: int
+    edit_ms: float
+    state_ms: float
+
+
+class Suspect(Message):
+    """A link failed or a wait reached its limit: these ranks may be dead."""
+
+    rank: int
+    epoch: int
+    suspects: list[int]
+    reason: str
+
+
+class Injected(Message):
+    """A fault is about to be injected on purpose by the sender."""
+
+    rank: int
+    time: float
+    spec: str
+
+
+class Event(Message):
+    """One line for ``events.jsonl``; ``fields`` must not contain time, kind or epoch."""
+
+    rank: int
+    epoch: int
+    kind: str
+    fields: dict[str, float | int | str | bool | None | list[int]]
+
+
+class Failed(Message):
+    """The program raised on this rank: an error, not a fault. Ends the job with this traceback."""
+
+    rank: int
+    traceback: str
+
+
+class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """sha256 of one slice's weights and optimizer state on one tensor-parallel index."""
+
+    unit: int
+    slice: int
+    tp: int
+    sha256: str
+
+
+class Finished(Message):
+    """Training is done on this rank; the slices it owns, digested."""
+
+    rank: int
+    step: int
+    digests: list[SliceDigest]
+
+
+# ---- coordinator -> rank -------------------------------------------------------------------
+
+
+class Start(Message):
+    """All ranks said hello: connect and train under this layout."""
+
+    layout: str
+    addresses: dict[int, bytes]
+
+
+class Interrupt(Message):
+    """Stop what you are doing and send a ``Report`` for this epoch."""
+
+    epoch: int
+    lost: list[int]
+    """Ranks known to be dead, all of them since the job began."""
+
+
+class Commit(Message):
+    """The new layout. ``forward``: finish ``step`` with ``vote``. ``back``: redo ``step`` from its start."""
+
+    epoch: int
+    layout: str
+    decision: str
+    step: int
+    vote: VoteResult | None
+    held: dict[int, list[tuple[int, int]]]
+    """Live state of every reporting rank, so that all derive the same transfers."""
+
+
+class Stop(Message):
+    """The job is over. ``ok`` is False when it failed; ``reason`` is for people."""
+
+    ok: bool
+    reason: str
+
+
+# ---- agent <-> coordinator -----------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """An agent of another node introduces itself and the ranks that it will start."""
+
+    node_rank: int
+    ranks: list[int]
+    host: str
+
+
+class RankExited(Message):
+    """A rank's process ended. ``returncode`` as in ``subprocess``: negative means by that signal."""
+
+    rank: int
+    returncode: int
+    time: float
+
+
+class Launch(Message):
+    """Coordinator to agent: start your ranks now."""
+
+    world_size: int
+
+
+class Fence(Message):
+    """Coordinator to agent: kill this rank; it was suspected and must not come back."""
+
+    rank: int
+
+
+AnyMessage = (
+    Hello | Committed | Report | Recovered | Suspect | Injected | Event | Failed | Finished
+    | Start | Interrupt | Commit | Stop
+    | AgentHello | RankExited | Launch | Fence
+)

@@ -1,0 +1,91 @@
+"""Config: the ``--elastic-*`` flags, in one place for the launcher, the ranks and the docs.
+
+Nothing here imports torch or Megatron, so that bad flags are found before any process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron_elastic.faults.injection import Injection
+
+
+class UsageError(Exception):
+    """The user's flags cannot work. The message names the flag and the fix; printed without a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticConfig:
+    """Values of the ``--elastic-*`` flags. Times are in seconds."""
+
+    elastic: bool = False
+    run_dir: Path | None = None
+    consistency: str = "bitwise"
+    slices: int | None = None
+    replicas: int = 1
+    inject: tuple[Injection, ...] = ()
+    start_timeout: float = 180.0
+    suspect_timeout: float = 1.0
+    report_timeout: float = 60.0
+    wait_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "--elastic-suspect-timeout": self.suspect_timeout,
+            "--elastic-report-timeout": self.report_timeout,
+            "--elastic-wait-timeout": self.wait_timeout,
+        }
+        if min(limits.values()) <= 0 or self.start_timeout <= 0:
+            raise UsageError("--elastic-*-timeout: every limit must be positive")
+        names, values = list(limits), list(limits.values())
+        for i in range(len(values) - 1):
+            if values[i] >= values[i + 1]:
+                raise UsageError(
+                    f"{names[i]} ({values[i]:g} s) must be below {names[i + 1]} ({values[i + 1]:g} s): "
+                    "an outer wait may not end before the one it contains"
+                )
+        if self.slices is not None and self.slices < 1:
+            raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ElasticConfig:
+        """Pick the elastic flags out of a parsed namespace (``elastic_*`` attributes)."""
+        values = {f.name: getattr(args, "elastic" if f.name == "elastic" else f"elastic_{f.name}") for f in fields(cls)}
+        values["inject"] = tuple(values["inject"] or ())
+        return cls(**values)
+
+
+def _injection(text: str) -> Injection:
+    try:
+        return Injection.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--elastic-*`` flags as a group of their own."""
+    d = ElasticConfig()
+    group = parser.add_argument_group("elastic", "train on while ranks are lost (megatron_elastic)")
+    group.add_argument("--elastic", action="store_true", help="train elastically; without it the job is plain Megatron")
+    group.add_argument("--elastic-run-dir", type=Path, metavar="DIR", default=None,
+                       help="where logs and records go (default: runs/<time>)")
+    group.add_argument("--elastic-consistency", choices=("bitwise", "fast"), default=d.consistency,
+                       help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point gradient sums); "
+                       "fast: float sums, whose order may differ after a fault (default: %(default)s)")
+    group.add_argument("--elastic-slices", type=int, metavar="K", default=None,
+                       help="slices of each unit's parameters and optimizer state (default: the data-parallel width)")
+    group.add_argument("--elastic-replicas", type=int, choices=(0, 1), default=d.replicas,
+                       help="live copies of every slice's optimizer state besides the owner's (default: %(default)s)")
+    group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
+                       help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
+    group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,
+                       help="limit for all ranks to come up (default: %(default)s)")
+    group.add_argument("--elastic-suspect-timeout", type=float, metavar="S", default=d.suspect_timeout,
+                       help="how long a suspected rank has to turn out dead before it is killed (default: %(default)s)")
+    group.add_argument("--elastic-report-timeout", type=float, metavar="S", default=d.report_timeout,
+                       help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
+    group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,
+                       help="limit of any single wait inside a step (default: %(default)s)")
+    return parser

@@ -1,0 +1,60 @@
+"""Injection: faults on purpose, written as ``ACTION:key=value,...`` and fired at a hook point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOOK_POINTS = (
+    "data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit",
+    "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint",
+)
+"""Where faults can be injected and detectors attach, in the order a step and then a recovery meet them."""
+
+ACTIONS = ("kill", "raise")
+_FIELDS = ("rank", "step", "at", "grain")
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One fault: ``action`` on ``rank`` when it reaches hook point ``at`` in ``step`` (and ``grain``, if given)."""
+
+    action: str
+    rank: int
+    step: int
+    at: str
+    grain: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Injection:
+        """Parse ``kill:rank=5,step=12,at=backward,grain=3``. Raises ValueError with what is wrong."""
+        action, _, rest = text.partition(":")
+        if action not in ACTIONS:
+            raise ValueError(f"unknown action {action!r} in {text!r}: one of {', '.join(ACTIONS)}")
+        values: dict[str, str] = {}
+        for item in filter(None, rest.split(",")):
+            key, sep, value = item.partition("=")
+            if not sep or key not in _FIELDS:
+                raise ValueError(f"{item!r} in {text!r}: expected key=value with key one of {', '.join(_FIELDS)}")
+            values[key] = value
+        missing = [k for k in ("rank", "step", "at") if k not in values]
+        if missing:
+            raise ValueError(f"{text!r} lacks {', '.join(missing)}")
+        if values["at"] not in HOOK_POINTS:
+            raise ValueError(f"at={values['at']} in {text!r} is no hook point: one of {', '.join(HOOK_POINTS)}")
+        numbers: dict[str, int] = {}
+        for key in ("rank", "step", "grain"):
+            if key in values:
+                try:
+                    numbers[key] = int(values[key])
+                except ValueError:
+                    raise ValueError(f"{key}={values[key]} in {text!r} is no integer") from None
+        return cls(action=action, rank=numbers["rank"], step=numbers["step"], at=values["at"], grain=numbers.get("grain"))
+
+    def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
+        """Whether this fault fires here."""
+        return (self.at == at and self.rank == rank and self.step == step
+                and (self.grain is None or self.grain == grain))
+
+    def __str__(self) -> str:
+        grain = "" if self.grain is None else f",grain={self.grain}"
+        return f"{self.action}:rank={self.rank},step={self.step},at={self.at}{grain}"
