@@ -1,0 +1,1 @@
+"""Dynamic communicator: links between ranks, groups as editable views over links, collectives, the torch backend."""

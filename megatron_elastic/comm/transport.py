@@ -1,0 +1,266 @@
+"""Transport: one UCX worker, a link to every peer it talks to, and waits that a fault can interrupt.
+
+A link is one UCX endpoint, made on first use and kept for the life of both ranks. Nothing is ever received into
+a caller's buffer before its message is known to be there: arrivals are probed off the worker, matched by tag in
+Python, and only then received. So an interrupted receive leaves no buffer behind that a late message could
+overwrite, and messages of an older epoch are drained into scratch and dropped.
+
+The worker is used by one thread only, the one that trains.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+# Before the first import of UCX: whole messages are pushed eagerly, because a rank that computes does not answer a
+# rendezvous; error handling allows no shared-memory transport, so TCP is what UCX would pick on one host anyway.
+os.environ.setdefault("UCX_RNDV_THRESH", "inf")
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+
+import torch
+import ucxx._lib.libucxx as ucx
+from ucxx._lib.arr import Array
+
+from megatron_elastic.cluster.interrupt import Interrupted
+from megatron_elastic.comm.tag import SOURCE_BITS, Channel, is_older, make_tag
+
+_ANY_TAG = ucx.UCXXTag(0)
+_ANY_MASK = ucx.UCXXTagMask(0)
+_SOURCE_MASK = (1 << SOURCE_BITS) - 1
+
+
+class Interruptible(Protocol):
+    """What a wait looks at besides its messages (``cluster.interrupt.InterruptFlag``)."""
+
+    raised: bool
+    fd: int
+
+    def check(self) -> None: ...
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """A UCX view of a contiguous tensor's memory; keeps the memory alive."""
+    return Array(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+class Send:
+    """A message on its way to ``peer``. Complete when its buffer may be reused."""
+
+    __slots__ = ("_request", "buffer", "peer")
+
+    def __init__(self, peer: int, buffer: torch.Tensor, request: Any) -> None:
+        self.peer = peer
+        self.buffer = buffer
+        self._request = request
+
+    @property
+    def done(self) -> bool:
+        """True once the buffer may be reused. Raises nothing: a dead link is found by the wait."""
+        return bool(self._request.completed)
+
+
+class Recv:
+    """A message expected from ``peer`` into ``buffer``."""
+
+    __slots__ = ("_request", "buffer", "peer", "tag")
+
+    def __init__(self, peer: int, tag: int, buffer: torch.Tensor) -> None:
+        self.peer = peer
+        self.tag = tag
+        self.buffer = buffer
+        self._request: Any = None
+
+    @property
+    def done(self) -> bool:
+        """True once the whole message is in the buffer."""
+        return self._request is not None and bool(self._request.completed)
+
+
+class Transport:
+    """Point-to-point messages between ranks, addressed by (epoch, channel, coordinate, peer).
+
+    Args:
+        rank: this rank's global id.
+        interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
+        wait_timeout: seconds after which one wait gives up with TimeoutError.
+        crowded: ranks outnumber cores: sleep in the kernel instead of spinning.
+    """
+
+    def __init__(self, rank: int, interrupt: Interruptible, wait_timeout: float, crowded: bool = True) -> None:
+        self.rank = rank
+        self.epoch = 0
+        self.bytes_sent = 0
+        self._interrupt = interrupt
+        self._wait_timeout = wait_timeout
+        self._spins = 1 if crowded else 200
+        self._context = ucx.UCXContext(feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        self._worker = ucx.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+        self._addresses: dict[int, bytes] = {}
+        self._links: dict[int, Any] = {}
+        self._broken: set[int] = set()
+        self._lost: set[int] = set()
+        self._expected: dict[int, deque[Recv]] = defaultdict(deque)
+        self._arrived: dict[int, deque[Any]] = defaultdict(deque)
+        self._unfinished: list[tuple[Any, Any]] = []
+        """Requests nobody waits for any more, with their buffers: UCX may touch them until they complete."""
+        self._epoll = select.epoll()
+        self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        if interrupt.fd >= 0:
+            self._epoll.register(interrupt.fd, select.EPOLLIN)
+
+    @property
+    def address(self) -> bytes:
+        """This worker's address, to be given to its peers."""
+        return bytes(self._worker.address.tobytes())
+
+    def add_peers(self, addresses: Mapping[int, bytes]) -> None:
+        """Learn where peers are. Links are made when first used."""
+        self._addresses.update(addresses)
+
+    def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
+        """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
+        self.epoch = epoch
+        for queue in self._expected.values():
+            self._unfinished += [(recv._request, recv) for recv in queue if recv._request is not None]
+        self._expected.clear()
+        for tag in [t for t in self._arrived if is_older(t, epoch)]:
+            for probe in self._arrived.pop(tag):
+                self._drop(probe)
+        for peer in set(lost) - self._lost:
+            self._lost.add(peer)
+            self._broken.discard(peer)
+            # The close callback must not outlive the link it reports on.
+            link = self._links.pop(peer, None)
+            if link is not None:
+                link.remove_close_callback()
+        self._unfinished = [item for item in self._unfinished if not item[0].completed]
+
+    def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
+        """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
+        tag = make_tag(self.epoch, channel, coordinate, self.rank)
+        self.bytes_sent += buffer.nbytes
+        send = Send(peer, buffer, self._link(peer).tag_send(_bytes_of(buffer), tag=ucx.UCXXTag(tag)))
+        return send
+
+    def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
+        """Expect a message from ``peer`` into a contiguous tensor of exactly its size."""
+        tag = make_tag(self.epoch, channel, coordinate, peer)
+        recv = Recv(peer, tag, buffer)
+        arrived = self._arrived.get(tag)
+        if arrived:
+            self._begin(recv, arrived.popleft())
+            if not arrived:
+                del self._arrived[tag]
+        else:
+            self._expected[tag].append(recv)
+        return recv
+
+    def wait(self, *operations: Send | Recv) -> None:
+        """Block until all are done.
+
+        Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks, and TimeoutError
+        naming the peers waited for when the limit passes. Operations of an interrupted wait are abandoned safely.
+        """
+        pending = [op for op in operations if not op.done]
+        deadline = 0.0
+        try:
+            while pending:
+                for _ in range(self._spins):
+                    self.progress()
+                    pending = [op for op in pending if not op.done]
+                    if not pending:
+                        return
+                self._check()
+                if not deadline:
+                    deadline = time.monotonic() + self._wait_timeout
+                elif time.monotonic() > deadline:
+                    peers = sorted({op.peer for op in pending})
+                    raise TimeoutError(
+                        f"rank {self.rank} waited {self._wait_timeout:g} s for rank(s) {peers} in epoch {self.epoch}; "
+                        "raise --elastic-wait-timeout if the step is that slow"
+                    )
+                if self._worker.arm():
+                    self._epoll.poll(1.0)
+        except BaseException:
+            self._abandon(pending)
+            raise
+
+    def progress(self) -> None:
+        """Let UCX work and hand arrived messages to those who expect them."""
+        self._worker.progress()
+        probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
+        while probe.matched:
+            tag = int(probe.sender_tag.value)
+            if is_older(tag, self.epoch) or (tag & _SOURCE_MASK) in self._lost:
+                self._drop(probe)
+            elif expected := self._expected.get(tag):
+                self._begin(expected.popleft(), probe)
+                if not expected:
+                    del self._expected[tag]
+            else:
+                self._arrived[tag].append(probe)
+            probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
+
+    def close(self) -> None:
+        """Close every link and the worker. The transport cannot be used afterwards."""
+        self._epoll.close()
+        for link in self._links.values():
+            link.remove_close_callback()
+        self._worker.cancel_inflight_requests(period=10_000_000, max_attempts=10)
+        self._links.clear()
+        self._expected.clear()
+        self._arrived.clear()
+        self._unfinished.clear()
+        self._worker = self._context = None
+
+    def _check(self) -> None:
+        if self._interrupt.raised:
+            self._interrupt.check()
+        if self._broken:
+            raise Interrupted(suspects=tuple(sorted(self._broken)))
+
+    def _link(self, peer: int) -> Any:
+        link = self._links.get(peer)
+        if link is None:
+            if peer not in self._addresses:
+                raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
+            address = ucx.UCXAddress.create_from_buffer(bytearray(self._addresses[peer]))
+            link = self._worker.create_endpoint_from_worker_address(address, True)
+            link.set_close_callback(self._broke, (peer,), {})
+            self._links[peer] = link
+        return link
+
+    def _broke(self, *args: Any) -> None:
+        # ucxx passes the status before our own argument.
+        peer = args[-1]
+        if peer not in self._lost:
+            self._broken.add(peer)
+
+    def _begin(self, recv: Recv, probe: Any) -> None:
+        if probe.length != recv.buffer.nbytes:
+            raise RuntimeError(
+                f"rank {self.rank} got {probe.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where it "
+                f"expected {recv.buffer.nbytes}: the two ranks disagree about the layout"
+            )
+        recv._request = self._worker.tag_recv_with_handle(_bytes_of(recv.buffer), probe)
+
+    def _drop(self, probe: Any) -> None:
+        scratch = torch.empty(max(probe.length, 1), dtype=torch.uint8)
+        request = self._worker.tag_recv_with_handle(_bytes_of(scratch), probe)
+        if not request.completed:
+            self._unfinished.append((request, scratch))
+
+    def _abandon(self, operations: Iterable[Send | Recv]) -> None:
+        for op in operations:
+            if op._request is not None:
+                self._unfinished.append((op._request, op))
+            elif isinstance(op, Recv):
+                queue = self._expected.get(op.tag)
+                if queue and op in queue:
+                    queue.remove(op)
