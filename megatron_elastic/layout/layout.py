@@ -1,0 +1,374 @@
+"""Layout: the immutable value that says which ranks compute what, and who owns which slice.
+
+Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains (its tensor-parallel ranks). A
+*stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by a cell of
+the unit's home stage, and each of the cell's ranks owns the part of its own tensor-parallel index. A cell is named by its
+leader, the rank of tensor-parallel index 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class LayoutError(Exception):
+    """A layout is inconsistent, or was asked for something that it does not contain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Ranks that compute one stage together for ``grains``; ``ranks`` are ordered by tensor-parallel index."""
+
+    ranks: tuple[int, ...]
+    grains: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank of tensor-parallel index 0, which names the cell."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The units (ascending indices into ``Layout.units``) of one pipeline stage, and the cells that hold them."""
+
+    units: tuple[int, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of cells."""
+        return len(self.cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who computes and who owns what, at one epoch. Build the first one with ``Layout.grid``.
+
+    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` that of the cell with the live copy
+    (None: there is none). ``spares`` are live ranks in no cell; ``lost`` are the dead, for ever.
+    """
+
+    epoch: int
+    num_slices: int
+    num_grains: int
+    units: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    owners: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int | None, ...], ...]
+    spares: tuple[int, ...]
+    lost: tuple[int, ...]
+    _lookup: _Lookup | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def grid(
+        cls,
+        *,
+        tp: int,
+        pp: int,
+        dp: int,
+        stage_units: Sequence[Sequence[int]],
+        units: Sequence[str],
+        num_grains: int,
+        num_slices: int,
+        replicas: int,
+    ) -> Layout:
+        """The fault-free layout, in Megatron's rank order: rank = t + tp * (d + dp * p).
+
+        Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replica (when
+        ``replicas`` is 1 and dp > 1) is in cell (k + 1) % dp. Raises LayoutError when the arguments do not fit together.
+        """
+        if min(tp, pp, dp, num_grains, num_slices) < 1:
+            raise LayoutError(f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, grains {num_grains}, slices {num_slices}")
+        if len(stage_units) != pp:
+            raise LayoutError(f"units are given for {len(stage_units)} stages, but the pipeline has {pp}")
+        if replicas not in (0, 1):
+            raise LayoutError(f"replicas must be 0 or 1, got {replicas}")
+        stages = tuple(
+            Stage(
+                units=tuple(stage_units[p]),
+                cells=tuple(
+                    Cell(
+                        ranks=tuple(t + tp * (d + dp * p) for t in range(tp)),
+                        grains=tuple(range(d, num_grains, dp)),
+                    )
+                    for d in range(dp)
+                ),
+            )
+            for p in range(pp)
+        )
+        home = {unit: p for p in reversed(range(pp)) for unit in stage_units[p]}
+        if set(home) != set(range(len(units))):
+            raise LayoutError(f"the stages hold units {sorted(home)}, but there are units 0..{len(units) - 1}")
+        leaders = [[cell.leader for cell in stages[home[unit]].cells] for unit in range(len(units))]
+        copies = replicas == 1 and dp > 1
+        layout = cls(
+            epoch=0,
+            num_slices=num_slices,
+            num_grains=num_grains,
+            units=tuple(units),
+            stages=stages,
+            owners=tuple(tuple(cells[k % dp] for k in range(num_slices)) for cells in leaders),
+            replicas=tuple(tuple(cells[(k + 1) % dp] if copies else None for k in range(num_slices)) for cells in leaders),
+            spares=(),
+            lost=(),
+        )
+        layout.validate()
+        return layout
+
+    # ---- sizes and membership --------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks in cells, ascending."""
+        return self._index().ranks
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks in a cell: the tensor-parallel size."""
+        return len(self.stages[0].cells[0].ranks)
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    def stage_of(self, rank: int) -> int:
+        """Index of the stage that ``rank`` computes. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[0]
+
+    def cell_of(self, rank: int) -> Cell:
+        """The cell that ``rank`` is in. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[1]
+
+    def tp_index(self, rank: int) -> int:
+        """Tensor-parallel index of ``rank``; known for spares too, because Megatron counts it fastest."""
+        place = self._index().places.get(rank)
+        return place[2] if place else rank % self.cell_size
+
+    def cell_for(self, stage: int, grain: int) -> Cell:
+        """The cell of ``stage`` that computes ``grain``. Raises LayoutError if there is none."""
+        try:
+            return self._index().grains[stage, grain]
+        except KeyError:
+            raise LayoutError(f"no cell of stage {stage} computes grain {grain} at epoch {self.epoch}") from None
+
+    # ---- units and slices ------------------------------------------------------------------
+
+    def home(self, unit: int) -> int:
+        """The first stage that holds ``unit``; the owners and replicas of its slices are cells of this stage."""
+        try:
+            return self._index().homes[unit]
+        except KeyError:
+            raise LayoutError(f"no stage holds unit {unit} at epoch {self.epoch}") from None
+
+    def holders(self, unit: int) -> tuple[Cell, ...]:
+        """Cells of all stages that hold ``unit``, in stage order, then cell order (a tied embedding is in two stages)."""
+        return tuple(cell for stage in self.stages if unit in stage.units for cell in stage.cells)
+
+    def owner(self, unit: int, slice: int, tp: int) -> int:
+        """The rank that owns part ``tp`` of the slice."""
+        return self._index().cells[self.owners[unit][slice]].ranks[tp]
+
+    def replica(self, unit: int, slice: int, tp: int) -> int | None:
+        """The rank with the live copy of part ``tp`` of the slice, or None."""
+        leader = self.replicas[unit][slice]
+        return None if leader is None else self._index().cells[leader].ranks[tp]
+
+    def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(unit, slice) of everything ``rank`` owns, ascending; empty for ranks in no cell."""
+        return self._index().owned.get(rank, ())
+
+    def replicated(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(unit, slice) of everything ``rank`` keeps a live copy of, ascending; empty for ranks in no cell."""
+        return self._index().replicated.get(rank, ())
+
+    # ---- validation ------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Raise LayoutError, saying what is wrong, unless every invariant of a layout holds."""
+        for problem in self._problems():
+            raise LayoutError(f"layout of epoch {self.epoch}: {problem}")
+
+    def _problems(self) -> Iterable[str]:
+        if self.epoch < 0 or self.num_slices < 1 or self.num_grains < 1:
+            yield f"epoch {self.epoch}, {self.num_slices} slices, {self.num_grains} grains: out of range"
+        if not self.stages or not all(stage.cells for stage in self.stages):
+            yield "there is a stage without cells" if self.stages else "there are no stages"
+            return
+        members = [rank for stage in self.stages for cell in stage.cells for rank in cell.ranks]
+        for rank, count in Counter([*members, *self.spares, *self.lost]).items():
+            if count > 1 or rank < 0:
+                yield f"rank {rank} is listed {count} times among cells, spares and lost"
+        if list(self.spares) != sorted(self.spares) or list(self.lost) != sorted(self.lost):
+            yield f"spares {self.spares} and lost {self.lost} must be ascending"
+        sizes = {len(cell.ranks) for stage in self.stages for cell in stage.cells}
+        if len(sizes) != 1 or 0 in sizes:
+            yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
+        for index, stage in enumerate(self.stages):
+            grains = sorted(grain for cell in stage.cells for grain in cell.grains)
+            if grains != list(range(self.num_grains)):
+                yield f"stage {index} computes grains {grains}, not each of 0..{self.num_grains - 1} once"
+        yield from self._unit_problems()
+
+    def _unit_problems(self) -> Iterable[str]:
+        seen: set[int] = set()
+        for index, stage in enumerate(self.stages):
+            if list(stage.units) != sorted(set(stage.units)):
+                yield f"stage {index} lists units {stage.units}, but they must ascend"
+            new = [unit for unit in stage.units if unit not in seen]
+            if not new or new != list(range(len(seen), len(seen) + len(new))):
+                yield f"stage {index} begins units {new}, but they must continue consecutively at {len(seen)}"
+                return
+            seen.update(new)
+        if seen != set(range(len(self.units))) or len(set(self.units)) != len(self.units):
+            yield f"the stages hold units {sorted(seen)}, but the names are {self.units}"
+            return
+        for what, table in (("owners", self.owners), ("replicas", self.replicas)):
+            if len(table) != len(self.units) or any(len(row) != self.num_slices for row in table):
+                yield f"{what} must have {len(self.units)} rows of {self.num_slices} slices"
+                return
+        leaders = [{cell.leader for cell in stage.cells} for stage in self.stages]
+        for unit, name in enumerate(self.units):
+            home = leaders[self.home(unit)]
+            for k, (owner, replica) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
+                if owner not in home:
+                    yield f"slice {k} of {name} is owned by {owner}, which leads no cell of its home stage {self.home(unit)}"
+                if replica is not None and replica not in home:
+                    yield f"the replica of slice {k} of {name} is at {replica}, which leads no cell of its home stage"
+                if replica == owner:
+                    yield f"slice {k} of {name} has its owner and its replica in the same cell, {owner}"
+
+    # ---- text ------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Stable JSON: the same text for equal layouts; one stage and one unit a line."""
+
+        def rows(values: Iterable[Any]) -> str:
+            return "[\n    " + ",\n    ".join(json.dumps(value) for value in values) + "\n  ]"
+
+        stages = (
+            {"units": stage.units, "cells": [{"ranks": cell.ranks, "grains": cell.grains} for cell in stage.cells]}
+            for stage in self.stages
+        )
+        parts = {
+            "epoch": json.dumps(self.epoch),
+            "num_slices": json.dumps(self.num_slices),
+            "num_grains": json.dumps(self.num_grains),
+            "units": json.dumps(self.units),
+            "stages": rows(stages),
+            "owners": rows(self.owners),
+            "replicas": rows(self.replicas),
+            "spares": json.dumps(self.spares),
+            "lost": json.dumps(self.lost),
+        }
+        return "{\n" + ",\n".join(f'  "{key}": {text}' for key, text in parts.items()) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Layout:
+        """Read what ``to_json`` wrote, and validate it. Raises LayoutError."""
+        try:
+            data = json.loads(text)
+            layout = cls(
+                epoch=int(data["epoch"]),
+                num_slices=int(data["num_slices"]),
+                num_grains=int(data["num_grains"]),
+                units=tuple(str(name) for name in data["units"]),
+                stages=tuple(
+                    Stage(
+                        units=_ints(stage["units"]),
+                        cells=tuple(Cell(_ints(cell["ranks"]), _ints(cell["grains"])) for cell in stage["cells"]),
+                    )
+                    for stage in data["stages"]
+                ),
+                owners=tuple(_ints(row) for row in data["owners"]),
+                replicas=tuple(tuple(None if at is None else int(at) for at in row) for row in data["replicas"]),
+                spares=_ints(data["spares"]),
+                lost=_ints(data["lost"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None
+        layout.validate()
+        return layout
+
+    def __str__(self) -> str:
+        """A compact table for people: one stage a line, each cell as ranks:grains."""
+        head = (
+            f"epoch {self.epoch}: {len(self.ranks)} ranks, {self.pipeline_size} stages, cells of {self.cell_size}, "
+            f"{self.num_grains} grains, {self.num_slices} slices; spares {_spans(self.spares)}; lost {_spans(self.lost)}"
+        )
+        lines = [head]
+        for index, stage in enumerate(self.stages):
+            first, last = self.units[stage.units[0]], self.units[stage.units[-1]]
+            cells = "  ".join(f"{_spans(cell.ranks)}:[{' '.join(map(str, cell.grains))}]" for cell in stage.cells)
+            lines.append(f"  stage {index}  {first}..{last}  {cells}")
+        return "\n".join(lines)
+
+    # ---- lookups ---------------------------------------------------------------------------
+
+    def _index(self) -> _Lookup:
+        if self._lookup is None:
+            object.__setattr__(self, "_lookup", _Lookup(self))
+        assert self._lookup is not None
+        return self._lookup
+
+    def _place(self, rank: int) -> tuple[int, Cell, int]:
+        try:
+            return self._index().places[rank]
+        except KeyError:
+            what = "is a spare" if rank in self.spares else "is lost" if rank in self.lost else "is unknown"
+            raise LayoutError(f"rank {rank} is in no cell at epoch {self.epoch}: it {what}") from None
+
+
+class _Lookup:
+    """Maps derived from a layout. They are made on first use, because a step asks thousands of times."""
+
+    __slots__ = ("cells", "grains", "homes", "owned", "places", "ranks", "replicated")
+
+    def __init__(self, layout: Layout) -> None:
+        self.places: dict[int, tuple[int, Cell, int]] = {}
+        self.cells: dict[int, Cell] = {}
+        self.grains: dict[tuple[int, int], Cell] = {}
+        self.homes: dict[int, int] = {}
+        for index, stage in enumerate(layout.stages):
+            for unit in stage.units:
+                self.homes.setdefault(unit, index)
+            for cell in stage.cells:
+                self.cells[cell.leader] = cell
+                self.grains.update(((index, grain), cell) for grain in cell.grains)
+                self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
+        self.ranks = tuple(sorted(self.places))
+        self.owned = self._by_rank(layout.owners)
+        self.replicated = self._by_rank(layout.replicas)
+
+    def _by_rank(self, table: Iterable[Iterable[int | None]]) -> dict[int, tuple[tuple[int, int], ...]]:
+        by_leader: dict[int, list[tuple[int, int]]] = {}
+        for unit, row in enumerate(table):
+            for k, leader in enumerate(row):
+                if leader is not None:
+                    by_leader.setdefault(leader, []).append((unit, k))
+        return {
+            rank: tuple(pairs)
+            for leader, pairs in by_leader.items()
+            if leader in self.cells
+            for rank in self.cells[leader].ranks
+        }
+
+
+def _ints(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """``0-3,6`` for (0, 1, 2, 3, 6); a dash for nothing."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "-"

@@ -1,0 +1,182 @@
+"""Layouts, units and transfers: the grid, its invariants, its text, and where missing state comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_elastic.layout import Cell, Layout, LayoutError, SliceLost, Stage, Transfer, gpt_units, transfers
+
+
+def gpt_grid(
+    tp: int, pp: int, dp: int, *, layers: int = 4, tied: bool = True, grains: int = 8, slices: int | None = None, replicas: int = 1
+) -> Layout:
+    units, stage_units = gpt_units(layers, pp, tied, positions=True)
+    return Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices or dp, replicas=replicas
+    )
+
+
+def full_state(layout: Layout) -> dict[int, set[tuple[int, int]]]:
+    return {rank: {*layout.owned(rank), *layout.replicated(rank)} for rank in layout.ranks}
+
+
+def test_gpt_units_name_what_moves() -> None:
+    assert gpt_units(4, 1, True, False) == (["embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"], [[0, 1, 2, 3, 4, 5]])
+    names, stages = gpt_units(4, 2, True, True)
+    assert names == ["embedding", "positions", "layer.0", "layer.1", "layer.2", "layer.3", "head"]
+    assert stages == [[0, 1, 2, 3], [0, 4, 5, 6]]
+    assert gpt_units(4, 2, False, True)[1] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert gpt_units(4, 4, False, False)[1] == [[0, 1], [2], [3], [4, 5]]
+    with pytest.raises(LayoutError, match="4 layers cannot be split evenly over 3"):
+        gpt_units(4, 3, True, True)
+
+
+def test_grid_has_megatrons_rank_order() -> None:
+    layout = gpt_grid(2, 2, 2)
+    assert [[cell.ranks for cell in stage.cells] for stage in layout.stages] == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]
+    assert layout.stages[0].cells[1].grains == (1, 3, 5, 7)
+    assert layout.ranks == tuple(range(8))
+    assert (layout.cell_size, layout.pipeline_size, layout.stages[1].width) == (2, 2, 2)
+    assert [layout.tp_index(rank) for rank in range(8)] == [0, 1] * 4
+    assert [layout.stage_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert layout.cell_of(7) is layout.stages[1].cells[1]
+    assert layout.cell_of(7).leader == 6
+    assert layout.cell_for(1, 3).leader == 6
+
+
+def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None:
+    layout = gpt_grid(2, 2, 2, tied=True)
+    assert layout.home(0) == 0, "the tied embedding is at home where it comes first"
+    assert [cell.leader for cell in layout.holders(0)] == [0, 2, 4, 6]
+    assert [cell.leader for cell in layout.holders(6)] == [4, 6]
+    assert layout.owner(0, 1, 1) == 3
+    assert layout.replica(0, 1, 1) == 1
+    assert layout.owned(3) == ((0, 1), (1, 1), (2, 1), (3, 1))
+    assert layout.replicated(3) == ((0, 0), (1, 0), (2, 0), (3, 0))
+    every = [pair for rank in layout.ranks if layout.tp_index(rank) == 0 for pair in layout.owned(rank)]
+    assert sorted(every) == [(unit, k) for unit in range(7) for k in range(2)]
+
+
+@pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (4, 0)])
+def test_no_replicas_without_a_second_cell_or_when_unwanted(dp: int, replicas: int) -> None:
+    layout = gpt_grid(1, 2, dp, replicas=replicas)
+    assert all(at is None for row in layout.replicas for at in row)
+    assert layout.replica(0, 0, 0) is None
+    assert layout.replicated(0) == ()
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 2, 4)])
+def test_json_gives_the_same_layout_back(tp: int, pp: int, dp: int) -> None:
+    layout = gpt_grid(tp, pp, dp)
+    again = Layout.from_json(layout.to_json())
+    assert again == layout
+    assert hash(again) == hash(layout)
+    assert again.to_json() == layout.to_json()
+    assert "epoch 0" in str(layout)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": "x"}', "null"])
+def test_json_that_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(LayoutError, match="no layout in JSON"):
+        Layout.from_json(text)
+
+
+def test_lookups_do_not_change_identity() -> None:
+    a, b = gpt_grid(1, 2, 2), gpt_grid(1, 2, 2)
+    a.owned(0)
+    assert a == b
+    assert hash(a) == hash(b)
+
+
+def test_a_rank_in_no_cell_is_refused_by_name() -> None:
+    layout = gpt_grid(1, 1, 2)
+    stage = Stage(layout.stages[0].units, (Cell((0,), tuple(range(8))),))
+    owners = tuple(tuple(0 for _ in row) for row in layout.owners)
+    replicas = tuple(tuple(None for _ in row) for row in layout.replicas)
+    small = replace(layout, epoch=1, stages=(stage,), owners=owners, replicas=replicas, spares=(1,))
+    small.validate()
+    assert small.tp_index(1) == 0
+    assert small.owned(1) == ()
+    with pytest.raises(LayoutError, match="rank 1 is in no cell at epoch 1: it is a spare"):
+        small.stage_of(1)
+    with pytest.raises(LayoutError, match="no cell of stage 0 computes grain 99"):
+        small.cell_for(0, 99)
+    with pytest.raises(LayoutError, match="unit 99"):
+        small.home(99)
+
+
+GOOD = gpt_grid(1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spares": (0,)}, "rank 0 is listed 2 times"),
+        ({"spares": (9,), "lost": (9,)}, "rank 9 is listed 2 times"),
+        ({"spares": (9, 8)}, "must be ascending"),
+        ({"num_grains": 9}, "not each of 0..8 once"),
+        ({"units": GOOD.units[:-1]}, "but the names are"),
+        ({"stages": ()}, "no stages"),
+        ({"stages": GOOD.stages[::-1]}, "continue consecutively"),
+        ({"owners": GOOD.owners[:-1]}, "owners must have"),
+        ({"owners": ((2, 3), *GOOD.owners[1:])}, "leads no cell of its home stage 0"),
+        ({"owners": ((1, 1), *GOOD.owners[1:])}, "owner and its replica in the same cell"),
+        ({"replicas": ((3, 0), *GOOD.replicas[1:])}, "the replica of slice 0 of embedding is at 3"),
+        ({"epoch": -1}, "out of range"),
+    ],
+)
+def test_validate_names_what_is_wrong(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        replace(GOOD, **changes).validate()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dp": 0}, "must be positive"),
+        ({"pp": 3}, "given for 2 stages"),
+        ({"replicas": 2}, "replicas must be 0 or 1"),
+        ({"units": ["a", "b"]}, "the stages hold units"),
+    ],
+)
+def test_grid_refuses_what_does_not_fit(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "tp": 1, "pp": 2, "dp": 2, "stage_units": [[0], [1]], "units": ["a", "b"], "num_grains": 4, "num_slices": 2, "replicas": 1,
+    }
+    if changes.get("units"):
+        arguments["stage_units"] = [[0], [2]]
+    with pytest.raises(LayoutError, match=message):
+        Layout.grid(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_nothing_to_transfer_where_all_hold_their_roles() -> None:
+    layout = gpt_grid(2, 2, 2)
+    assert transfers(layout, full_state(layout)) == ()
+
+
+def test_a_missing_replica_comes_from_the_owner_and_a_missing_owner_from_the_replica() -> None:
+    layout = gpt_grid(2, 2, 2)
+    held = full_state(layout)
+    held[2].remove((0, 0))
+    held[1].remove((0, 0))
+    assert transfers(layout, held) == (Transfer(0, 0, 0, 0, 2, "replica"), Transfer(0, 0, 1, 3, 1, "owner"))
+
+
+def test_other_holders_share_the_work_and_the_lost_are_no_source() -> None:
+    units, stage_units = gpt_units(1, 1, True, False)
+    layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=0)
+    layout = replace(layout, spares=(5, 6), lost=(4,))
+    everything = {(unit, 0) for unit in range(3)}
+    found = transfers(layout, {0: set(), 1: set(), 4: everything, 5: everything, 6: everything})
+    assert [(t.src, t.dst) for t in found] == [(5, 0), (6, 0), (5, 0)]
+
+
+def test_a_slice_that_nobody_holds_is_named() -> None:
+    layout = gpt_grid(2, 2, 2)
+    held = full_state(layout)
+    held[1].remove((2, 0))
+    held[3].remove((2, 0))
+    with pytest.raises(SliceLost, match="slice 0 of unit 2, tensor-parallel index 1"):
+        transfers(layout, held)
