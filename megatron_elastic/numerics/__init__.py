@@ -1,0 +1,1 @@
+"""Numbers that do not depend on placement: keyed random draws, exact sums, reductions in canonical order."""

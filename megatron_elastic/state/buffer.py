@@ -1,0 +1,115 @@
+"""UnitBuffer: one unit's parameters and gradient sums as flat tensors, cut into K slices.
+
+The layout of the flat tensor depends on the unit alone, so that slice k means the same elements on every rank that
+holds the unit. Parameters are ordered into segments that the optimizer treats alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_elastic.numerics.exact import Accumulator
+
+_ALIGN = 32
+"""Elements: every parameter starts on a 64-byte boundary even in bf16, so kernels take the same path everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of a unit and how the optimizer treats it.
+
+    ``decay``: weight decay applies. ``sharded``: tensor-parallel ranks hold different parts of it; otherwise they
+    all hold the same.
+    """
+
+    parameter: torch.nn.Parameter
+    decay: bool
+    sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, end) of a slice that are treated alike.
+
+    ``counted``: they enter the gradient norm on this rank (what all tensor-parallel ranks hold alike is counted on
+    the first one only).
+    """
+
+    start: int
+    end: int
+    decay: bool
+    counted: bool
+
+
+class UnitBuffer:
+    """Flat storage of one unit on one rank.
+
+    Args:
+        index: the unit's number in the layout.
+        members: its parameters, in the model's order; they become views of the flat storage.
+        num_slices: K.
+        tp_index: this rank's tensor-parallel index.
+        accumulator: how gradients are summed.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[Member], num_slices: int, tp_index: int, accumulator: Accumulator
+    ) -> None:
+        self.index = index
+        self.accumulator = accumulator
+        # Segment bounds must not depend on the tensor-parallel index: the update kernel rounds a segment's tail
+        # differently, and what all tensor-parallel ranks hold alike has to stay alike.
+        self.members: list[tuple[Member, int]] = []
+        self._segments: list[Segment] = []
+        offset = 0
+        for decay, sharded in ((True, True), (True, False), (False, True), (False, False)):
+            start = offset
+            for member in members:
+                if (member.decay, member.sharded) == (decay, sharded):
+                    self.members.append((member, offset))
+                    offset += -(-member.parameter.numel() // _ALIGN) * _ALIGN
+            if offset > start:
+                self._segments.append(Segment(start, offset, decay, sharded or tp_index == 0))
+        self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
+        size = self.slice_size * num_slices
+        dtype = members[0].parameter.dtype
+        self.params = torch.zeros(size, dtype=dtype)
+        self.sums = torch.zeros(size, dtype=accumulator.dtype)
+        for member, start in self.members:
+            self._adopt(member.parameter, start)
+
+    def slice_of(self, flat: torch.Tensor, k: int) -> torch.Tensor:
+        """View of slice k of a flat tensor of this unit (``params``, ``sums``)."""
+        return flat[k * self.slice_size : (k + 1) * self.slice_size]
+
+    def segments(self, k: int) -> list[Segment]:
+        """The segments of slice k, relative to its start; padding belongs to none."""
+        low, high = k * self.slice_size, (k + 1) * self.slice_size
+        return [
+            Segment(max(s.start, low) - low, min(s.end, high) - low, s.decay, s.counted)
+            for s in self._segments
+            if s.start < high and s.end > low
+        ]
+
+    def zero(self) -> None:
+        """Forget all gradients of the step."""
+        self.sums.zero_()
+        for member, _ in self.members:
+            member.parameter.grad = None
+
+    def _adopt(self, parameter: torch.nn.Parameter, start: int) -> None:
+        view = self.params[start : start + parameter.numel()]
+        view.copy_(parameter.detach().view(-1))
+        parameter.data = view.view_as(parameter)
+        sums = self.sums[start : start + parameter.numel()]
+
+        def accumulate(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            self.accumulator.add(sums, p.grad.view(-1))
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+

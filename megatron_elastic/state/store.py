@@ -1,0 +1,151 @@
+"""StateStore: the slice states that one rank holds, as owner or as replica, and how they move between ranks.
+
+A state is *live* when it equals the owner's. A replica being copied is *loading*: its bytes arrive in the
+background while gradients for it are kept, and when they are there it catches up by replaying those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.layout import Layout, Transfer
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.slice import Adam, SliceState, Update
+
+SliceId = tuple[int, int]
+"""(unit, slice)"""
+
+
+@dataclass
+class _Loading:
+    """A replica on its way: where its state is being received, and what has to be replayed on it."""
+
+    state: SliceState
+    recvs: tuple[Recv, ...]
+    missed: list[tuple[Update, torch.Tensor]] = field(default_factory=list)
+    grad: torch.Tensor | None = None
+
+
+class StateStore:
+    """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each."""
+
+    def __init__(self, units: Mapping[int, UnitBuffer], adam: Adam, transport: Transport) -> None:
+        self._units = units
+        self._adam = adam
+        self._transport = transport
+        self._live: dict[SliceId, SliceState] = {}
+        self._loading: dict[SliceId, _Loading] = {}
+        self._outgoing: list[Send] = []
+
+    def __getitem__(self, at: SliceId) -> SliceState:
+        """The live state of a slice. Raises KeyError if it is not live here."""
+        return self._live[at]
+
+    def held(self) -> list[SliceId]:
+        """Everything live here, ascending."""
+        return sorted(self._live)
+
+    def create(self, layout: Layout) -> None:
+        """Make fresh states, from the model's weights, for every slice this rank owns or replicates."""
+        for unit, k in (*layout.owned(self._transport.rank), *layout.replicated(self._transport.rank)):
+            buffer = self._units[unit]
+            self._live[unit, k] = SliceState(buffer.slice_of(buffer.params, k).to(torch.float32, copy=True))
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def set_gradient(self, at: SliceId, grad: torch.Tensor) -> None:
+        """Give the slice its reduced gradient of the step in progress."""
+        if at in self._live:
+            self._live[at].grad = grad
+        else:
+            self._loading[at].grad = grad
+
+    def drop_gradients(self) -> None:
+        """The step in progress begins anew."""
+        for state in self._live.values():
+            state.grad = None
+
+    def sum_of_squares(self, at: SliceId) -> float:
+        """This rank's part of the slice's squared gradient norm."""
+        return self._live[at].sum_of_squares(self._units[at[0]].segments(at[1]))
+
+    def apply(self, update: Update) -> None:
+        """Do the update on everything live (what has done it already does nothing); loading replicas keep it for later."""
+        for (unit, k), state in self._live.items():
+            state.apply(update, self._adam, self._units[unit].segments(k))
+        for loading in self._loading.values():
+            if loading.grad is not None:
+                loading.missed.append((update, loading.grad))
+                loading.grad = None
+
+    # ---- replicate, promote, retire ----------------------------------------------------------
+
+    def replicate(self, transfers: Iterable[Transfer]) -> None:
+        """Begin this rank's part in copying slices. All ranks pass the same transfers, between the same two updates."""
+        me = self._transport.rank
+        for transfer in transfers:
+            at = (transfer.unit, transfer.slice)
+            if transfer.src == me:
+                # A snapshot: training goes on and changes the state while the copy is under way.
+                for part, tensor in enumerate(self._live[at].tensors):
+                    self._outgoing.append(
+                        self._transport.send(transfer.dst, Channel.STATE, _coordinate(at, part), tensor.clone())
+                    )
+            if transfer.dst == me:
+                size = self._units[transfer.unit].slice_size
+                state = SliceState(torch.empty(size))
+                recvs = tuple(
+                    self._transport.recv(transfer.src, Channel.STATE, _coordinate(at, part), tensor)
+                    for part, tensor in enumerate(state.tensors)
+                )
+                self._loading[at] = _Loading(state, recvs)
+
+    def settle(self, step: int, wait: Sequence[Transfer] = ()) -> list[SliceId]:
+        """Turn loading replicas whose bytes have arrived into live ones; returns them.
+
+        ``step``: committed steps so far, which is where they stand after replay. Blocks for the transfers in ``wait``.
+        """
+        me = self._transport.rank
+        self._transport.wait(
+            *(r for t in wait if t.dst == me for r in self._loading[t.unit, t.slice].recvs)
+        )
+        if self._loading or self._outgoing:
+            self._transport.progress()
+            self._outgoing = [send for send in self._outgoing if not send.done]
+        arrived = [at for at, loading in self._loading.items() if all(recv.done for recv in loading.recvs)]
+        for at in arrived:
+            loading = self._loading.pop(at)
+            state = loading.state
+            state.step = step - len(loading.missed)
+            for update, grad in loading.missed:
+                state.grad = grad
+                state.apply(update, self._adam, self._units[at[0]].segments(at[1]))
+            state.grad = loading.grad
+            self._live[at] = state
+        return arrived
+
+    @property
+    def replicating(self) -> bool:
+        """Whether copies to or from this rank are under way."""
+        return bool(self._loading or self._outgoing)
+
+    def abandon_loading(self) -> None:
+        """Forget copies under way: the layout they were meant for is gone."""
+        self._loading.clear()
+        self._outgoing.clear()
+
+    def retire(self, layout: Layout) -> None:
+        """Drop every live state that ``layout`` gives this rank no role in."""
+        me = self._transport.rank
+        keep = {*layout.owned(me), *layout.replicated(me)}
+        for at in [at for at in self._live if at not in keep]:
+            del self._live[at]
+
+
+def _coordinate(at: SliceId, part: int) -> int:
+    return pair(at[0], at[1] * 4 + part)
