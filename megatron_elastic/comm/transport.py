@@ -26,7 +26,7 @@ import torch
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 
-from megatron_elastic.cluster.interrupt import Interrupted
+from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.tag import SOURCE_BITS, Channel, is_older, make_tag
 
 _ANY_TAG = ucx.UCXXTag(0)
@@ -35,7 +35,7 @@ _SOURCE_MASK = (1 << SOURCE_BITS) - 1
 
 
 class Interruptible(Protocol):
-    """What a wait looks at besides its messages (``cluster.interrupt.InterruptFlag``)."""
+    """What a wait looks at besides its messages (``cluster.control.InterruptFlag``)."""
 
     raised: bool
     fd: int
@@ -223,7 +223,7 @@ class Transport:
         if self._interrupt.raised:
             self._interrupt.check()
         if self._broken:
-            raise Interrupted(suspects=tuple(sorted(self._broken)))
+            raise Interrupted(0, suspects=tuple(sorted(self._broken)))
 
     def _link(self, peer: int) -> Any:
         link = self._links.get(peer)

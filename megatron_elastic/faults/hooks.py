@@ -1,0 +1,60 @@
+"""Hooks: named points in the step and in recovery where faults are injected and detectors attach.
+
+A point costs one attribute test when nothing is attached.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from megatron_elastic.faults.injection import HOOK_POINTS, Injection
+
+Observer = Callable[[str, int, int | None], None]
+"""Called with (hook point, step, grain)."""
+
+
+class InjectedError(RuntimeError):
+    """Raised by the ``raise`` action: stands for an error of the program."""
+
+
+class Hooks:
+    """The hook points of one rank.
+
+    Args:
+        rank: this rank.
+        injections: faults to inject; those of other ranks are ignored.
+        announce: called with an injection right before it fires, so that recovery can be timed from the fault.
+    """
+
+    def __init__(self, rank: int, injections: Sequence[Injection], announce: Callable[[Injection], None]) -> None:
+        self.step = 0
+        self._rank = rank
+        self._injections = [i for i in injections if i.rank == rank]
+        self._announce = announce
+        self._observers: list[Observer] = []
+        self._active = bool(self._injections)
+
+    def attach(self, observer: Observer) -> None:
+        """Call ``observer`` at every point from now on."""
+        self._observers.append(observer)
+        self._active = True
+
+    def at(self, point: str, grain: int | None = None) -> None:
+        """The rank has reached a hook point of the current step."""
+        if not self._active:
+            return
+        assert point in HOOK_POINTS, point
+        for observer in self._observers:
+            observer(point, self.step, grain)
+        for injection in self._injections:
+            if injection.matches(point, self._rank, self.step, grain):
+                self._fire(injection)
+
+    def _fire(self, injection: Injection) -> None:
+        self._injections = [i for i in self._injections if i is not injection]
+        self._announce(injection)
+        if injection.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise InjectedError(f"injected: {injection}")
