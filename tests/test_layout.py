@@ -10,11 +10,26 @@ from megatron_elastic.layout import Cell, Layout, LayoutError, SliceLost, Stage,
 
 
 def gpt_grid(
-    tp: int, pp: int, dp: int, *, layers: int = 4, tied: bool = True, grains: int = 8, slices: int | None = None, replicas: int = 1
+    tp: int,
+    pp: int,
+    dp: int,
+    *,
+    layers: int = 4,
+    tied: bool = True,
+    grains: int = 8,
+    slices: int | None = None,
+    replicas: int = 1,
 ) -> Layout:
     units, stage_units = gpt_units(layers, pp, tied, positions=True)
     return Layout.grid(
-        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices or dp, replicas=replicas
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        stage_units=stage_units,
+        units=units,
+        num_grains=grains,
+        num_slices=slices or dp,
+        replicas=replicas,
     )
 
 
@@ -23,7 +38,10 @@ def full_state(layout: Layout) -> dict[int, set[tuple[int, int]]]:
 
 
 def test_gpt_units_name_what_moves() -> None:
-    assert gpt_units(4, 1, True, False) == (["embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"], [[0, 1, 2, 3, 4, 5]])
+    assert gpt_units(4, 1, True, False) == (
+        ["embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"],
+        [[0, 1, 2, 3, 4, 5]],
+    )
     names, stages = gpt_units(4, 2, True, True)
     assert names == ["embedding", "positions", "layer.0", "layer.1", "layer.2", "layer.3", "head"]
     assert stages == [[0, 1, 2, 3], [0, 4, 5, 6]]
@@ -121,7 +139,7 @@ GOOD = gpt_grid(1, 2, 2)
         ({"stages": ()}, "no stages"),
         ({"stages": GOOD.stages[::-1]}, "continue consecutively"),
         ({"owners": GOOD.owners[:-1]}, "owners must have"),
-        ({"owners": ((2, 3), *GOOD.owners[1:])}, "leads no cell of its home stage 0"),
+        ({"owners": ((2, 3), *GOOD.owners[1:])}, "who leads no cell of home stage 0"),
         ({"owners": ((1, 1), *GOOD.owners[1:])}, "owner and its replica in the same cell"),
         ({"replicas": ((3, 0), *GOOD.replicas[1:])}, "the replica of slice 0 of embedding is at 3"),
         ({"epoch": -1}, "out of range"),
@@ -143,7 +161,14 @@ def test_validate_names_what_is_wrong(changes: dict[str, object], message: str) 
 )
 def test_grid_refuses_what_does_not_fit(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
-        "tp": 1, "pp": 2, "dp": 2, "stage_units": [[0], [1]], "units": ["a", "b"], "num_grains": 4, "num_slices": 2, "replicas": 1,
+        "tp": 1,
+        "pp": 2,
+        "dp": 2,
+        "stage_units": [[0], [1]],
+        "units": ["a", "b"],
+        "num_grains": 4,
+        "num_slices": 2,
+        "replicas": 1,
     }
     if changes.get("units"):
         arguments["stage_units"] = [[0], [2]]

@@ -16,10 +16,19 @@ from megatron_elastic.plan import NoLayout, lose
 Held = dict[int, set[tuple[int, int]]]
 
 
-def make(tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True) -> tuple[Layout, Held]:
+def make(
+    tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True
+) -> tuple[Layout, Held]:
     units, stage_units = gpt_units(pp, pp, tied, positions=False)
     layout = Layout.grid(
-        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices, replicas=replicas
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        stage_units=stage_units,
+        units=units,
+        num_grains=grains,
+        num_slices=slices,
+        replicas=replicas,
     )
     return layout, {rank: {*layout.owned(rank), *layout.replicated(rank)} for rank in layout.ranks}
 
@@ -47,7 +56,12 @@ def test_the_same_loss_again_changes_nothing_but_the_epoch() -> None:
     twice = lose(once, [1], without(held, [1]), epoch=2)
     assert twice.epoch == 2
     assert twice.stages == once.stages
-    assert (twice.owners, twice.replicas, twice.spares, twice.lost) == (once.owners, once.replicas, once.spares, once.lost)
+    assert (twice.owners, twice.replicas, twice.spares, twice.lost) == (
+        once.owners,
+        once.replicas,
+        once.spares,
+        once.lost,
+    )
 
 
 def test_a_spare_that_dies_costs_nothing_more() -> None:
@@ -77,7 +91,9 @@ def test_a_promotion_needs_a_replica_that_holds_the_slice() -> None:
 
 def test_no_column_left() -> None:
     layout, held = make(1, 2, 2, grains=4, slices=2, replicas=1)
-    with pytest.raises(NoLayout, match=r"every data-parallel column has lost a rank \(dead: rank 0, rank 3\).*restart the job"):
+    with pytest.raises(
+        NoLayout, match=r"every data-parallel column has lost a rank \(dead: rank 0, rank 3\).*restart the job"
+    ):
         lose(layout, [0, 3], without(held, [0, 3]), epoch=1)
 
 
@@ -118,10 +134,17 @@ def check(old: Layout, new: Layout, dead: set[int]) -> None:
             assert (new.replicas[unit][k] is None) == (old.replicas[unit][k] is None or home.width == 1)
 
 
-shapes = st.fixed_dictionaries({
-    "tp": st.integers(1, 3), "pp": st.integers(1, 4), "dp": st.integers(1, 6),
-    "grains": st.integers(1, 13), "slices": st.integers(1, 5), "replicas": st.integers(0, 1), "tied": st.booleans(),
-})
+shapes = st.fixed_dictionaries(
+    {
+        "tp": st.integers(1, 3),
+        "pp": st.integers(1, 4),
+        "dp": st.integers(1, 6),
+        "grains": st.integers(1, 13),
+        "slices": st.integers(1, 5),
+        "replicas": st.integers(0, 1),
+        "tied": st.booleans(),
+    }
+)
 
 
 @settings(max_examples=2000, deadline=None)
@@ -138,7 +161,8 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
         parts = {(unit, k, layout.tp_index(rank)) for rank, pairs in held.items() for unit, k in pairs}
         complete = len(parts) == len(layout.units) * layout.num_slices * layout.cell_size
         columns = [
-            column for column in range(layout.stages[0].width)
+            column
+            for column in range(layout.stages[0].width)
             if not any(rank in dead for stage in layout.stages for rank in stage.cells[column].ranks)
         ]
         if not complete or not columns:
@@ -181,7 +205,7 @@ def test_one_loss_at_a_time_never_loses_a_slice(shape: dict[str, int], seed: int
 
 
 def test_owners_stay_balanced_when_no_replica_helps() -> None:
-    layout, held = make(1, 1, 4, grains=4, slices=12, replicas=0)
+    layout, _ = make(1, 1, 4, grains=4, slices=12, replicas=0)
     all_state = {(unit, k) for unit in range(3) for k in range(12)}
     new = lose(layout, [3], {0: all_state, 1: all_state, 2: all_state}, epoch=1)
     loads = Counter(owner for row in new.owners for owner in row)

@@ -1,9 +1,9 @@
 """Layout: the immutable value that says which ranks compute what, and who owns which slice.
 
-Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains (its tensor-parallel ranks). A
-*stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by a cell of
-the unit's home stage, and each of the cell's ranks owns the part of its own tensor-parallel index. A cell is named by its
-leader, the rank of tensor-parallel index 0.
+Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains (its tensor-parallel ranks).
+A *stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by
+a cell of the unit's home stage, and each of the cell's ranks owns the part of its own tensor-parallel index. A cell is
+named by its leader, the rank of tensor-parallel index 0.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Stage:
 class Layout:
     """Who computes and who owns what, at one epoch. Build the first one with ``Layout.grid``.
 
-    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` that of the cell with the live copy
-    (None: there is none). ``spares`` are live ranks in no cell; ``lost`` are the dead, for ever.
+    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` that of the cell with the live
+    copy (None: there is none). ``spares`` are live ranks in no cell; ``lost`` are the dead, for ever.
     """
 
     epoch: int
@@ -79,11 +79,14 @@ class Layout:
     ) -> Layout:
         """The fault-free layout, in Megatron's rank order: rank = t + tp * (d + dp * p).
 
-        Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replica (when
-        ``replicas`` is 1 and dp > 1) is in cell (k + 1) % dp. Raises LayoutError when the arguments do not fit together.
+        Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replica
+        (when ``replicas`` is 1 and dp > 1) is in cell (k + 1) % dp. Raises LayoutError when the arguments do not fit
+        together.
         """
         if min(tp, pp, dp, num_grains, num_slices) < 1:
-            raise LayoutError(f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, grains {num_grains}, slices {num_slices}")
+            raise LayoutError(
+                f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, grains {num_grains}, slices {num_slices}"
+            )
         if len(stage_units) != pp:
             raise LayoutError(f"units are given for {len(stage_units)} stages, but the pipeline has {pp}")
         if replicas not in (0, 1):
@@ -113,7 +116,9 @@ class Layout:
             units=tuple(units),
             stages=stages,
             owners=tuple(tuple(cells[k % dp] for k in range(num_slices)) for cells in leaders),
-            replicas=tuple(tuple(cells[(k + 1) % dp] if copies else None for k in range(num_slices)) for cells in leaders),
+            replicas=tuple(
+                tuple(cells[(k + 1) % dp] if copies else None for k in range(num_slices)) for cells in leaders
+            ),
             spares=(),
             lost=(),
         )
@@ -167,7 +172,7 @@ class Layout:
             raise LayoutError(f"no stage holds unit {unit} at epoch {self.epoch}") from None
 
     def holders(self, unit: int) -> tuple[Cell, ...]:
-        """Cells of all stages that hold ``unit``, in stage order, then cell order (a tied embedding is in two stages)."""
+        """Cells of all stages that hold ``unit``, by stage, then cell. (A tied embedding is in two stages.)"""
         return tuple(cell for stage in self.stages if unit in stage.units for cell in stage.cells)
 
     def owner(self, unit: int, slice: int, tp: int) -> int:
@@ -237,9 +242,9 @@ class Layout:
             home = leaders[self.home(unit)]
             for k, (owner, replica) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
                 if owner not in home:
-                    yield f"slice {k} of {name} is owned by {owner}, which leads no cell of its home stage {self.home(unit)}"
+                    yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {self.home(unit)}"
                 if replica is not None and replica not in home:
-                    yield f"the replica of slice {k} of {name} is at {replica}, which leads no cell of its home stage"
+                    yield f"the replica of slice {k} of {name} is at {replica}, who leads no cell of its home stage"
                 if replica == owner:
                     yield f"slice {k} of {name} has its owner and its replica in the same cell, {owner}"
 
@@ -299,7 +304,8 @@ class Layout:
         """A compact table for people: one stage a line, each cell as ranks:grains."""
         head = (
             f"epoch {self.epoch}: {len(self.ranks)} ranks, {self.pipeline_size} stages, cells of {self.cell_size}, "
-            f"{self.num_grains} grains, {self.num_slices} slices; spares {_spans(self.spares)}; lost {_spans(self.lost)}"
+            f"{self.num_grains} grains, {self.num_slices} slices; "
+            f"spares {_spans(self.spares)}; lost {_spans(self.lost)}"
         )
         lines = [head]
         for index, stage in enumerate(self.stages):

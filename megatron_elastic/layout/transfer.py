@@ -37,9 +37,10 @@ class Transfer:
 def transfers(layout: Layout, held: Mapping[int, Collection[tuple[int, int]]]) -> tuple[Transfer, ...]:
     """Everything to copy so that each owner and replica of ``layout`` holds live state.
 
-    ``held`` maps every live rank, spares too, to the (unit, slice) whose state it holds. A source is the owner if it holds
-    the part, else the replica, else whichever other holder sends least so far (the lowest rank of those). All ranks that
-    call this with the same arguments get the same answer, in the same order. Raises SliceLost if nobody holds a part.
+    ``held`` maps every live rank, spares too, to the (unit, slice) whose state it holds. A source is the owner if it
+    holds the part, else the replica, else whichever other holder sends least so far (the lowest rank of those). All
+    ranks that call this with the same arguments get the same answer, in the same order. Raises SliceLost if nobody
+    holds a part.
     """
     holders: dict[tuple[int, int, int], list[int]] = {}
     for rank in sorted(set(held).difference(layout.lost)):

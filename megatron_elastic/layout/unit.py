@@ -8,10 +8,11 @@ from megatron_elastic.layout.layout import LayoutError
 def gpt_units(num_layers: int, pp: int, tied: bool, positions: bool) -> tuple[list[str], list[list[int]]]:
     """Names of a GPT's units, and the ascending unit indices of each of ``pp`` stages.
 
-    The units are ``embedding`` (the word embeddings alone), ``positions`` (only where they are learned), ``layer.0`` to
-    ``layer.{num_layers-1}``, and ``head`` (final norm, and the output weight when untied). Layers are split evenly. A tied
-    embedding is one unit of two stages: with ``tied`` and pp > 1 the last stage holds it too, which is why positions, which
-    the last stage lacks, are a unit of their own. Raises LayoutError when the layers cannot be split evenly.
+    The units are ``embedding`` (the word embeddings alone), ``positions`` (only where they are learned), ``layer.0``
+    to ``layer.{num_layers-1}``, and ``head`` (final norm, and the output weight when untied). Layers are split evenly.
+    A tied embedding is one unit of two stages: with ``tied`` and pp > 1 the last stage holds it too, which is why
+    positions, which the last stage lacks, are a unit of their own. Raises LayoutError when the layers cannot be split
+    evenly.
     """
     if pp < 1 or num_layers < 1 or num_layers % pp != 0:
         raise LayoutError(f"{num_layers} layers cannot be split evenly over {pp} pipeline stages")

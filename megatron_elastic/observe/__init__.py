@@ -1,0 +1,1 @@
+"""What a run leaves for people and tools: records, digests, comparisons, reports."""

@@ -1,4 +1,4 @@
-"""Loss: the layout after ranks died. A dead rank takes its data-parallel column out; the rest is re-routed and promoted."""
+"""Loss: the layout after ranks died. A dead rank takes its data-parallel column out; the rest is re-routed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ class NoLayout(Exception):
 def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layout:
     """The layout of ``epoch``, after the ranks in ``lost`` died under ``layout``.
 
-    A column is the cells of one index in every stage. Columns with a dead rank leave: their live ranks become spares, and
-    their grains go to the other columns, balanced to within one. Slices stay with their owner where its cell stays, else
-    their replica is promoted, else another cell takes over; replicas of theirs that went are placed anew. ``lost`` may name
-    spares, and ranks already known to be dead. Raises NoLayout when no column is left or when nobody alive holds some part
-    of a slice, LayoutError when ``lost`` names a rank that never was in the layout.
+    A column is the cells of one index in every stage. Columns with a dead rank leave: their live ranks become spares,
+    and their grains go to the other columns, balanced to within one. Slices stay with their owner where its cell
+    stays, else their replica is promoted, else another cell takes over; replicas of theirs that went are placed anew.
+    ``lost`` may name spares, and ranks already known to be dead. Raises NoLayout when no column is left or when nobody
+    alive holds some part of a slice, LayoutError when ``lost`` names a rank that never was in the layout.
     """
     known = {*layout.ranks, *layout.spares, *layout.lost}
     if unknown := set(lost) - known:
-        raise LayoutError(f"ranks {sorted(unknown)} are said to be lost, but the layout of epoch {layout.epoch} never had them")
+        raise LayoutError(
+            f"ranks {sorted(unknown)} are said to be lost, but the layout of epoch {layout.epoch} never had them"
+        )
     dead = {*lost, *layout.lost}
     stays = _staying_columns(layout, dead)
     stages = tuple(_reroute(stage, stays) for stage in layout.stages)
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
-    owners, replicas = _assign(layout, stages, {rank: set(pairs) for rank, pairs in held.items() if rank not in dead}, dead)
+    owners, replicas = _assign(
+        layout, stages, {rank: set(pairs) for rank, pairs in held.items() if rank not in dead}, dead
+    )
     new = replace(
         layout,
         epoch=epoch,
@@ -54,12 +58,13 @@ def _staying_columns(layout: Layout, dead: Collection[int]) -> list[int]:
         raise LayoutError(f"stages of widths {sorted(widths)} have no columns to take out")
     columns = range(widths.pop())
     stays = [
-        column for column in columns
+        column
+        for column in columns
         if not any(rank in dead for stage in layout.stages for rank in stage.cells[column].ranks)
     ]
     if not stays:
         raise NoLayout(
-            f"every data-parallel column has lost a rank (dead: {_list(dead)}), so no complete pipeline is left: {ADVICE}"
+            f"every data-parallel column has lost a rank (dead: {_list(dead)}), so no pipeline is complete: {ADVICE}"
         )
     return stays
 
@@ -78,7 +83,9 @@ def _reroute(stage: Stage, stays: Sequence[int]) -> Stage:
         kept[index].append(grain)
     return Stage(
         units=stage.units,
-        cells=tuple(Cell(ranks=cell.ranks, grains=tuple(sorted(grains))) for cell, grains in zip(cells, kept, strict=True)),
+        cells=tuple(
+            Cell(ranks=cell.ranks, grains=tuple(sorted(grains))) for cell, grains in zip(cells, kept, strict=True)
+        ),
     )
 
 
@@ -133,8 +140,8 @@ def _check_alive(layout: Layout, held: Mapping[int, set[tuple[int, int]]], dead:
             for tp in range(layout.cell_size):
                 if (unit, k, tp) not in alive:
                     raise NoLayout(
-                        f"slice {k} of unit {name} (tensor-parallel index {tp}) is held by no live rank: its owner and every "
-                        f"copy of it are dead (dead: {_list(dead)}). {ADVICE.capitalize()}"
+                        f"slice {k} of unit {name} (tensor-parallel index {tp}) is held by no live rank: its owner and "
+                        f"every copy of it are dead (dead: {_list(dead)}). {ADVICE.capitalize()}"
                     )
 
 

@@ -1,0 +1,134 @@
+"""Records: the files of a run. ``RunRecords`` writes them, and the ``read_*`` functions read them.
+
+A run directory holds ``metrics.jsonl`` (one line a committed step), ``events.jsonl`` (one line an event),
+``layouts/EPOCH.json`` and, once training is done, ``digest.json``. JSON has no infinities and no NaN: such numbers are
+written as null, and the ``*_hex`` fields keep what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.layout import Layout
+
+METRICS = (
+    "step", "loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr", "consumed_samples",
+    "step_ms", "epoch", "world_size", "tokens_per_s",
+)  # fmt: skip
+"""Fields of a metrics line, in order."""
+
+RECOVERED = (
+    "cause", "ranks", "step", "decision", "detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms", "redo_ms",
+    "mttr_ms",
+)  # fmt: skip
+"""Fields of a ``recovered`` event, in order, after time, kind and epoch; further ones may follow."""
+
+
+class RecordsError(Exception):
+    """Records are missing, cannot be read, or would be written against their format."""
+
+
+class RunRecords:
+    """Writes the records of a run; every line is in the file when the call returns. Not thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Open the records in ``run_dir``, which is made if missing; existing files are appended to."""
+        self._dir = Path(run_dir)
+        (self._dir / "layouts").mkdir(parents=True, exist_ok=True)
+        # Unbuffered and in append mode: a line is one write, and nothing is left behind in a process that dies.
+        self._metrics = (self._dir / "metrics.jsonl").open("ab", buffering=0)
+        self._events = (self._dir / "events.jsonl").open("ab", buffering=0)
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """Append the line of one committed step: exactly the fields ``METRICS``, else RecordsError."""
+        if set(record) != set(METRICS):
+            missing, unknown = sorted(set(METRICS) - set(record)), sorted(set(record) - set(METRICS))
+            raise RecordsError(f"a metrics line lacks fields {missing} and has unknown fields {unknown}")
+        self._metrics.write(_line({name: record[name] for name in METRICS}))
+
+    def event(self, kind: str, epoch: int, **fields: Any) -> None:
+        """Append one event, stamped with the time of day (seconds). Raises RecordsError for an incomplete recovery."""
+        if kind == "recovered":
+            if missing := [name for name in RECOVERED if name not in fields]:
+                raise RecordsError(f"a recovered event lacks fields {missing}")
+            fields = {name: fields[name] for name in RECOVERED} | fields
+        self._events.write(_line({"time": time.time(), "kind": kind, "epoch": epoch, **fields}))
+
+    def layout(self, layout: Layout) -> None:
+        """Write ``layouts/EPOCH.json``."""
+        _replace(self._dir / "layouts" / f"{layout.epoch}.json", layout.to_json())
+
+    def digest(self, digest: Mapping[str, Any]) -> None:
+        """Write ``digest.json``, as ``digest.combine`` made it."""
+        _replace(self._dir / "digest.json", json.dumps(digest, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._events.close()
+
+
+def read_metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Metrics lines by step. Raises RecordsError when the file is missing, damaged, or has a step twice."""
+    path = run_dir / "metrics.jsonl"
+    result: dict[int, dict[str, Any]] = {}
+    for number, record in enumerate(_read_lines(path), start=1):
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise RecordsError(f"{path}:{number} has no step")
+        if step in result:
+            raise RecordsError(f"{path}:{number} records step {step} a second time; each step must be there once")
+        result[step] = record
+    return result
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Events in the order they were written. Raises RecordsError when the file is missing or damaged."""
+    return _read_lines(run_dir / "events.jsonl")
+
+
+def read_digest(run_dir: Path) -> dict[str, Any]:
+    """The final digest. Raises RecordsError when it is missing or damaged."""
+    path = run_dir / "digest.json"
+    return _parse(_read(path), str(path))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordsError(f"cannot read {path}: {error}") from None
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(_read(path).splitlines(), start=1)]
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RecordsError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordsError(f"{where} is not a JSON object")
+    return value
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file whole or not at all: readers may look at any moment."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text)
+    os.replace(partial, path)
