@@ -1,0 +1,315 @@
+"""The flags of ``pretrain_gpt.py``: Megatron-LM's names and meanings, checked before any process starts.
+
+Importing this file imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_elastic.adaptor.dataset import locate
+from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+
+_UNSUPPORTED = {
+    "--sequence-parallel": "sequence parallelism is not supported yet; leave it out",
+    "--context-parallel-size": "context parallelism is not supported yet; leave it out or use 1",
+    "--expert-model-parallel-size": "mixture of experts is not supported yet; leave it out or use 1",
+    "--num-experts": "mixture of experts is not supported yet; leave it out",
+    "--num-layers-per-virtual-pipeline-stage": "virtual pipelines are not supported yet; leave it out",
+    "--num-virtual-stages-per-pipeline-rank": "virtual pipelines are not supported yet; leave it out",
+    "--fp16": "fp16 needs a loss scaler, which is not supported yet; use --bf16 or neither",
+}
+"""Megatron-LM's flags that people will try, and what to do instead."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].lower()}{message[1:]}; --help lists the flags")
+
+
+def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
+    """Parse and check the flags; defaults come from ``sys.argv`` and ``WORLD_SIZE``.
+
+    Besides the flags the namespace carries ``world_size``, ``data_parallel_size``, ``num_grains`` (micro-batches in
+    the global batch), ``vocab_size`` and ``padded_vocab_size``. Raises UsageError, whose one line names flag and fix.
+    """
+    parser = _build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(unknown[0], parser)
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    _check_parallelism(args)
+    _check_batches(args)
+    _check_model(args)
+    _check_training(args)
+    _check_files(args)
+    _check_elastic(args)
+    return args
+
+
+def check_arguments(argv: list[str] | None = None, world_size: int | None = None) -> None:
+    """Raise UsageError if training with these flags on ``world_size`` ranks cannot work."""
+    parse_args(argv, world_size)
+
+
+def _refuse(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
+    name = flag.partition("=")[0]
+    if name in _UNSUPPORTED:
+        raise UsageError(f"{name}: {_UNSUPPORTED[name]}")
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1)
+    raise UsageError(f"unknown flag {name}: " + (f"did you mean {close[0]}?" if close else "--help lists the flags"))
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(description="Pretrain a GPT on megatron.core; flags as in Megatron-LM.", allow_abbrev=False,
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    _add_model(parser.add_argument_group("model"))
+    _add_parallelism(parser.add_argument_group("parallelism"))
+    _add_training(parser.add_argument_group("training"))
+    _add_data(parser.add_argument_group("data, checkpoints and logging"))
+    return add_elastic_arguments(parser)
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-layers", type=int, required=True)
+    group.add_argument("--hidden-size", type=int, required=True)
+    group.add_argument("--num-attention-heads", type=int, required=True)
+    group.add_argument("--seq-length", type=int, required=True)
+    group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
+    group.add_argument("--ffn-hidden-size", type=int,
+                       help="default: 4 x --hidden-size; with --swiglu two thirds of that, a multiple of 64")
+    group.add_argument("--kv-channels", type=int, help="default: --hidden-size / --num-attention-heads")
+    group.add_argument("--group-query-attention", action="store_true")
+    group.add_argument("--num-query-groups", type=int, default=1)
+    group.add_argument("--position-embedding-type", choices=("learned_absolute", "rope", "none"),
+                       default="learned_absolute")
+    group.add_argument("--rotary-percent", type=float, default=1.0)
+    group.add_argument("--rotary-base", type=int, default=10000)
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    group.add_argument("--norm-epsilon", type=float, default=1e-5)
+    group.add_argument("--swiglu", action="store_true")
+    group.add_argument("--disable-bias-linear", action="store_true")
+    group.add_argument("--add-qkv-bias", action="store_true")
+    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    group.add_argument("--attention-dropout", type=float, default=0.1)
+    group.add_argument("--hidden-dropout", type=float, default=0.1)
+    group.add_argument("--init-method-std", type=float, default=0.02)
+    group.add_argument("--bf16", action="store_true")
+    group.add_argument("--recompute-granularity", choices=("full", "selective"))
+    group.add_argument("--recompute-method", choices=("uniform", "block"),
+                       help="for --recompute-granularity full; default: uniform")
+    group.add_argument("--recompute-num-layers", type=int,
+                       help="for --recompute-granularity full; default: 1")
+    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+
+
+def _add_parallelism(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
+                       help="shard the optimizer over data-parallel ranks; --elastic always does")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--micro-batch-size", type=int, required=True)
+    group.add_argument("--global-batch-size", type=int, help="default: micro-batch size x data-parallel size")
+    group.add_argument("--train-iters", type=int, required=True)
+    group.add_argument("--lr", type=float, required=True)
+    group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument("--lr-decay-style", choices=("constant", "linear", "cosine", "inverse-square-root"),
+                       default="linear")
+    group.add_argument("--lr-decay-iters", type=int, help="default: --train-iters")
+    group.add_argument("--lr-warmup-iters", type=int, default=0)
+    group.add_argument("--lr-warmup-init", type=float, default=0.0)
+    group.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
+    group.add_argument("--adam-beta1", type=float, default=0.9)
+    group.add_argument("--adam-beta2", type=float, default=0.999)
+    group.add_argument("--adam-eps", type=float, default=1e-8)
+    group.add_argument("--sgd-momentum", type=float, default=0.9)
+    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--clip-grad", type=float, default=1.0, help="0 does not clip")
+    group.add_argument("--seed", type=int, default=1234)
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--data-path", type=Path, required=True,
+                       help="folder written by 'megatron-elastic data prepare', or prefix of a .bin and .idx")
+    group.add_argument("--split", default="949,50,1", help="weights of the training, validation and test documents")
+    group.add_argument("--vocab-size", type=int, help="only for data without data.json")
+    group.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last one at the end")
+    group.add_argument("--save-interval", type=int, metavar="STEPS")
+    group.add_argument("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    group.add_argument("--eval-interval", type=int, default=1000, metavar="STEPS")
+    group.add_argument("--eval-iters", type=int, default=100, help="0 does not evaluate")
+    group.add_argument("--log-interval", type=int, default=100, metavar="STEPS")
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
+    _at_least(1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    if world % (tp * pp):
+        raise UsageError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not divide "
+            f"the world size {world}: start a multiple of {tp * pp} processes, or change the sizes"
+        )
+    args.data_parallel_size = world // (tp * pp)
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    _at_least(1, micro_batch_size=args.micro_batch_size)
+    at_once = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = at_once
+    _at_least(1, global_batch_size=args.global_batch_size)
+    if args.global_batch_size % at_once:
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
+            f"use {-(-args.global_batch_size // at_once) * at_once}"
+        )
+    args.num_grains = args.global_batch_size // args.micro_batch_size
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    tp, pp, heads = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.num_attention_heads
+    _at_least(1, num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=heads,
+              seq_length=args.seq_length, num_query_groups=args.num_query_groups,
+              make_vocab_size_divisible_by=args.make_vocab_size_divisible_by)
+    _divides("--num-layers", args.num_layers, "--pipeline-model-parallel-size", pp)
+    _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
+    if args.kv_channels is None:
+        _divides("--hidden-size", args.hidden_size, "--num-attention-heads", heads)
+        args.kv_channels = args.hidden_size // heads
+    if args.group_query_attention:
+        _divides("--num-attention-heads", heads, "--num-query-groups", args.num_query_groups)
+        _divides("--num-query-groups", args.num_query_groups, "--tensor-model-parallel-size", tp)
+    elif args.num_query_groups != 1:
+        raise UsageError("--num-query-groups needs --group-query-attention: add it")
+    if args.ffn_hidden_size is None:
+        wide = 4 * args.hidden_size
+        args.ffn_hidden_size = max(64, wide * 2 // 3 // 64 * 64) if args.swiglu else wide
+    _divides("--ffn-hidden-size", args.ffn_hidden_size, "--tensor-model-parallel-size", tp)
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        raise UsageError(f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
+                         f"{args.seq_length}: raise it to at least that")
+    for name in ("attention_dropout", "hidden_dropout"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UsageError(f"{_flag(name)} must be in [0, 1), got {getattr(args, name)}")
+    _check_recompute(args)
+
+
+def _check_recompute(args: argparse.Namespace) -> None:
+    if args.recompute_granularity == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+        held = args.num_layers // args.pipeline_model_parallel_size
+        if not 1 <= args.recompute_num_layers <= held:
+            raise UsageError(f"--recompute-num-layers must be from 1 to the {held} layers of a pipeline stage, "
+                             f"got {args.recompute_num_layers}")
+    elif args.recompute_method or args.recompute_num_layers:
+        raise UsageError("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    _at_least(0, train_iters=args.train_iters, lr_warmup_iters=args.lr_warmup_iters, eval_iters=args.eval_iters,
+              clip_grad=args.clip_grad, lr=args.lr, min_lr=args.min_lr)
+    _at_least(1, eval_interval=args.eval_interval, log_interval=args.log_interval)
+    if args.min_lr > args.lr:
+        raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it")
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = max(1, args.train_iters)
+    _at_least(1, lr_decay_iters=args.lr_decay_iters)
+    if args.lr_warmup_iters >= args.lr_decay_iters:
+        raise UsageError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters "
+                         f"{args.lr_decay_iters} (by default --train-iters)")
+    if args.optimizer == "sgd" and args.elastic:
+        raise UsageError("--optimizer sgd is not supported with --elastic yet: use adam")
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise UsageError("--optimizer sgd cannot be sharded by Megatron: add --no-use-distributed-optimizer")
+    if args.save_interval is not None:
+        _at_least(1, save_interval=args.save_interval)
+        if args.save is None:
+            raise UsageError("--save-interval needs --save DIR: add it")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    _check_split(args.split)
+    prepared = locate(args.data_path).prepared
+    if prepared is not None:
+        if args.vocab_size not in (None, prepared.vocab_size):
+            raise UsageError(f"--vocab-size {args.vocab_size} contradicts the data's {prepared.vocab_size}: "
+                             "leave it out")
+        args.vocab_size = prepared.vocab_size
+    elif args.vocab_size is None:
+        raise UsageError(f"--vocab-size is needed: there is no data.json beside {args.data_path}")
+    _at_least(2, vocab_size=args.vocab_size)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.load is not None:
+        _check_checkpoint(args.load)
+    if args.save is not None and args.save.exists() and not (args.save.is_dir() and os.access(args.save, os.W_OK)):
+        raise UsageError(f"--save {args.save} is no folder that can be written to: name another")
+
+
+def _check_split(split: str) -> None:
+    try:
+        weights = [float(weight) for weight in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or min(weights) < 0 or weights[0] == 0:
+        raise UsageError(f"--split {split}: expected up to three weights like 949,50,1, the first above 0")
+
+
+def _check_checkpoint(load: Path) -> None:
+    tracker = load / "latest_checkpointed_iteration.txt"
+    try:
+        iteration = int(tracker.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"--load {load}: {tracker} does not exist, so there is no checkpoint; leave --load out to "
+                         "start from the beginning") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--load {load}: {tracker} cannot be read ({error}); it should hold a step number") from None
+    folder = load / f"iter_{iteration:07d}"
+    if not (folder / "metadata.json").is_file():
+        raise UsageError(f"--load {load}: {folder} is no complete checkpoint (no metadata.json); write the number of "
+                         f"an older one into {tracker}")
+
+
+def _check_elastic(args: argparse.Namespace) -> None:
+    config = ElasticConfig.from_args(args)
+    for fault in config.inject:
+        flag = f"--elastic-inject {fault}"
+        if not args.elastic:
+            raise UsageError(f"{flag} needs --elastic: add it")
+        if not 0 <= fault.rank < args.world_size:
+            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}")
+        if not 1 <= fault.step <= args.train_iters:
+            raise UsageError(f"{flag}: step must be from 1 to --train-iters {args.train_iters}")
+        if fault.grain is not None and not 0 <= fault.grain < args.num_grains:
+            raise UsageError(f"{flag}: grain must be from 0 to {args.num_grains - 1} "
+                             "(--global-batch-size / --micro-batch-size - 1)")
+
+
+def _at_least(limit: int, **values: float) -> None:
+    for name, value in values.items():
+        if value < limit:
+            raise UsageError(f"{_flag(name)} must be at least {limit}, got {value:g}")
+
+
+def _divides(name: str, value: int, by_name: str, by: int) -> None:
+    if value % by:
+        raise UsageError(f"{name} {value} is not divisible by {by_name} {by}: "
+                         f"use {-(-value // by) * by}, or change {by_name}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

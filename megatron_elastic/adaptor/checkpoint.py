@@ -1,0 +1,104 @@
+"""Checkpoint: Megatron's distributed checkpoints (``torch_dist``), in the folder layout of Megatron-LM.
+
+``DIR/iter_0000010/`` holds a checkpoint and ``DIR/latest_checkpointed_iteration.txt`` names the newest complete one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a checkpoint got: steps done, and training samples used by them."""
+
+    iteration: int
+    consumed_samples: int
+
+
+def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Write a checkpoint and make it the newest. Every rank calls this; returns when all have written.
+
+    ``model`` is the bare model (not wrapped for data parallelism), ``optimizer`` Megatron's.
+    """
+    path = _path(folder, progress.iteration)
+    if torch.distributed.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["progress"] = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
+    state["scheduler"] = scheduler.state_dict()
+    dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=_METADATA)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (folder / _TRACKER).write_text(str(progress.iteration))
+    torch.distributed.barrier()
+
+
+def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
+    """Load the newest checkpoint into ``model``, ``optimizer``, ``scheduler`` and the random generators.
+
+    The parallel sizes may differ from those of the job that saved; then the generators' states, which
+    belong to its ranks, are left as they are.
+    """
+    path = _path(folder, int((folder / _TRACKER).read_text()))
+    template = _sharded_state(model, optimizer, is_loading=True)
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    if common["grid"] != _grid():
+        del template["random"]
+    state = dist_checkpointing.load(template, str(path), ("torch_dist", 1))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    if "random" in state:
+        _set_random_state(state["random"])
+    return Progress(**state["progress"])
+
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+             "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}
+"""How Megatron lays the optimizer's state out: by parameter, so that it can be loaded under other parallel sizes."""
+
+
+def _path(folder: Path, iteration: int) -> Path:
+    return folder / f"iter_{iteration:07d}"
+
+
+def _grid() -> list[int]:
+    return [parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_data_parallel_world_size()]
+
+
+def _sharded_state(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    weights = model.sharded_state_dict(metadata=metadata)
+    moments = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    shape = tuple(_grid())
+    place = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank(),
+             parallel_state.get_data_parallel_rank())
+    return {"model": weights, "optimizer": moments, "grid": _grid(),
+            "random": ShardedObject("random", _random_state(), shape, place)}
+
+
+def _random_state() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(), "streams": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["streams"])

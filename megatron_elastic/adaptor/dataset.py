@@ -1,0 +1,297 @@
+"""Dataset: real text in Megatron's indexed format, with everything training has to know about it beside it.
+
+``prepare`` writes a folder with ``data.bin``, ``data.idx`` (Megatron's), ``tokenizer.json`` (Hugging Face's
+``tokenizers``) and ``data.json`` (``Prepared``). ``build_datasets`` gives Megatron's GPT datasets over such a folder.
+Torch and Megatron are imported by the functions that need them, so that flags can be checked without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.config import UsageError
+
+EOD = "<|endoftext|>"
+_TRAINING_BYTES = 4_000_000
+"""The tokenizer is trained on an even sample of about this many bytes: more text changes the merges little."""
+_SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", ".git"})
+"""Folders of the standard library that are not text worth learning from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What ``data.json`` says about a prepared data set."""
+
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """An indexed data set on disk: Megatron's path prefix (``.bin`` and ``.idx`` are appended) and its description."""
+
+    prefix: Path
+    prepared: Prepared | None
+
+
+def locate(data_path: str | Path) -> Location:
+    """Find the data set that ``--data-path`` names: a folder written by ``prepare``, or a path prefix.
+
+    Raises UsageError when there is none, or when its description cannot be read.
+    """
+    path = Path(data_path)
+    prefix = path / "data" if path.is_dir() else path
+    for suffix in (".idx", ".bin"):
+        if not Path(f"{prefix}{suffix}").is_file():
+            raise UsageError(f"--data-path {data_path}: {prefix}{suffix} does not exist; "
+                             f"write it with: megatron-elastic data prepare {path}")
+    description = prefix.parent / "data.json"
+    if prefix.name != "data" or not description.is_file():
+        return Location(prefix.resolve(), None)
+    try:
+        prepared = Prepared(**json.loads(description.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"--data-path {data_path}: {description} cannot be read ({error}); "
+                         f"write it again with: megatron-elastic data prepare {path}") from None
+    return Location(prefix.resolve(), prepared)
+
+
+# ---- writing -------------------------------------------------------------------------------
+
+
+def standard_library() -> list[Path]:
+    """The source files of the running Python's standard library, without its tests, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(p for p in root.rglob("*.py") if _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
+
+
+def text_files(paths: Iterable[Path]) -> list[Path]:
+    """``paths`` with folders replaced by the files below them, sorted. Raises UsageError if one does not exist."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(p for p in path.rglob("*") if p.is_file() and _SKIPPED.isdisjoint(p.parts))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UsageError(f"--text {path} does not exist; name a text file or a folder of text files")
+    return files
+
+
+def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Prepared:
+    """Train a byte-level BPE on ``text`` and write it and the encoded text to the folder ``out``.
+
+    ``text`` are files and folders (default: the standard library's sources); every file is one document, closed by an
+    end-of-document token. The same input gives the same bytes. ``data.json`` is written last, so a folder that has
+    it is complete. Raises UsageError for input that cannot work.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if vocab_size < 257:
+        raise UsageError(f"--vocab-size must be at least 257 (256 bytes and end-of-document), got {vocab_size}")
+    console = Console(stderr=True)
+    files = text_files(text) if text else standard_library()
+    documents = list(_read(files))
+    if not documents:
+        raise UsageError(f"--text: no text in {len(files)} files (binary and empty files are left out)")
+    size = sum(map(len, documents))
+    console.print(f"{len(documents)} documents, {size / 1e6:.1f} MB of text"
+                  + ("" if text else " (the standard library's sources)"))
+    sample = _sample(documents)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        training = progress.add_task(f"tokenizer on {sum(map(len, sample)) / 1e6:.1f} MB", total=len(sample))
+        tokenizer = _train(progress.track(sample, task_id=training), vocab_size)
+        found = tokenizer.get_vocab_size()
+        if found != vocab_size:
+            console.print(f"the text holds only {found} of {vocab_size} tokens; the vocabulary has {found}")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "data.json").unlink(missing_ok=True)
+        shutil.rmtree(out / "cache", ignore_errors=True)  # an index of other text is found by name, not by content
+        tokenizer.save(str(out / "tokenizer.json"))
+        writing = progress.add_task("encode and write", total=len(documents))
+        prepared = _write(out, tokenizer, progress.track(documents, task_id=writing))
+    (out / "data.json").write_text(json.dumps(asdict(prepared), indent=2) + "\n")
+    console.print(f"{prepared.tokens} tokens in {out} (vocabulary {prepared.vocab_size}, {prepared.dtype})")
+    return prepared
+
+
+def _read(files: Iterable[Path]) -> Iterator[str]:
+    """The files' texts, without binary and empty ones; bytes that are no UTF-8 are replaced."""
+    for path in files:
+        content = path.read_bytes()
+        if content and b"\0" not in content:
+            yield content.decode("utf-8", errors="replace")
+
+
+def _sample(documents: list[str]) -> list[str]:
+    """Every n-th document, about ``_TRAINING_BYTES`` of them."""
+    stride = max(1, round(sum(map(len, documents)) / _TRAINING_BYTES))
+    return documents[::stride]
+
+
+def _train(documents: Iterable[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOD], show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(documents, trainer=trainer)
+    return tokenizer
+
+
+def _write(out: Path, tokenizer: Any, documents: Iterable[str]) -> Prepared:
+    """Encode ``documents`` to ``data.bin`` and ``data.idx``."""
+    _prepare_megatron()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    import numpy
+    import torch
+
+    vocab_size = tokenizer.get_vocab_size()
+    eod = tokenizer.token_to_id(EOD)
+    dtype = DType.optimal_dtype(vocab_size)
+    builder = IndexedDatasetBuilder(str(out / "data.bin"), dtype=dtype)
+    count = tokens = 0
+    for text in documents:
+        ids = [*tokenizer.encode(text, add_special_tokens=False).ids, eod]
+        builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
+        count, tokens = count + 1, tokens + len(ids)
+    builder.finalize(str(out / "data.idx"))
+    return Prepared(vocab_size=vocab_size, eod=eod, documents=count, tokens=tokens, dtype=numpy.dtype(dtype).name)
+
+
+def _prepare_megatron() -> None:
+    """Let Megatron be imported as training does, so that preparing data needs no GPU either."""
+    from megatron_elastic.device import cpu
+
+    if "megatron.core" not in sys.modules:
+        cpu.install()
+
+
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of ``megatron-elastic data prepare``."""
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; then train with --data-path OUT")
+    parser.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="FILE_OR_DIR",
+                        help="what to read (default: the source files of Python's standard library)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``megatron-elastic data prepare`` with flags from ``add_prepare_arguments``."""
+    prepare(args.out, args.text, args.vocab_size)
+    return 0
+
+
+# ---- reading -------------------------------------------------------------------------------
+
+
+class _Vocabulary:
+    """The part of a tokenizer that Megatron's datasets ask for. Has no padding token: samples are full."""
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.unique_identifiers = {"class": "BPE", "vocab_size": vocab_size, "eod": eod}
+
+
+def build_datasets(
+    data_path: str | Path, *, split: str, seq_length: int, seed: int, samples: tuple[int, int, int],
+    vocab_size: int | None = None,
+) -> tuple[Any, Any, Any]:
+    """Build the training, validation and test ``GPTDataset`` over one indexed data set.
+
+    Sample i of each is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each of ``seq_length``.
+    ``split`` weighs the documents of the three parts ("949,50,1"); ``samples`` says how many are needed of each (texts
+    are repeated as needed); a part that nobody needs samples of may be None. Which samples come out depends on these
+    arguments only, never on ranks. The index goes to ``cache/`` beside the data: rank 0 builds it and the others
+    wait, so with torch.distributed up every rank must call this. ``vocab_size`` is for data without ``data.json``;
+    their last token is then taken for end-of-document. Raises UsageError when a part has too little text.
+    """
+    _prepare_megatron()
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    import torch.distributed
+
+    location = locate(data_path)
+    vocabulary = _vocabulary(location, vocab_size)
+    cache = location.prefix.parent / "cache"
+    config = GPTDatasetConfig(
+        random_seed=seed, sequence_length=seq_length, blend=([str(location.prefix)], None), split=split,
+        path_to_cache=str(cache), tokenizer=vocabulary, reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False,
+    )
+
+    def build() -> tuple[Any, Any, Any]:
+        text = GPTDataset.build_low_level_dataset(str(location.prefix), config)
+        train, valid, test = (_part(text, config, index, count) for index, count in enumerate(samples))
+        return train, valid, test
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
+        cache.mkdir(exist_ok=True)
+        with _locked(cache / "lock"):
+            datasets = build()
+    if distributed:
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() != 0:
+            datasets = build()
+    return datasets
+
+
+def _vocabulary(location: Location, vocab_size: int | None) -> _Vocabulary:
+    if location.prepared is not None:
+        return _Vocabulary(location.prepared.vocab_size, location.prepared.eod)
+    if vocab_size is None:
+        raise UsageError(f"--vocab-size is needed: there is no data.json beside {location.prefix}.idx")
+    return _Vocabulary(vocab_size, vocab_size - 1)
+
+
+def _part(text: Any, config: Any, index: int, samples: int) -> Any:
+    """One part of the split, of at least ``samples`` samples; None if it holds no sample and none is needed."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from megatron.core.datasets.utils import Split
+    import numpy
+
+    bounds = config.split_matrix[index]
+    first, last = (0, 0) if bounds is None else (round(edge * len(text.sequence_lengths)) for edge in bounds)
+    documents = numpy.arange(first, last, dtype=numpy.int32)
+    tokens = int(text.sequence_lengths[documents].sum())
+    part = Split(index)
+    if tokens <= config.sequence_length:
+        if samples == 0:
+            return None
+        raise UsageError(f"--split {config.split}: the {part.name} part has {tokens} tokens in {len(documents)} "
+                         f"documents, too few for one sample of --seq-length {config.sequence_length}; "
+                         "give it a larger share, or use --eval-iters 0 if it is not needed")
+    return GPTDataset(text, text.path_prefix, documents, samples or None, part, config)
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One micro-batch: every field of ``samples`` stacked, [micro-batch size, seq_length]."""
+    import torch
+
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold ``path`` against other jobs that build the same index at the same time."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
