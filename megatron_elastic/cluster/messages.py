@@ -27,7 +27,7 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
 # ---- rank -> coordinator -------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a rank: who it is, where its links start, and the layout it derives from its flags."""
 
     rank: int
@@ -41,7 +41,7 @@ class Hello(Message):
     train_iters: int
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """The reporting rank (the lowest one of the layout) finished a step: voted, applied, parameters gathered.
 
     The coordinator writes one metrics line for each step, whoever reports it and however often.
@@ -54,7 +54,7 @@ class Committed(Message):
     """``time.time()`` at the end of the step."""
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Answer to ``Interrupt``: where this rank stands. ``epoch`` is the interrupt's."""
 
     rank: int
@@ -71,7 +71,7 @@ class Report(Message):
     """``time.time()`` when the main thread unwound."""
 
 
-class Recovered(Message):
+class Recovered(Message, frozen=True):
     """A rank made the committed layout true and is back in training; milliseconds of each part."""
 
     rank: int
@@ -80,7 +80,7 @@ class Recovered(Message):
     state_ms: float
 
 
-class Suspect(Message):
+class Suspect(Message, frozen=True):
     """A link failed or a wait reached its limit: these ranks may be dead."""
 
     rank: int
@@ -89,7 +89,7 @@ class Suspect(Message):
     reason: str
 
 
-class Injected(Message):
+class Injected(Message, frozen=True):
     """A fault is about to be injected on purpose by the sender."""
 
     rank: int
@@ -97,7 +97,7 @@ class Injected(Message):
     spec: str
 
 
-class Event(Message):
+class Event(Message, frozen=True):
     """One line for ``events.jsonl``; ``fields`` must not contain time, kind or epoch."""
 
     rank: int
@@ -106,7 +106,7 @@ class Event(Message):
     fields: dict[str, float | int | str | bool | None | list[int]]
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The program raised on this rank: an error, not a fault. Ends the job with this traceback."""
 
     rank: int
@@ -122,7 +122,7 @@ class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """Training is done on this rank; the slices it owns, digested."""
 
     rank: int
@@ -133,14 +133,14 @@ class Finished(Message):
 # ---- coordinator -> rank -------------------------------------------------------------------
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """All ranks said hello: connect and train under this layout."""
 
     layout: str
     addresses: dict[int, bytes]
 
 
-class Interrupt(Message):
+class Interrupt(Message, frozen=True):
     """Stop what you are doing and send a ``Report`` for this epoch."""
 
     epoch: int
@@ -148,7 +148,7 @@ class Interrupt(Message):
     """Ranks known to be dead, all of them since the job began."""
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """The new layout. ``forward``: finish ``step`` with ``vote``. ``back``: redo ``step`` from its start."""
 
     epoch: int
@@ -160,7 +160,7 @@ class Commit(Message):
     """Live state of every reporting rank, so that all derive the same transfers."""
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """The job is over. ``ok`` is False when it failed; ``reason`` is for people."""
 
     ok: bool
@@ -170,7 +170,7 @@ class Stop(Message):
 # ---- agent <-> coordinator -----------------------------------------------------------------
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     """An agent of another node introduces itself and the ranks that it will start."""
 
     node_rank: int
@@ -178,7 +178,7 @@ class AgentHello(Message):
     host: str
 
 
-class RankExited(Message):
+class RankExited(Message, frozen=True):
     """A rank's process ended. ``returncode`` as in ``subprocess``: negative means by that signal."""
 
     rank: int
@@ -186,13 +186,15 @@ class RankExited(Message):
     time: float
 
 
-class Launch(Message):
+class Launch(Message, frozen=True):
     """Coordinator to agent: start your ranks now."""
 
     world_size: int
+    torch_port: int
+    """MASTER_PORT of every rank: free on the first node, for programs that call ``init_process_group`` themselves."""
 
 
-class Fence(Message):
+class Fence(Message, frozen=True):
     """Coordinator to agent: kill this rank; it was suspected and must not come back."""
 
     rank: int

@@ -1,0 +1,72 @@
+"""Command line: ``megatron-elastic run | data | compare | report | bench``. Each command is imported when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_COMMANDS = {
+    "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launcher"),
+    "data": ("make training data from text", ""),
+    "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
+    "report": ("show what happened in a run", "megatron_elastic.observe.report"),
+    "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(version("megatron-elastic"))
+        return 0
+    if name not in _COMMANDS:
+        print(f"megatron-elastic: error: there is no command {name!r}; one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
+    if name == "data":
+        return _data(rest)
+    return int(importlib.import_module(_COMMANDS[name][1]).main(rest))
+
+
+def _overview() -> str:
+    lines = ["usage: megatron-elastic COMMAND ...", "", "Megatron pretraining that goes on when ranks are lost.", "", "commands:"]
+    lines += [f"  {name:9s} {what}" for name, (what, _) in _COMMANDS.items()]
+    return "\n".join([*lines, "", "megatron-elastic COMMAND --help tells more, with examples."])
+
+
+def _data(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic data", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Make training data from text.",
+        epilog="example:\n  megatron-elastic data prepare data --text books/ --vocab-size 4096",
+    )
+    prepare = parser.add_subparsers(dest="action", required=True, metavar="prepare").add_parser(
+        "prepare", help="train a byte-level BPE and write Megatron's .bin and .idx")
+    prepare.add_argument("out", type=Path, metavar="OUT", help="directory to write to; --data-path takes it")
+    prepare.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="PATH",
+                         help="text files, or directories of them (default: the standard library's sources)")
+    prepare.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    options = parser.parse_args(argv)
+
+    from megatron_elastic.adaptor.dataset import prepare as write
+
+    try:
+        prepared = write(options.out, options.text, options.vocab_size)
+    except (OSError, ValueError) as error:
+        print(f"megatron-elastic: error: {error}", file=sys.stderr)
+        return 1
+    print(prepared)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Agent: starts the ranks of one node through a zygote, and tells of each end at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.control import COORDINATOR_VARIABLE
+from megatron_elastic.cluster.messages import RankExited
+from megatron_elastic.cluster.zygote import Broken, Exited, Kill, Program, Ready, Spawn, Spawned
+
+GRACE = 10.0
+"""Seconds that ranks have to end once the job is over, before they are killed."""
+_PATIENCE = 1.0
+"""Seconds that ranks of a failed job have to end by themselves, before they get SIGTERM."""
+
+_answers: msgspec.msgpack.Decoder[Ready | Broken | Spawned | Exited] = msgspec.msgpack.Decoder(
+    Ready | Broken | Spawned | Exited)
+
+
+class AgentError(Exception):
+    """This node's ranks cannot be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What this node runs and where."""
+
+    program: Program
+    nodes: int
+    node_rank: int
+    ranks_per_node: int
+    run_dir: Path
+    host: str
+    """Address of the coordinator, as every rank can reach it."""
+    port: int
+    token: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ids of this node's ranks."""
+        first = self.node_rank * self.ranks_per_node
+        return list(range(first, first + self.ranks_per_node))
+
+    @property
+    def log_dir(self) -> Path:
+        """Where each rank's output goes."""
+        return self.run_dir / "logs"
+
+    def log(self, rank: int) -> Path:
+        """Output of one rank."""
+        return self.log_dir / f"rank{rank}.log"
+
+    def environment(self, rank: int, torch_port: int) -> dict[str, str]:
+        """What a rank finds in its environment besides the launcher's; the names are torchrun's."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % self.ranks_per_node),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(torch_port),
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            "MEGATRON_ELASTIC_RUN_DIR": str(self.run_dir),
+            COORDINATOR_VARIABLE: f"{self.host}:{self.port}",
+            wire.TOKEN_VARIABLE: self.token,
+        }
+
+
+class Agent:
+    """One node's ranks. ``on_exit`` is called for each rank that ended, whatever the reason."""
+
+    def __init__(self, job: Job, on_exit: Callable[[RankExited], None]) -> None:
+        self.job = job
+        self._on_exit = on_exit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._running: set[int] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def prepare(self, timeout: float) -> Ready:
+        """Start the zygote and wait until it has imported everything. Raises AgentError."""
+        self.job.log_dir.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        log = self.job.log_dir / f"zygote{self.job.node_rank}.log"
+        env = {
+            **os.environ,
+            # Torch reads these when it is imported; ranks that share a machine must not all use every core.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Counting devices must not initialise CUDA before the fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
+                pass_fds=[theirs.fileno()], process_group=0,
+            )
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            answer = await asyncio.wait_for(self._receive(), timeout)
+        except TimeoutError:
+            raise AgentError(f"importing the modules that ranks need took longer than {timeout:g} s "
+                             f"(--elastic-start-timeout); see {log}") from None
+        if isinstance(answer, Broken):
+            raise AgentError(f"cannot import {answer.module}, which ranks need:\n{answer.traceback}")
+        if not isinstance(answer, Ready):
+            raise AgentError(f"the process that starts the ranks ended while importing; see {log}")
+        self._listener = asyncio.create_task(self._listen())
+        return answer
+
+    def launch(self, torch_port: int) -> None:
+        """Start this node's ranks."""
+        for rank in self.job.ranks:
+            self._running.add(rank)
+            self._idle.clear()
+            self._send(Spawn(rank, self.job.environment(rank, torch_port), str(self.job.log(rank)), self.job.program))
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank and whatever it started."""
+        self._send(Kill(rank, number))
+
+    def kill_all(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to every rank that still runs."""
+        for rank in self._running:
+            self.kill(rank, number)
+
+    async def end(self, *, patient: bool) -> set[int]:
+        """Wait until every rank has ended, killing after ``GRACE`` seconds; then end the zygote.
+
+        ``patient``: do not send SIGTERM before that. Returns the ranks that had to be killed.
+        """
+        await self._wait_idle(GRACE if patient else _PATIENCE)
+        if not patient and self._running:
+            self.kill_all(signal.SIGTERM)
+            await self._wait_idle(GRACE - _PATIENCE)
+        stubborn = set(self._running)
+        if self._writer is not None:
+            self._writer.close()  # the zygote kills and reaps what is left, and ends
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+        if self._process is not None:
+            await self._end_process(self._process)
+        return stubborn
+
+    async def _end_process(self, process: subprocess.Popen[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), GRACE)
+        except TimeoutError:
+            process.kill()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        process.wait()
+
+    async def _wait_idle(self, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+
+    def _send(self, request: Spawn | Kill) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.encode(request))
+
+    async def _receive(self) -> Ready | Broken | Spawned | Exited | None:
+        assert self._reader is not None
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return _answers.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+
+    async def _listen(self) -> None:
+        while (answer := await self._receive()) is not None:
+            if isinstance(answer, Exited):
+                self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
+        for rank in list(self._running):  # the zygote died; its ranks die with it
+            self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
+
+    def _ended(self, exit_: RankExited) -> None:
+        self._running.discard(exit_.rank)
+        if not self._running:
+            self._idle.set()
+        self._on_exit(exit_)

@@ -1,0 +1,237 @@
+"""Control: a rank's line to the coordinator, and the flag that unwinds the rank when the layout must change.
+
+Plain sockets and one daemon thread: an interrupt is noticed while the main thread computes or waits elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TypeVar
+
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.messages import AnyMessage, Commit, Failed, Interrupt, Message, Stop
+
+COORDINATOR_VARIABLE = "MEGATRON_ELASTIC_COORDINATOR"
+"""Environment variable with the coordinator's ``host:port``."""
+_CONNECT_LIMIT = 30.0
+_SEND_LIMIT = 60
+
+M = TypeVar("M", bound=Message)
+
+
+class Interrupted(Exception):
+    """The layout must change: unwind to the step loop and report.
+
+    Attributes:
+        epoch: the epoch that begins; 0 when the rank itself noticed and the coordinator does not know yet.
+        suspects: ranks whose links broke, when the rank itself noticed.
+    """
+
+    def __init__(self, epoch: int = 0, suspects: tuple[int, ...] = ()) -> None:
+        super().__init__(f"epoch {epoch} begins" if epoch else f"links to rank(s) {list(suspects)} broke")
+        self.epoch = epoch
+        self.suspects = suspects
+
+
+class JobStopped(Exception):
+    """The job is over although this rank is not done; the message says why. The rank must end."""
+
+
+class InterruptFlag:
+    """Raised while an interrupt waits to be acknowledged, or the job has been stopped.
+
+    Raised by the thread that listens to the coordinator, looked at by every wait and hook point of the training
+    thread. ``raised`` is cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none) and ``lost`` the
+    ranks it names as dead; ``fd`` is readable while raised, so that epoll loops wake.
+    """
+
+    def __init__(self) -> None:
+        self.raised = False
+        self.epoch = 0
+        self.lost: frozenset[int] = frozenset()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._acknowledged = 0
+        self._stopped: str | None = None
+        self._lock = threading.Lock()  # the listening thread raises while the training thread acknowledges
+
+    def raise_for(self, epoch: int, lost: frozenset[int]) -> None:
+        """Begin ``epoch``; an older epoch than the newest known one is ignored."""
+        with self._lock:
+            if epoch > self.epoch:
+                self.epoch, self.lost = epoch, lost
+                self._update()
+
+    def stop(self, reason: str) -> None:
+        """Make every check raise JobStopped from now on. The first reason stays."""
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = reason
+                self._update()
+
+    def check(self) -> None:
+        """Raise JobStopped or Interrupted if there is a reason to unwind."""
+        if self.raised:
+            if self._stopped is not None:
+                raise JobStopped(self._stopped)
+            raise Interrupted(self.epoch)
+
+    def acknowledge(self, epoch: int) -> None:
+        """This rank has unwound for ``epoch``; stays raised if a newer one came meanwhile, or the job stopped."""
+        with self._lock:
+            self._acknowledged = max(self._acknowledged, epoch)
+            self._update()
+
+    def close(self) -> None:
+        """Release the file descriptor; the flag works on without it. Closing twice is fine."""
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+    def _update(self) -> None:
+        raised = self._stopped is not None or self.epoch > self._acknowledged
+        if self.fd >= 0 and raised != self.raised:
+            if raised:
+                os.eventfd_write(self.fd, 1)
+            else:
+                os.eventfd_read(self.fd)
+        self.raised = raised
+
+
+class Control:
+    """A rank's connection to the coordinator. ``send`` may be called from any thread."""
+
+    def __init__(self, sock: socket.socket, rank: int, where: str) -> None:
+        self.rank = rank
+        self.interrupt = InterruptFlag()
+        self._sock = sock
+        self._where = where
+        self._send_lock = threading.Lock()
+        self._inbox: deque[AnyMessage] = deque()
+        self._arrived = threading.Condition()
+        self._over: str | None = None
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="megatron-elastic-control", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def connect(cls, env: Mapping[str, str] = os.environ) -> Control:
+        """Connect as the environment of ``megatron-elastic run`` says.
+
+        Raises JobStopped if the environment lacks what the launcher sets, or the coordinator cannot be reached.
+        """
+        return cls(_connect(env), int(env["RANK"]), env[COORDINATOR_VARIABLE])
+
+    def send(self, message: Message) -> None:
+        """Send ``message``. Raises JobStopped when the coordinator is gone."""
+        try:
+            with self._send_lock:
+                self._sock.sendall(wire.encode(message))
+        except OSError as error:
+            self._end(f"coordinator at {self._where} is gone ({error})")
+            raise JobStopped(self._over) from None
+
+    def wait(self, types: tuple[type[M], ...], timeout: float) -> M:
+        """Return the next message of one of ``types``; others stay queued. A commit of an old epoch is dropped.
+
+        Raises Interrupted when the interrupt flag is raised and no such message came before the interrupt,
+        JobStopped when the job failed, is over or the coordinator is gone, TimeoutError after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with self._arrived:
+            while True:
+                found = self._take(types)
+                if found is not None:
+                    return found
+                self.interrupt.check()
+                if self._over is not None:
+                    raise JobStopped(self._over)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    names = " or ".join(t.__name__ for t in types)
+                    raise TimeoutError(f"rank {self.rank} got no {names} from the coordinator within {timeout:g} s")
+                self._arrived.wait(min(left, threading.TIMEOUT_MAX))
+
+    def close(self) -> None:
+        """Close the connection and end the reader thread."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._sock.close()
+        self.interrupt.close()
+
+    def _take(self, types: tuple[type[M], ...]) -> M | None:
+        for message in list(self._inbox):
+            if isinstance(message, Commit) and message.epoch < self.interrupt.epoch:
+                self._inbox.remove(message)
+            elif isinstance(message, types):
+                self._inbox.remove(message)
+                return message
+        return None
+
+    def _read(self) -> None:
+        try:
+            while (payload := wire.receive_frame(self._sock)) is not None:
+                self._handle(wire.decode(payload))
+            reason = "it closed the connection"
+        except (OSError, wire.WireError) as error:
+            reason = str(error)
+        self._end(f"coordinator at {self._where} is gone ({reason})")
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Stop) and not message.ok:
+            self._end(message.reason)
+            return
+        with self._arrived:
+            if isinstance(message, Interrupt):
+                self.interrupt.raise_for(message.epoch, frozenset(message.lost))
+            else:
+                self._inbox.append(message)
+                if isinstance(message, Stop):
+                    self._over = "the job is over"
+            self._arrived.notify_all()
+
+    def _end(self, reason: str) -> None:
+        with self._arrived:
+            if self._over is None:
+                self._over = reason
+                if not self._closing:
+                    self.interrupt.stop(reason)
+            self._arrived.notify_all()
+
+
+def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
+    """Tell the coordinator that this rank's program raised, and return when it knows or cannot be reached.
+
+    Uses a connection of its own, so it works before, after and without ``Control.connect``.
+    """
+    try:
+        with _connect(env) as sock:
+            sock.settimeout(_CONNECT_LIMIT)
+            sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):  # the coordinator closes when it has read the message
+                pass
+    except (OSError, JobStopped):
+        return
+
+
+def _connect(env: Mapping[str, str]) -> socket.socket:
+    missing = [name for name in ("RANK", COORDINATOR_VARIABLE, wire.TOKEN_VARIABLE) if name not in env]
+    if missing:
+        raise JobStopped(f"{', '.join(missing)} not set: start this program with `megatron-elastic run`")
+    host, _, port = env[COORDINATOR_VARIABLE].rpartition(":")
+    try:
+        sock = wire.connect(host, int(port), env[wire.TOKEN_VARIABLE], _CONNECT_LIMIT)
+    except (OSError, wire.WireError) as error:
+        raise JobStopped(f"rank {env['RANK']} cannot reach the coordinator at {host}:{port}: {error}") from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_LIMIT, 0))
+    return sock

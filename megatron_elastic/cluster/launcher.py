@@ -1,0 +1,384 @@
+"""Launcher: ``megatron-elastic run``. Checks the command, then runs the coordinator and this node's agent until the job ends."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import os
+import runpy
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
+from megatron_elastic.cluster.coordinator import Coordinator, Outcome
+from megatron_elastic.cluster.messages import AgentHello, Fence, Launch, Stop
+from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
+from megatron_elastic.cluster.zygote import Program
+from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+from megatron_elastic.observe.records import RunRecords
+
+_EXAMPLES = """\
+examples:
+  megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic --data-path data ...
+      eight ranks on this machine; a rank that dies does not end the job
+  megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic \\
+      --elastic-inject 'kill:rank=5,step=12,at=backward,grain=3' ...
+      the same, and rank 5 is killed in the backward pass of step 12
+  export MEGATRON_ELASTIC_TOKEN=$(openssl rand -hex 32)     # the same value on both nodes
+  megatron-elastic run --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
+  megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
+      two nodes; the first one's launcher keeps the records
+
+The --elastic-* flags stand among the script's arguments; the launcher reads them too. Each rank's output is in
+RUN_DIR/logs/rank<N>.log, the records of the job are beside it. The exit code is 0 only if training finished.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, as every other error of the launcher."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """The checked command line. ``port`` 0 means any free one."""
+
+    program: Program
+    nodes: int
+    node_rank: int
+    ranks_per_node: int
+    host: str
+    port: int
+    config: ElasticConfig
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="megatron-elastic run", usage="%(prog)s [options] SCRIPT [ARGS ...]", allow_abbrev=False,
+        description="Start a script on every rank, as torchrun does; with --elastic among its ARGS, train on when ranks die.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(name: str, **keywords: Any) -> None:
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
+
+    add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, or auto / cpu / gpu (default: 1)")
+    add("nnodes", metavar="N", default="1", help="nodes of the job (default: 1)")
+    add("node-rank", metavar="I", type=int, default=0, help="which of them this is; node 0 coordinates (default: 0)")
+    add("master-addr", metavar="HOST", default=None, help="address of node 0, as every node can reach it")
+    add("master-port", metavar="PORT", type=int, default=None, help="port of the coordinator (default: any free one; 29500 with "
+        "several nodes)")
+    add("rdzv-endpoint", metavar="HOST:PORT", default=None, help="the same as --master-addr and --master-port")
+    add("rdzv-backend", metavar="NAME", default=None, help="accepted for torchrun's sake: there is one rendezvous")
+    add("rdzv-id", metavar="ID", default=None, help="accepted for torchrun's sake")
+    add("max-restarts", metavar="N", type=int, default=0, help="accepted for torchrun's sake: nothing is ever restarted")
+    parser.add_argument("--standalone", action="store_true", help="one node, any free port (the default)")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    add("no-python", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT", help="Python file that trains")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, --elastic-* among them")
+    return parser
+
+
+def _read_command(argv: Sequence[str] | None) -> _Command:
+    """Parse and check the command line. Raises UsageError."""
+    options = _parser().parse_args(argv)
+    if options.no_python:
+        raise UsageError("--no-python is not supported: ranks are forked from a Python process; give a Python script")
+    if options.max_restarts:
+        _note("--max-restarts has no effect: ranks that die are never restarted, the others train on")
+    elastic = _Parser(add_help=False, allow_abbrev=False)
+    add_elastic_arguments(elastic)
+    config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
+    nodes = _nodes(options.nnodes)
+    if not 0 <= options.node_rank < nodes:
+        raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}")
+    host, port = _endpoint(options, nodes)
+    program = Program(options.script, options.module, options.arguments)
+    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config)
+    _check_script(command)
+    return command
+
+
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--nnodes {text}: give one positive number; a range of nodes (MIN:MAX) is not supported")
+    return int(text)
+
+
+def _ranks_per_node(text: str) -> int:
+    if text in ("auto", "cpu", "gpu"):
+        gpus = _count_gpus() if text != "cpu" else 0
+        if text == "gpu" and not gpus:
+            raise UsageError("--nproc-per-node gpu: this machine shows no GPU; give a number")
+        return gpus or len(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--nproc-per-node {text}: give a positive number, auto, cpu or gpu")
+    return int(text)
+
+
+def _count_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
+    return devices if visible is None else min(devices, len([name for name in visible.split(",") if name]))
+
+
+def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
+    host, port = options.master_addr, options.master_port
+    if options.rdzv_endpoint and not options.standalone:
+        given_host, _, given_port = options.rdzv_endpoint.partition(":")
+        if given_port and not given_port.isdecimal():
+            raise UsageError(f"--rdzv-endpoint {options.rdzv_endpoint}: expected HOST:PORT")
+        host = host or given_host
+        port = port if port is not None else int(given_port or 0) or None
+    if nodes == 1:
+        return host or "127.0.0.1", port or 0
+    if not host:
+        raise UsageError("--nnodes above 1 needs --master-addr: the address of node 0, as every node can reach it")
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise UsageError(f"--nnodes above 1 needs the environment variable {TOKEN_VARIABLE}: the same secret on every node, "
+                         "for instance from `openssl rand -hex 32`")
+    return host, port or 29500
+
+
+def _check_script(command: _Command) -> None:
+    """Find the script, and let its ``check_arguments(argv, world_size)`` look at the arguments if it has one."""
+    program = command.program
+    if program.is_module:
+        if importlib.util.find_spec(program.target.partition(".")[0]) is None:
+            raise UsageError(f"there is no module {program.target}; -m takes a module's name")
+    else:
+        path = Path(program.target)
+        if not path.is_file():
+            raise UsageError(f"there is no script {path}" + (" (it is a directory)" if path.is_dir() else ""))
+        if _defines_check(path):
+            sys.path.insert(0, str(path.resolve().parent))
+            try:
+                check = runpy.run_path(str(path), run_name="__preflight__")["check_arguments"]
+                check(program.arguments, command.nodes * command.ranks_per_node)
+            finally:
+                sys.path.pop(0)
+    if command.config.elastic and importlib.util.find_spec("ucxx") is None:
+        raise UsageError("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu12==0.52.*'")
+
+
+def _defines_check(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{path} is no Python program: {error}") from None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check_arguments":
+            return True
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            if any((alias.asname or alias.name) == "check_arguments" for alias in node.names):
+                return True
+    return False
+
+
+def _make_run_dir(command: _Command) -> Path:
+    """Make the run directory. Raises UsageError if it holds another run's records."""
+    path = command.config.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
+    if command.node_rank == 0 and taken is not None:
+        raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}") from None
+    return path.resolve()
+
+
+# ---- running -------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a job; return the exit code: 0 training finished, 1 it did not, 2 bad flags, 130 / 143 interrupted."""
+    try:
+        command = _read_command(argv)
+        run_dir = _make_run_dir(command)
+    except UsageError as error:
+        _complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    code = _run_until_signalled(_lead(command, run_dir) if command.node_rank == 0 else _follow(command, run_dir))
+    print(f"records and logs are in {run_dir}", flush=True)
+    return code
+
+
+def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
+    """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code."""
+    received: list[int] = []
+
+    async def watched() -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(job)
+
+        def on_signal(number: int) -> None:
+            if not received:
+                task.cancel()
+            received.append(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal, number)
+        return await task
+
+    code = 1
+    with contextlib.suppress(asyncio.CancelledError):
+        code = asyncio.run(watched())
+    return 128 + received[0] if received else code
+
+
+async def _lead(command: _Command, run_dir: Path) -> int:
+    """Node 0: coordinate, and run this node's ranks."""
+    records = RunRecords(run_dir) if command.config.elastic else None
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+    world_size = command.nodes * command.ranks_per_node
+    coordinator = Coordinator(command.config, world_size, token, records, _say)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: coordinator.stop(
+        Outcome(False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}")))
+    agent: Agent | None = None
+    try:
+        port = await _listen(coordinator, command)
+        _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
+        agent = Agent(_job(command, run_dir, port, token), coordinator.rank_exited)
+        coordinator.begin(_free_port())
+        await _prepare(agent, command.config)
+        coordinator.add_node(agent.job.ranks, agent)
+        outcome = await asyncio.shield(coordinator.outcome)
+    except asyncio.CancelledError:
+        outcome = Outcome(False, "interrupted; ending all ranks")
+    except AgentError as error:
+        outcome = Outcome(False, str(error))
+    coordinator.stop(outcome)
+    if not outcome.ok:
+        _complain(outcome.reason)
+    if agent is not None:
+        _name_stubborn(await agent.end(patient=outcome.ok))
+    await coordinator.close(GRACE + 1)
+    if records is not None:
+        records.close()
+    if outcome.ok:
+        _say(outcome.reason)
+    return 0 if outcome.ok else 1
+
+
+async def _listen(coordinator: Coordinator, command: _Command) -> int:
+    address = "127.0.0.1" if command.nodes == 1 else "0.0.0.0"
+    try:
+        return await coordinator.listen(address, command.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise AgentError(f"cannot listen on {address}:{command.port}: {error.strerror}") from None
+        fix = "choose another --master-port" + (", or leave it out" if command.nodes == 1 else " on every node")
+        raise AgentError(f"port {command.port} is in use by another program; {fix}") from None
+
+
+async def _follow(command: _Command, run_dir: Path) -> int:
+    """Another node: run its ranks as node 0's coordinator says."""
+    agent: Agent | None = None
+    wire: AsyncWire | None = None
+    outcome = Outcome(False, f"lost the coordinator at {command.host}:{command.port}")
+    try:
+        async with asyncio.timeout(command.config.start_timeout):
+            wire = await _reach(command)
+        agent = Agent(_job(command, run_dir, command.port, os.environ[TOKEN_VARIABLE]), wire.send)
+        await _prepare(agent, command.config)
+        wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname()))
+        outcome = await _obey(wire, agent) or outcome
+    except asyncio.CancelledError:
+        outcome = Outcome(False, "interrupted; ending this node's ranks")
+    except TimeoutError:
+        outcome = Outcome(False, f"no coordinator at {command.host}:{command.port} within "
+                                 f"{command.config.start_timeout:g} s; is node 0 started, and its address right?")
+    except (AgentError, WireError) as error:
+        outcome = Outcome(False, str(error))
+    if not outcome.ok:
+        _complain(outcome.reason)
+    if agent is not None:
+        _name_stubborn(await agent.end(patient=outcome.ok))
+    if wire is not None:
+        wire.close()
+    if outcome.ok:
+        _say(outcome.reason)
+    return 0 if outcome.ok else 1
+
+
+async def _reach(command: _Command) -> AsyncWire:
+    while True:
+        try:
+            return await AsyncWire.connect(command.host, command.port, os.environ[TOKEN_VARIABLE])
+        except OSError:
+            await asyncio.sleep(0.2)  # node 0 may be started after this one
+
+
+async def _obey(wire: AsyncWire, agent: Agent) -> Outcome | None:
+    while (message := await wire.receive()) is not None:
+        match message:
+            case Launch():
+                if message.world_size != agent.job.world_size:
+                    return Outcome(False, f"node 0 runs {message.world_size} ranks, this node was told "
+                                          f"{agent.job.world_size}; give every node the same --nnodes and --nproc-per-node")
+                agent.launch(message.torch_port)
+            case Fence():
+                agent.kill(message.rank)
+            case Stop():
+                return Outcome(message.ok, message.reason)
+            case _:
+                raise WireError(f"the coordinator sent an unexpected {type(message).__name__}")
+    return None
+
+
+async def _prepare(agent: Agent, config: ElasticConfig) -> None:
+    ready = await agent.prepare(config.start_timeout)
+    if ready.threads > 1:
+        _note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "
+              "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
+
+
+def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
+    return Job(command.program, command.nodes, command.node_rank, command.ranks_per_node, run_dir, command.host, port, token)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _name_stubborn(ranks: Sequence[int] | set[int]) -> None:
+    if ranks:
+        _note(f"ranks {sorted(ranks)} did not end within {GRACE:g} s after the job was over and were killed")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _note(line: str) -> None:
+    print(f"megatron-elastic: note: {line}", file=sys.stderr, flush=True)
+
+
+def _complain(line: str) -> None:
+    print(f"megatron-elastic: error: {line}", file=sys.stderr, flush=True)
+
+

@@ -1,0 +1,266 @@
+"""Zygote: one process that imports what every rank needs, and then forks the ranks.
+
+Importing torch and Megatron takes seconds; forking after it takes milliseconds and shares the memory. The zygote has one
+thread, so that forking is safe, waits for its children through pidfds, and dies with the agent that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import msgspec
+
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.control import JobStopped, report_failure
+
+PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
+"""Environment variable with the modules to import before forking, separated by commas; empty for none."""
+
+PRELOAD = (
+    "numpy",
+    "ucxx",  # fine before the fork as long as no UCX context exists; a rank makes its own
+    "torch",
+    "torch.distributed",
+    "megatron_elastic.device.cpu",
+    "megatron.core",
+    "megatron.core.models.gpt",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing",
+)
+"""What is imported by default; modules of packages that are not installed are left out."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What a rank runs: a script file, or a module by its name, with its arguments."""
+
+    target: str
+    is_module: bool
+    arguments: list[str]
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Agent to zygote: start a rank with these additions to the environment, writing to ``log``."""
+
+    rank: int
+    env: dict[str, str]
+    log: str
+    program: Program
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """Agent to zygote: send ``signal`` to the rank and every process of its group."""
+
+    rank: int
+    signal: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: imports are done."""
+
+    seconds: float
+    threads: int
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: an import raised; the zygote has ended."""
+
+    module: str
+    traceback: str
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: the rank runs."""
+
+    rank: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: the rank's process ended; ``returncode`` as in ``subprocess``."""
+
+    rank: int
+    returncode: int
+    time: float
+
+
+_requests: msgspec.msgpack.Decoder[Spawn | Kill] = msgspec.msgpack.Decoder(Spawn | Kill)
+
+
+def main(descriptor: int) -> NoReturn:
+    """Serve the agent at the other end of the socket ``descriptor``; in a forked rank, run the program. Then exit."""
+    _die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends us and the ranks in order
+    agent = socket.socket(fileno=descriptor)
+    started = time.monotonic()
+    try:
+        module = ""
+        for module in _preload_list():
+            _preload(module)
+    except Exception:
+        agent.sendall(wire.encode(Broken(module, traceback.format_exc())))
+        sys.exit(1)
+    gc.collect()
+    gc.freeze()  # the collector would otherwise write to, and so unshare, every page of the modules
+    agent.sendall(wire.encode(Ready(time.monotonic() - started, len(os.listdir("/proc/self/task")))))
+    program = _Zygote(agent).serve()
+    sys.exit(0 if program is None else _run(program))
+
+
+def _preload_list() -> Sequence[str]:
+    chosen = os.environ.get(PRELOAD_VARIABLE)
+    return PRELOAD if chosen is None else [name for name in chosen.split(",") if name]
+
+
+def _preload(name: str) -> None:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        return
+    module = importlib.import_module(name)
+    if name == "megatron_elastic.device.cpu":
+        module.install()  # must come before Megatron is imported
+
+
+class _Zygote:
+    """The loop that forks ranks on request and reports their ends."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._pids: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(agent, selectors.EVENT_READ)
+
+    def serve(self) -> Program | None:
+        """Return None when the agent is gone and every rank has been killed; in a forked rank, its program."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._reap(key.data, key.fd)
+                    continue
+                payload = wire.receive_frame(self._agent)
+                if payload is None:
+                    self._kill_all()
+                    return None
+                request = _requests.decode(payload)
+                if isinstance(request, Kill):
+                    self._kill(request.rank, request.signal)
+                elif self._fork(request):
+                    return request.program
+
+    def _fork(self, request: Spawn) -> bool:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _die_with_parent(zygote)
+            self._forget()
+            _become_rank(request)
+            return True
+        os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
+        self._pids[request.rank] = pid
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=(request.rank, pid))
+        self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
+        return False
+
+    def _forget(self) -> None:
+        for key in self._selector.get_map().values():
+            if key.data is not None:
+                os.close(key.fd)
+        self._selector.close()
+        self._agent.close()
+
+    def _reap(self, child: tuple[int, int], pidfd: int) -> None:
+        rank, pid = child
+        now = time.time()
+        self._signal_group(pid, signal.SIGKILL)  # data loader workers and the like; before the pid can be reused
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        del self._pids[rank]
+        self._agent.sendall(wire.encode(Exited(rank, os.waitstatus_to_exitcode(status), now)))
+
+    def _kill(self, rank: int, number: int) -> None:
+        if rank in self._pids:
+            self._signal_group(self._pids[rank], number)
+
+    @staticmethod
+    def _signal_group(pid: int, number: int) -> None:
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            return
+
+    def _kill_all(self) -> None:
+        for pid in self._pids.values():
+            self._signal_group(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
+
+
+def _die_with_parent(parent: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request was in place
+        os._exit(1)
+
+
+def _become_rank(request: Spawn) -> None:
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(null)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed rank keeps what it printed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(request.env)
+
+
+def _put_first(directory: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = directory  # instead of what `python -c` put there
+
+
+def _run(program: Program) -> int:
+    """Run the program as ``__main__`` and return its exit code; report what it raises to the coordinator."""
+    sys.argv = [program.target, *program.arguments]
+    try:
+        if program.is_module:
+            _put_first(os.getcwd())
+            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
+        else:
+            _put_first(os.path.dirname(os.path.abspath(program.target)))
+            runpy.run_path(program.target, run_name="__main__")
+    except SystemExit as ending:
+        if ending.code is None or isinstance(ending.code, int):
+            return ending.code or 0
+        print(ending.code, file=sys.stderr)
+        return 1
+    except JobStopped as stopped:
+        print(f"stopped: {stopped}", file=sys.stderr)
+        return 1
+    except BaseException:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        report_failure(text)
+        return 1
+    return 0

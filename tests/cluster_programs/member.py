@@ -1,0 +1,166 @@
+"""A rank without a model: it takes part in steps, votes through files, and recovers as a training rank does.
+
+``--at RANK:STEP:POINT:ACT`` makes a rank do something there. The only meeting point of a step is the directory
+``--meet``: a rank leaves a mark there and waits until every rank of the layout has, looking at the interrupt flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_elastic.cluster.control import Control, Interrupted
+from megatron_elastic.cluster.messages import (
+    Commit,
+    Committed,
+    Finished,
+    Hello,
+    Injected,
+    Recovered,
+    Report,
+    SliceDigest,
+    Start,
+    Stop,
+    Suspect,
+    VoteResult,
+)
+from megatron_elastic.config import add_elastic_arguments
+from megatron_elastic.layout import Layout
+
+
+class Member:
+    """One rank: ``step`` is the step in progress, ``vote`` its result once known, ``last`` that of the step before."""
+
+    def __init__(self, options: argparse.Namespace, control: Control, world_size: int) -> None:
+        self.options = options
+        self.control = control
+        self.rank = control.rank
+        self.layout = Layout.grid(tp=1, pp=1, dp=world_size, stage_units=[[0]], units=["all"],
+                                  num_grains=8, num_slices=world_size, replicas=1)
+        self.step = 1
+        self.vote: VoteResult | None = None
+        self.last: VoteResult | None = None
+
+    def at(self, point: str) -> None:
+        """Do what the flags ask for here, and unwind if there is an interrupt."""
+        for act in self.options.at:
+            rank, step, where, what = act.split(":")
+            if (int(rank), int(step), where) == (self.rank, self.step, point):
+                self.act(what)
+        self.control.interrupt.check()
+
+    def act(self, what: str) -> None:
+        match what:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "announce":
+                self.control.send(Injected(rank=self.rank, time=time.time(), spec="kill"))
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "raise":
+                raise RuntimeError("the program is wrong on purpose")
+            case "leave":
+                sys.exit(0)
+            case "leave7":
+                sys.exit(7)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "mute":
+                signal.pause()
+            case "child":
+                if os.fork() == 0:
+                    signal.pause()
+            case "different":
+                self.vote = VoteResult(step=self.step, loss=0.5, grad_norm=1.0, lr=0.1, consumed_samples=0, tokens=8)
+            case _ if what.startswith("suspect"):
+                suspects = [int(what.removeprefix("suspect"))]
+                self.control.send(Suspect(rank=self.rank, epoch=self.layout.epoch, suspects=suspects, reason="on purpose"))
+                self.control.wait((), timeout=60)
+
+    def meet(self) -> None:
+        """Wait for every rank of the layout at this step, until interrupted."""
+        room = Path(self.options.meet) / f"{self.layout.epoch}-{self.step}"
+        room.mkdir(exist_ok=True)
+        (room / str(self.rank)).touch()
+        while {int(path.name) for path in room.iterdir()} != set(self.layout.ranks):
+            select.select([self.control.interrupt.fd], [], [], 0.005)
+            self.control.interrupt.check()
+
+    def train(self) -> None:
+        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host="here", address=b"a", layout=self.layout.to_json(),
+                                start_step=0, train_iters=self.options.steps))
+        start = self.control.wait((Start,), timeout=60)
+        assert set(start.addresses) == set(self.layout.ranks)
+        while True:
+            try:
+                if self.rank not in self.layout.ranks:
+                    self.control.wait((Stop,), timeout=float("inf"))
+                    return
+                while self.step <= self.options.steps:
+                    self.one_step()
+                digests = [SliceDigest(unit=u, slice=k, tp=0, sha256=f"{u}-{k}") for u, k in self.layout.owned(self.rank)]
+                self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
+                self.control.wait((Stop,), timeout=float("inf"))
+                return
+            except Interrupted:
+                self.recover()
+
+    def one_step(self) -> None:
+        self.at("begin")
+        if self.vote is None:
+            self.meet()
+            self.vote = VoteResult(step=self.step, loss=10 / self.step, grad_norm=1 + 1 / self.step, lr=0.1,
+                                   consumed_samples=8 * self.step, tokens=64)
+        self.at("voted")
+        if self.rank == self.layout.ranks[0]:
+            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
+        self.at("committed")
+        self.last, self.vote, self.step = self.vote, None, self.step + 1
+
+    def recover(self) -> None:
+        while True:
+            flag = self.control.interrupt
+            epoch = flag.epoch
+            flag.acknowledge(epoch)
+            print(f"interrupted {epoch} {time.time():.6f}")
+            held = [pair for cell in (self.layout.owned(self.rank), self.layout.replicated(self.rank)) for pair in cell]
+            try:
+                self.at("report")
+                self.control.send(Report(rank=self.rank, epoch=epoch, step=self.step, vote=self.vote, last=self.last,
+                                         held=held, interrupted_at=time.time()))
+                commit = self.control.wait((Commit,), timeout=60)
+                self.layout = Layout.from_json(commit.layout)
+                self.at("edit")
+            except Interrupted:
+                continue
+            if commit.decision == "forward":
+                if self.step == commit.step:
+                    self.vote = commit.vote
+            else:
+                self.vote = None
+            self.control.send(Recovered(rank=self.rank, epoch=epoch, edit_ms=1.0, state_ms=2.0))
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--meet", required=True)
+    parser.add_argument("--at", action="append", default=[])
+    add_elastic_arguments(parser)
+    options = parser.parse_args()
+    control = Control.connect()
+    try:
+        Member(options, control, int(os.environ["WORLD_SIZE"])).train()
+    finally:
+        control.close()
+
+
+if __name__ == "__main__":
+    main()
