@@ -1,0 +1,126 @@
+"""Every test must leave nothing behind: no process, no thread, no socket."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+_PROC = Path("/proc")
+_MARK = "MEGATRON_ELASTIC_TEST_RUN"
+"""Inherited by whatever tests start, so that processes are found whose parents are gone."""
+
+_PATIENCE = 5.0
+"""Seconds that what is ending already may take to end; nothing is waited for when nothing is left."""
+
+
+def pytest_configure() -> None:
+    os.environ[_MARK] = uuid.uuid4().hex
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the test that leaves a process, a non-daemon thread or a socket; and kill such processes."""
+    processes, threads, sockets = _processes(), set(threading.enumerate()), _sockets()
+    yield
+    left = _await_exits(_processes() - processes)
+    descriptions = [_describe(pid) for pid in sorted(left)]
+    for pid in left:
+        _kill(pid)
+    assert not left, f"the test left processes behind (killed now): {'; '.join(descriptions)}"
+
+    deadline = time.monotonic() + _PATIENCE
+    alive = []
+    for thread in set(threading.enumerate()) - threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                alive.append(thread.name)
+    assert not alive, f"the test left threads running: {alive}"
+
+    if _sockets() - sockets:
+        gc.collect()  # a socket in a reference cycle is closed with it
+    open_now = _sockets() - sockets
+    assert not open_now, f"the test left sockets open: {[_socket_name(inode) for inode in sorted(open_now)]}"
+
+
+def _processes() -> set[int]:
+    """Children of this process, and all processes that inherited this run's mark."""
+    mark = f"{_MARK}={os.environ[_MARK]}".encode()
+    me = os.getpid()
+    found = set()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == me:
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == me or mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked, or is none of ours
+    return found
+
+
+def _await_exits(pids: Iterable[int]) -> set[int]:
+    """Which of ``pids`` are still there, once those that are just ending had time to."""
+    deadline = time.monotonic() + _PATIENCE
+    pids = set(pids)
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        finally:
+            os.close(fd)
+    return pids & _processes()
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # gone already, or not a child: then its parent or init reaps it
+
+
+def _describe(pid: int) -> str:
+    try:
+        command = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"{pid} ({command or 'ended, but nobody waited for it'})"
+
+
+def _sockets() -> set[int]:
+    """Inodes of the sockets that this process has open."""
+    found = set()
+    for fd in (_PROC / "self" / "fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[len("socket:[") : -1]))
+    return found
+
+
+def _socket_name(inode: int) -> str:
+    """``tcp 0100007F:1F90`` as the kernel lists it, or just the inode."""
+    for kind in ("tcp", "tcp6", "udp", "unix"):
+        for line in (_PROC / "net" / kind).read_text().splitlines()[1:]:
+            fields = line.split()
+            if str(inode) in fields:
+                return f"{kind} {fields[1]}" if kind != "unix" else f"unix {fields[-1]}"
+    return f"socket {inode}"
