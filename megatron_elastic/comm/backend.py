@@ -99,9 +99,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
         """Called by ``dist.new_group`` on the default group, by every rank in the same order."""
         ident = self._next_ident
         self._next_ident += 1
-        if self.group.transport.rank not in ranks:
+        members = [self.group.ranks[rank] for rank in ranks]
+        if self.group.transport.rank not in members:
             return None
-        return ElasticProcessGroup(Group(self.group.transport, ident, ranks), self._timeout)
+        return ElasticProcessGroup(Group(self.group.transport, ident, members), self._timeout)
 
     # ---- collectives ------------------------------------------------------------------------
 
@@ -264,13 +265,15 @@ def initialize(transport: Transport, world_size: int, timeout: timedelta) -> Ela
     return group
 
 
-def edit(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Change a group's members in place, and torch.distributed's own maps with it."""
-    assert isinstance(process_group, ElasticProcessGroup)
-    process_group.group.edit(ranks)
-    c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
+def edit(live: Sequence[int]) -> None:
+    """Take every rank not in ``live`` out of every elastic group of this process, in place.
 
-
-def elastic_groups() -> list[ElasticProcessGroup]:
-    """Every elastic group this process is a member of, the default group first."""
-    return [pg for pg in c10d._world.pg_map if isinstance(pg, ElasticProcessGroup)]
+    torch.distributed numbers the members of the default group 0..n-1, so ranks as torch sees them are positions in
+    ``live`` from now on; groups keep the job's global ids inside.
+    """
+    position = {rank: index for index, rank in enumerate(live)}
+    for process_group in c10d._world.pg_map:
+        if isinstance(process_group, ElasticProcessGroup):
+            members = [rank for rank in process_group.group.ranks if rank in position]
+            process_group.group.edit(members)
+            c10d._world.pg_group_ranks[process_group] = {position[rank]: i for i, rank in enumerate(members)}

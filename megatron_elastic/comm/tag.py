@@ -25,6 +25,7 @@ class Channel(IntEnum):
     VOTE = 6
     PARAMETER = 7
     STATE = 8
+    CHECKPOINT = 9
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

@@ -134,6 +134,11 @@ class StateStore:
         """Whether copies to or from this rank are under way."""
         return bool(self._loading or self._outgoing)
 
+    def flush(self) -> None:
+        """Block until all copies from this rank are on their way."""
+        self._transport.wait(*self._outgoing)
+        self._outgoing.clear()
+
     def abandon_loading(self) -> None:
         """Forget copies under way: the layout they were meant for is gone."""
         self._loading.clear()

@@ -1,0 +1,73 @@
+"""``megatron.core.models.gpt``: which parameters of a stage's model belong to which unit, and how they are treated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_elastic.layout import Layout
+from megatron_elastic.numerics.exact import Accumulator
+from megatron_elastic.state.buffer import Member, UnitBuffer
+
+
+def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(unit name, module) of every unit that draws random numbers or begins a stretch of computation."""
+    if model.pre_process:
+        yield "embedding", model.embedding
+    for layer in model.decoder.layers:
+        yield f"layer.{layer.layer_number - 1}", layer
+
+
+def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
+    """Unit name -> (parameter name, parameter) in the model's order.
+
+    A tied output layer is the embedding unit. Raises ValueError for a parameter that belongs to no known unit.
+    """
+    first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    units: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if name.startswith("embedding.word_embeddings."):
+            unit = "embedding"
+        elif name.startswith("embedding.position_embeddings."):
+            unit = "positions"
+        elif name.startswith("decoder.layers."):
+            unit = f"layer.{first_layer + int(parts[2])}"
+        elif name.startswith("decoder.final_layernorm."):
+            unit = "head"
+        elif name.startswith("output_layer."):
+            unit = "embedding" if model.share_embeddings_and_output_weights else "head"
+        else:
+            raise ValueError(f"parameter {name} belongs to no unit that megatron_elastic knows")
+        units.setdefault(unit, []).append((name, parameter))
+    return units
+
+
+def build_buffers(model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator) -> dict[int, UnitBuffer]:
+    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them.
+
+    Weight decay spares biases and one-dimensional parameters, as Megatron's optimizer does.
+    """
+    parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]] = unit_parameters(model)
+    names = {layout.units[unit] for unit in layout.stages[stage].units}
+    if names != set(parameters):
+        raise ValueError(f"stage {stage} should hold units {sorted(names)}, but its model has {sorted(parameters)}")
+    return {
+        unit: UnitBuffer(
+            unit,
+            [
+                Member(
+                    parameter=parameter,
+                    decay=not (name.endswith(".bias") or parameter.dim() == 1),
+                    sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+                )
+                for name, parameter in parameters[layout.units[unit]]
+            ],
+            layout.num_slices,
+            tp_index,
+            accumulator,
+        )
+        for unit in layout.stages[stage].units
+    }

@@ -1,0 +1,72 @@
+"""``megatron.core.tensor_parallel.random``: dropout and initialisation draw from keyed generators.
+
+Megatron keeps one stream for each tensor-parallel rank and advances it draw by draw, so what a layer draws depends
+on everything its rank computed before. Here each unit begins its forward pass, and its construction, with a key of
+its own; forks derive from the default generator (``numerics.keyed``), which recomputation restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_elastic.numerics import keyed
+
+
+@contextmanager
+def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """In place of ``CudaRNGStatesTracker.fork``."""
+    with keyed.forked(name, parallel_state.get_tensor_model_parallel_rank()):
+        yield
+
+
+def install(seed: int) -> None:
+    """Make the tracker's forks keyed, and the initial weights of each unit a function of (seed, unit)."""
+    megatron_random.model_parallel_cuda_manual_seed(seed)
+    megatron_random.CudaRNGStatesTracker.fork = _keyed_fork
+    _key_construction(TransformerLayer, seed, lambda kwargs: f"layer.{kwargs.get('layer_number', 1) - 1}")
+    _key_construction(LanguageModelEmbedding, seed, lambda _: "embedding")
+
+
+def _key_construction(module: type[torch.nn.Module], seed: int, unit: Callable[[dict[str, Any]], str]) -> None:
+    """Seed the default generator when a module of this class begins its construction."""
+    original: Callable[..., None] = module.__init__
+
+    def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        keyed.seed_default_generator("init", seed, unit(kwargs))
+        original(self, *args, **kwargs)
+
+    module.__init__ = construct  # type: ignore[method-assign]
+
+
+class GrainKey:
+    """Seeds the default generator when a unit begins its forward pass; holds the (step, grain) it belongs to.
+
+    Recomputation runs a unit's forward again inside the backward of the same grain, and draws the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.step = 0
+        self.grain = 0
+
+    def attach(self, module: torch.nn.Module, unit: str, check: Callable[[], None]) -> None:
+        """Seed at every forward of ``module``, after ``check`` (which may raise to unwind an interrupted rank)."""
+
+        def begin(*_: Any) -> None:
+            check()
+            keyed.seed_default_generator(self._seed, self.step, self.grain, unit)
+
+        module.register_forward_pre_hook(begin)
+
+
+def leave_checkpointing() -> None:
+    """Reset the flag that an interrupted recomputation leaves behind."""
+    megatron_random._unset_checkpointing()

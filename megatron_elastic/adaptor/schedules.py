@@ -1,0 +1,78 @@
+"""``megatron.core.pipeline_parallel.schedules``: one grain's forward and backward through Megatron's own step functions.
+
+Megatron's schedules divide the loss by the micro-batches of the rank and its data-parallel groups divide gradients
+by their size; both change when a rank is lost. Here the loss of a grain is not scaled at all, and the reduction
+divides by the number of grains of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_elastic.adaptor.random import GrainKey
+
+ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
+"""Megatron's: (data iterator, model) -> (output, loss function)."""
+
+
+class GrainModel:
+    """A stage's model chunk, run grain by grain. Implements ``pipeline.executor.StageModel``.
+
+    Args:
+        batch: the collated batch of a grain.
+        last: whether this is the last stage, where the loss is computed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: TransformerConfig,
+        forward_step: ForwardStep,
+        key: GrainKey,
+        last: bool,
+        batch: Callable[[int], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.losses: dict[int, tuple[float, float]] = {}
+        """(loss sum, tokens) of every grain computed since the last ``begin``; last stage only."""
+        self._model = model
+        self._config = config
+        self._forward_step = forward_step
+        self._key = key
+        self._last = last
+        self._batch = batch
+
+    def begin(self, step: int, batch: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+        """Start a step (or an evaluation) whose grains come from ``batch``."""
+        self._key.step = step
+        self._batch = batch
+        self.losses = {}
+
+    def forward(self, grain: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage: [sequence, micro-batch, hidden], or the grain's mean loss on the last stage."""
+        self._key.grain = grain
+        store: list[Mapping[str, Any]] = []
+        output, _ = schedules.forward_step(
+            self._forward_step, iter([self._batch(grain)]), self._model, 1, received, store, self._config,
+            cp_group_size=1, is_last_stage=self._last,
+        )  # fmt: skip
+        if self._last:
+            total, tokens = store[0]["lm loss"].tolist()
+            self.losses[grain] = (total, tokens)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    def backward(
+        self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Accumulate the grain's gradients; returns the gradient of what was received."""
+        self._key.grain = grain
+        result: torch.Tensor | None = schedules.backward_step(
+            received, output, grad, ModelType.encoder_or_decoder, self._config
+        )
+        return result

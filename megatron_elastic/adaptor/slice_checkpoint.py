@@ -1,0 +1,139 @@
+"""``megatron.core.dist_checkpointing``: checkpoints in Megatron's torch_dist format, whatever the layout.
+
+Weights are saved as Megatron saves them. Optimizer state is put together, unit by unit, at the first cell of the
+unit's home stage and saved parameter by parameter under Megatron's names (``optimizer.state.exp_avg.<parameter>``),
+so a checkpoint can be loaded under any other layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.models.gpt import GPTModel
+
+from megatron_elastic.adaptor.model import unit_parameters
+from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.transport import Transport
+from megatron_elastic.layout import Layout
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.store import StateStore
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_PARTS = ("fp32_param", "exp_avg", "exp_avg_sq")
+"""Megatron's names of ``SliceState.tensors``."""
+
+FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
+"""Unit index -> the three parts of its optimizer state, flat and whole (this tensor-parallel index)."""
+
+
+def latest_step(directory: str | Path | None) -> int:
+    """Steps done in the newest checkpoint under ``directory``; 0 without one to load."""
+    return 0 if directory is None else int((Path(directory) / TRACKER).read_text().strip())
+
+
+def save(
+    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
+    transport: Transport, step: int,
+) -> None:  # fmt: skip
+    """Save the state after ``step`` steps. Every rank of the layout calls it between the same two steps."""
+    target = _folder(directory, step)
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state: dict[str, Any] = {"model": model.sharded_state_dict(), "iteration": step}
+    whole = _collect(layout, units, store, transport)
+    state["optimizer"] = dict(_sharded_states(model, layout, units, whole, state["model"]))
+    dist_checkpointing.save(state, str(target))
+    if dist.get_rank() == 0:
+        # The tracker names a checkpoint only once it is complete.
+        partial = Path(directory) / f"{TRACKER}.partial"
+        partial.write_text(str(step))
+        os.replace(partial, Path(directory) / TRACKER)
+
+
+def load(directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], step: int) -> FlatStates:
+    """Load the checkpoint of ``step`` steps: weights into the model; returns the optimizer state of the units homed here."""
+    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in _PARTS) for unit, buffer in _homed(layout, units)}
+    state: dict[str, Any] = {"model": model.sharded_state_dict()}
+    state["optimizer"] = dict(_sharded_states(model, layout, units, empty, state["model"]))
+    loaded = dist_checkpointing.load(state, str(_folder(directory, step)))
+    model.load_state_dict(loaded["model"])
+    with torch.no_grad():
+        for name, target in _views(model, layout, units, empty):
+            target.copy_(loaded["optimizer"][name])
+    return empty
+
+
+def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
+    """Give every state held in the store what was loaded."""
+    for unit, k in store.held():
+        state = store[unit, k]
+        for tensor, flat in zip(state.tensors, states[unit], strict=True):
+            tensor.copy_(units[unit].slice_of(flat, k))
+        state.step = step
+
+
+def _folder(directory: str | Path, step: int) -> Path:
+    return Path(directory) / f"iter_{step:07d}"
+
+
+def _homed(layout: Layout, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[int, UnitBuffer]]:
+    """Units whose home stage is the one that holds ``units``."""
+    for unit, buffer in units.items():
+        stages = [s for s, stage in enumerate(layout.stages) if set(stage.units) == set(units)]
+        if layout.home(unit) in stages:
+            yield unit, buffer
+
+
+def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore, transport: Transport) -> FlatStates:
+    """The whole optimizer state of each unit, at the first cell of its home stage; nothing elsewhere."""
+    me, tp = transport.rank, layout.tp_index(transport.rank)
+    whole: dict[int, tuple[torch.Tensor, ...]] = {}
+    operations = []
+    for unit, buffer in _homed(layout, units):
+        saver = layout.stages[layout.home(unit)].cells[0].ranks[tp]
+        if me == saver:
+            whole[unit] = tuple(torch.zeros(buffer.params.shape) for _ in _PARTS)
+        for k in range(layout.num_slices):
+            owner = layout.owner(unit, k, tp)
+            for part in range(len(_PARTS)):
+                coordinate = pair(unit, k * len(_PARTS) + part)
+                if me == saver:
+                    target = buffer.slice_of(whole[unit][part], k)
+                    if owner == me:
+                        target.copy_(store[unit, k].tensors[part])
+                    else:
+                        operations.append(transport.recv(owner, Channel.CHECKPOINT, coordinate, target))
+                elif owner == me:
+                    operations.append(
+                        transport.send(saver, Channel.CHECKPOINT, coordinate, store[unit, k].tensors[part])
+                    )
+    transport.wait(*operations)
+    return whole
+
+
+def _views(
+    model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], whole: FlatStates
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """("<part>.<parameter name>", its view in the flat state) for every parameter of the units in ``whole``."""
+    names = {id(p): name for members in unit_parameters(model).values() for name, p in members}
+    for unit, states in whole.items():
+        for member, start in units[unit].members:
+            p = member.parameter
+            for part, flat in zip(_PARTS, states, strict=True):
+                yield f"{part}.{names[id(p)]}", flat[start : start + p.numel()].view_as(p)
+
+
+def _sharded_states(
+    model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], whole: FlatStates, sharded_model: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    for name, view in _views(model, layout, units, whole):
+        part, _, parameter = name.partition(".")
+        yield name, make_sharded_optimizer_tensor(sharded_model[parameter], view, f"optimizer.state.{part}")

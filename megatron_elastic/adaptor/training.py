@@ -1,0 +1,421 @@
+"""``megatron.training``: the elastic counterpart of ``pretrain``, ``train`` and ``train_step``.
+
+One loop: a step, or the recovery from what interrupted it. Megatron's model, data sets, step functions and
+scheduler do the work of a step; groups, gradients, optimizer state and random numbers follow the layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from megatron_elastic.adaptor import cpu, groups, random, slice_checkpoint as checkpoint
+from megatron_elastic.adaptor.dataset import collate
+from megatron_elastic.adaptor.model import build_buffers, unit_modules
+from megatron_elastic.adaptor.schedule import Schedule
+from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
+from megatron_elastic.cluster.control import Control, Interrupted
+from megatron_elastic.cluster.messages import (
+    Commit, Committed, Event, Finished, Hello, Injected, Recovered, Report, SliceDigest, Start, Stop, Suspect, VoteResult,
+)  # fmt: skip
+from megatron_elastic.comm import backend
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.transport import Transport
+from megatron_elastic.config import ElasticConfig
+from megatron_elastic.faults.hooks import Hooks
+from megatron_elastic.layout import Layout, gpt_units, transfers
+from megatron_elastic.numerics.exact import make_accumulator
+from megatron_elastic.pipeline.executor import Executor
+from megatron_elastic.pipeline.program import one_forward_one_backward
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.reduction import Reduction
+from megatron_elastic.state.slice import Adam, Update
+from megatron_elastic.state.store import StateStore
+from megatron_elastic.state.vote import Ballot, vote
+
+_VOTE_GROUP = (1 << 14) - 1
+"""Group id of the vote, beyond any that Megatron's groups reach."""
+_EVALUATION = -1
+"""Step number under which evaluation draws its keys; dropout is off there."""
+
+
+class ModelProvider(Protocol):
+    """Builds this rank's stage of the model, with weights initialised."""
+
+    def __call__(
+        self, args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None, pre_process: bool, post_process: bool
+    ) -> GPTModel: ...
+
+
+DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
+"""(train, validation, test) map-style data sets; sample i is a dict of tensors."""
+
+
+def pretrain(
+    args: argparse.Namespace,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetsProvider,
+    forward_step: ForwardStep,
+) -> None:
+    """Train elastically, as one rank of a job started by ``megatron-elastic run``.
+
+    ``args`` has Megatron-LM's names and the ``elastic_*`` ones. Returns when training is done. Raises JobStopped when
+    the job ends otherwise; whatever else it raises is an error of the program.
+    """
+    control = Control.connect()
+    trainer = Trainer(args, control, model_provider, datasets_provider, forward_step)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+        control.close()
+
+
+def initial_layout(args: argparse.Namespace, world_size: int) -> Layout:
+    """The fault-free layout for Megatron's flags."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    dp = world_size // (tp * pp)
+    units, stages = gpt_units(
+        args.num_layers,
+        pp,
+        tied=not args.untie_embeddings_and_output_weights,
+        positions=args.position_embedding_type == "learned_absolute",
+    )
+    return Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
+        num_grains=args.global_batch_size // args.micro_batch_size,
+        num_slices=args.elastic_slices or dp,
+        replicas=args.elastic_replicas,
+    )  # fmt: skip
+
+
+class Trainer:
+    """One rank's training: the state that outlives layouts, and what the present layout makes of it."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        control: Control,
+        model_provider: ModelProvider,
+        datasets_provider: DatasetsProvider,
+        forward_step: ForwardStep,
+    ) -> None:
+        self.args = args
+        self.config = ElasticConfig.from_args(args)
+        self.control = control
+        self.rank = control.rank
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self._model_provider = model_provider
+        self._datasets_provider = datasets_provider
+        self._forward_step = forward_step
+        self.hooks = Hooks(self.rank, self.config.inject, self._announce)
+        crowded = self.world_size > len(os.sched_getaffinity(0))
+        self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
+        backend.initialize(self.transport, self.world_size, timedelta(seconds=self.config.wait_timeout))
+        groups.initialize(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        cpu.apply()
+        random.install(args.seed)
+        self.schedule = Schedule(args)
+        self.layout = initial_layout(args, self.world_size)
+        self.accumulator = make_accumulator(self.config.consistency, self.layout.num_grains)
+        self.step = checkpoint.latest_step(args.load) + 1
+        """The step in progress: committed steps plus one."""
+        self.first_save = self.step
+        """The first step whose checkpoint is not on disk yet."""
+        self.vote: VoteResult | None = None
+        """Result of the vote of ``step``, once past it."""
+        self.last: VoteResult | None = None
+        """Result of the newest vote whose step this rank has finished."""
+        self.store: StateStore | None = None
+        """None until the model is built; from then on training can only go on, not begin anew."""
+
+    # ---- life -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """From hello to the end of the job."""
+        self._join()
+        while True:
+            try:
+                if self.rank not in self.layout.ranks:
+                    self.control.wait((Stop,), timeout=float("inf"))
+                    return
+                if self.store is None:
+                    self._build()
+                elif self.step <= self.args.train_iters:
+                    self._step()
+                else:
+                    self._finish()
+                    return
+            except Interrupted as interrupted:
+                self._recover(interrupted)
+
+    def close(self) -> None:
+        """Release links and groups."""
+        self.transport.close()
+
+    def _join(self) -> None:
+        self.control.send(
+            Hello(
+                rank=self.rank, pid=os.getpid(), host=socket.gethostname(), address=self.transport.address,
+                layout=self.layout.to_json(), start_step=self.step - 1, train_iters=self.args.train_iters,
+            )
+        )  # fmt: skip
+        start = self.control.wait((Start,), timeout=self.config.start_timeout)
+        self.transport.add_peers(start.addresses)
+
+    def _build(self) -> None:
+        """Model, data and optimizer state under the present layout. Uses collectives; redone if interrupted."""
+        args, layout = self.args, self.layout
+        stage = layout.stage_of(self.rank)
+        first, last = stage == 0, stage == layout.pipeline_size - 1
+        model = self._model_provider(args, None, first, last)
+        self.model_config = model.config
+        self.gpt = model
+        key = random.GrainKey(args.seed)
+        for unit, module in unit_modules(model):
+            key.attach(module, unit, self._look)
+        self.units = build_buffers(
+            model, layout, stage, layout.tp_index(self.rank), self.accumulator
+        )
+        wrapped = Float16Module(model.config, model) if args.bf16 else model
+        self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
+        self.train_data, self.valid_data, _ = self._datasets_provider(args)
+        store = StateStore(self.units, Adam(args.adam_beta1, args.adam_beta2, args.adam_eps), self.transport)
+        if self.step > 1:
+            states = checkpoint.load(args.load, model, layout, self.units, self.step - 1)
+            store.create(layout)
+            checkpoint.fill(store, self.units, states, self.step - 1)
+        else:
+            store.create(layout)
+        self._enter()
+        self.store = store
+        self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
+
+    def _enter(self) -> None:
+        """What the present layout alone determines."""
+        layout = self.layout
+        self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
+        args = self.args
+        self.executor = Executor(
+            layout, self.transport, self.hooks, (args.seq_length, args.micro_batch_size, args.hidden_size),
+            torch.bfloat16 if args.bf16 else torch.float32,
+        )  # fmt: skip
+        self.vote_group = Group(self.transport, _VOTE_GROUP, layout.ranks)
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Compute, reduce, vote, apply. Until the vote is over nothing is applied, and all of it can be redone."""
+        assert self.store is not None
+        self.hooks.step = self.step
+        self._between_steps(self.step - 1)
+        self.hooks.at("data")
+        for buffer in self.units.values():
+            buffer.zero()
+        self.store.drop_gradients()
+        self.grains.begin(self.step, self._training_batch)
+        self.executor.run(self.program, self.grains)
+        self.hooks.at("grad_sync")
+        self.reduction.reduce_gradients()
+        self.hooks.at("replay")
+        self.reduction.replay()
+        self.hooks.at("vote")
+        self.vote = self._cast_vote()
+        self.hooks.at("apply")
+        self.store.apply(self._update(self.vote))
+        self._complete()
+
+    def _cast_vote(self) -> VoteResult:
+        assert self.store is not None
+        ballot = Ballot(
+            norms={at: self.store.sum_of_squares(at) for at in self.layout.owned(self.rank)},
+            losses=self.grains.losses if self.layout.tp_index(self.rank) == 0 else {},
+        )
+        outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
+        return VoteResult(
+            step=self.step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=self.schedule.at(self.step).lr,
+            consumed_samples=self.step * self.args.global_batch_size, tokens=outcome.tokens,
+        )  # fmt: skip
+
+    def _complete(self) -> None:
+        """The rest of a step that has been voted and applied. May be repeated."""
+        assert self.store is not None and self.vote is not None
+        self.hooks.at("param_sync")
+        self.reduction.gather_parameters()
+        self.hooks.at("commit")
+        if self.rank == self.layout.ranks[0]:
+            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
+        self.last, self.vote = self.vote, None
+        self.step += 1
+        if self.store.settle(self.step - 1) and not self.store.replicating:
+            self._event("replicated", step=self.step - 1)
+
+    def _update(self, result: VoteResult) -> Update:
+        at = self.schedule.at(result.step)
+        clip = self.args.clip_grad / (result.grad_norm + 1e-6) if self.args.clip_grad > 0 else 1.0
+        return Update(step=result.step, clip=clip, lr=at.lr, weight_decay=at.weight_decay)
+
+    def _between_steps(self, done: int) -> None:
+        """What is due after ``done`` steps. Part of the next step, so that an interruption repeats it."""
+        args = self.args
+        if args.eval_interval and args.eval_iters and done and done % args.eval_interval == 0:
+            self._evaluate(done)
+        if args.save and args.save_interval and done >= self.first_save and done % args.save_interval == 0:
+            self.hooks.at("checkpoint")
+            self._save(done)
+
+    def _evaluate(self, done: int) -> None:
+        self.gpt.eval()
+        try:
+            total, tokens = 0.0, 0
+            for i in range(self.args.eval_iters):
+                self.grains.begin(_EVALUATION, lambda grain, i=i: self._batch(self.valid_data, i, grain))
+                self.executor.run_forward(self.layout.cell_of(self.rank).grains, self.grains)
+                ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
+                outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
+                total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
+        finally:
+            self.gpt.train()
+        if self.rank == self.layout.ranks[0]:
+            self._event("evaluated", step=done, loss=total / max(tokens, 1))
+
+    def _save(self, done: int) -> None:
+        assert self.store is not None
+        checkpoint.save(self.args.save, self.gpt, self.layout, self.units, self.store, self.transport, done)
+        self.first_save = done + 1
+        if self.rank == self.layout.ranks[0]:
+            self._event("saved", step=done, directory=str(self.args.save))
+
+    def _finish(self) -> None:
+        """Report what the model has become, and stay until everybody has."""
+        assert self.store is not None
+        self.hooks.step = self.step
+        self._between_steps(self.step - 1)
+        digests = [
+            SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=self.store[unit, k].sha256(
+                self.units[unit].slice_of(self.units[unit].params, k)
+            ))
+            for unit, k in self.layout.owned(self.rank)
+        ]  # fmt: skip
+        self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
+        self.control.wait((Stop,), timeout=float("inf"))
+
+    # ---- data -------------------------------------------------------------------------------
+
+    def _training_batch(self, grain: int) -> Mapping[str, torch.Tensor]:
+        return self._batch(self.train_data, self.step - 1, grain)
+
+    def _batch(self, data: Sequence[Mapping[str, Any]], iteration: int, grain: int) -> Mapping[str, torch.Tensor]:
+        """Samples of a grain: the global batch of an iteration is consecutive, and so are its grains."""
+        size = self.args.micro_batch_size
+        first = iteration * self.args.global_batch_size + grain * size
+        return collate([data[i] for i in range(first, first + size)])
+
+    # ---- recovery ---------------------------------------------------------------------------
+
+    def _recover(self, interrupted: Interrupted) -> None:
+        """Report, get the new layout, make it true. A further fault meanwhile begins it again."""
+        for _ in itertools.count():
+            try:
+                self.hooks.at("interrupt")
+                if interrupted.suspects:
+                    self._suspect(interrupted.suspects)
+                commit = self._report()
+                self._adopt(commit)
+                return
+            except Interrupted as again:
+                interrupted = again
+
+    def _suspect(self, suspects: tuple[int, ...]) -> None:
+        """Tell the coordinator whose link broke, and wait for the interrupt that must follow."""
+        flag = self.control.interrupt
+        if flag.raised or set(suspects) <= flag.lost:
+            return
+        self.control.send(
+            Suspect(rank=self.rank, epoch=self.layout.epoch, suspects=list(suspects), reason=f"link to {suspects} broke")
+        )
+        self.control.wait((), timeout=self.config.wait_timeout)
+
+    def _report(self) -> Commit:
+        flag = self.control.interrupt
+        epoch = flag.epoch
+        flag.acknowledge(epoch)
+        random.leave_checkpointing()
+        if self.store is not None:
+            self.store.abandon_loading()
+        self.control.send(
+            Report(
+                rank=self.rank, epoch=epoch, step=self.step, vote=self.vote, last=self.last,
+                held=self._held(), interrupted_at=time.time(),
+            )
+        )  # fmt: skip
+        self.hooks.at("report")
+        return self.control.wait((Commit,), timeout=self.config.wait_timeout)
+
+    def _held(self) -> list[tuple[int, int]]:
+        if self.store is not None:
+            return self.store.held()
+        # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
+        return [(u, k) for u in self.layout.stages[self.layout.stage_of(self.rank)].units for k in range(self.layout.num_slices)]
+
+    def _adopt(self, commit: Commit) -> None:
+        """Make the committed layout true on this rank; afterwards it trains under it, or is a spare."""
+        begun = time.time()
+        self.hooks.at("edit")
+        self.layout = layout = Layout.from_json(commit.layout)
+        self.transport.advance(layout.epoch, layout.lost)
+        member = self.rank in layout.ranks
+        if member:
+            groups.edit(layout)
+        if self.store is None:
+            return
+        if member:
+            self._enter()
+            self.reduction = Reduction(layout, self.transport, self.units, self.store, self.accumulator)
+        edited = time.time()
+        self.hooks.at("promote")
+        if commit.decision == "forward":
+            assert commit.vote is not None
+            self.store.apply(self._update(commit.vote))
+            # A spare's part in the step ends here.
+            self.step, self.vote = (commit.step, commit.vote) if member else (commit.step + 1, None)
+        moves = transfers(layout, commit.held)
+        done = commit.step if commit.decision == "forward" else commit.step - 1
+        self.store.replicate(moves)
+        self.store.settle(done, wait=[move for move in moves if move.role == "owner"])
+        if not member:
+            self.store.flush()
+            return
+        self.store.retire(layout)
+        self.control.send(
+            Recovered(
+                rank=self.rank, epoch=layout.epoch,
+                edit_ms=(edited - begun) * 1e3, state_ms=(time.time() - edited) * 1e3,
+            )
+        )  # fmt: skip
+        self.hooks.at("resume")
+        if commit.decision == "forward":
+            self._complete()
+
+    # ---- small things -----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Unwind between two layers if there is an interrupt."""
+        if self.control.interrupt.raised:
+            self.control.interrupt.check()
+
+    def _announce(self, injection: object) -> None:
+        self.control.send(Injected(rank=self.rank, time=time.time(), spec=str(injection)))
+
+    def _event(self, kind: str, **fields: float | int | str | bool | None | list[int]) -> None:
+        self.control.send(Event(rank=self.rank, epoch=self.layout.epoch, kind=kind, fields=fields))
