@@ -92,7 +92,14 @@ def test_json_gives_the_same_layout_back(tp: int, pp: int, dp: int) -> None:
     assert again == layout
     assert hash(again) == hash(layout)
     assert again.to_json() == layout.to_json()
-    assert "epoch 0" in str(layout)
+
+
+def test_the_table_for_people() -> None:
+    assert str(gpt_grid(2, 2, 2, tied=True)).splitlines() == [
+        "epoch 0: 8 ranks, 2 stages, cells of 2, 8 grains, 2 slices; spares -; lost -",
+        "  stage 0  embedding..layer.1  0-1:[0 2 4 6]  2-3:[1 3 5 7]",
+        "  stage 1  layer.2..head+embedding  4-5:[0 2 4 6]  6-7:[1 3 5 7]",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": "x"}', "null"])

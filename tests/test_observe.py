@@ -265,6 +265,13 @@ def test_the_report_of_a_run_that_has_only_begun(tmp_path: Path, capsys: pytest.
     assert report.main([str(tmp_path / "nowhere")]) == 2
 
 
+def test_the_report_of_a_plain_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [2.5, 2.25])
+    (run / "events.jsonl").unlink()
+    assert report.main([str(run)]) == 0
+    assert "recoveries     none" in capsys.readouterr().out
+
+
 def test_the_plot_marks_recoveries_and_fits_the_width() -> None:
     lines = report.plot({step: 10 - step / 10 for step in range(1, 91)}, marks=[45], width=30)
     assert max(map(len, lines)) <= 30

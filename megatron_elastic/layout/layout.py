@@ -309,9 +309,10 @@ class Layout:
         )
         lines = [head]
         for index, stage in enumerate(self.stages):
-            first, last = self.units[stage.units[0]], self.units[stage.units[-1]]
+            home = [self.units[unit] for unit in stage.units if self.home(unit) == index]
+            also = "".join(f"+{self.units[unit]}" for unit in stage.units if self.home(unit) != index)
             cells = "  ".join(f"{_spans(cell.ranks)}:[{' '.join(map(str, cell.grains))}]" for cell in stage.cells)
-            lines.append(f"  stage {index}  {first}..{last}  {cells}")
+            lines.append(f"  stage {index}  {home[0]}..{home[-1]}{also}  {cells}")
         return "\n".join(lines)
 
     # ---- lookups ---------------------------------------------------------------------------

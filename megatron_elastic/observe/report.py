@@ -28,7 +28,9 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     Raises RecordsError when a directory has no readable records.
     """
     console = console or Console()
-    metrics, events = read_metrics(run_dir), read_events(run_dir)
+    metrics = read_metrics(run_dir)
+    # A plain run has steps, but no events.
+    events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
     recoveries = [event for event in events if event.get("kind") == "recovered"]
     console.print(f"[bold]Run[/bold] {run_dir}", highlight=False, soft_wrap=True)
     if not metrics:
