@@ -384,6 +384,8 @@ class Trainer:
             self.reduction = Reduction(layout, self.transport, self.units, self.store, self.accumulator)
         edited = time.time()
         self.hooks.at("promote")
+        # What a spare holds has been overtaken by the steps it did not take part in.
+        self.store.retire(commit.held.get(self.rank, ()))
         if commit.decision == "forward":
             assert commit.vote is not None
             self.store.apply(self._update(commit.vote))
@@ -396,7 +398,7 @@ class Trainer:
         if not member:
             self.store.flush()
             return
-        self.store.retire(layout)
+        self.store.retire((*layout.owned(self.rank), *layout.replicated(self.rank)))
         self.control.send(
             Recovered(
                 rank=self.rank, epoch=layout.epoch,

@@ -49,19 +49,18 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 class Send:
-    """A message on its way to ``peer``. Complete when its buffer may be reused."""
+    """A message on its way to ``peer``. Once it is done its buffer may be reused."""
 
-    __slots__ = ("_request", "buffer", "peer")
+    __slots__ = ("_request", "peer")
 
-    def __init__(self, peer: int, buffer: torch.Tensor, request: Any) -> None:
+    def __init__(self, peer: int, request: Any) -> None:
         self.peer = peer
-        self.buffer = buffer
         self._request = request
 
     @property
     def done(self) -> bool:
-        """True once the buffer may be reused. Raises nothing: a dead link is found by the wait."""
-        return bool(self._request.completed)
+        """Whether UCX needs the buffer no more. Raises Interrupted when the link broke first."""
+        return _completed(self._request, self.peer)
 
 
 class Recv:
@@ -77,8 +76,19 @@ class Recv:
 
     @property
     def done(self) -> bool:
-        """True once the whole message is in the buffer."""
-        return self._request is not None and bool(self._request.completed)
+        """Whether the whole message is in the buffer. Raises Interrupted when the link broke first."""
+        return self._request is not None and _completed(self._request, self.peer)
+
+
+def _completed(request: Any, peer: int) -> bool:
+    if not request.completed:
+        return False
+    try:
+        request.check_error()
+    except ucx.UCXError:
+        # A link that breaks completes its requests too: half of this message may be garbage.
+        raise Interrupted(0, suspects=(peer,)) from None
+    return True
 
 
 class Transport:
@@ -108,7 +118,8 @@ class Transport:
         self._expected: dict[int, deque[Recv]] = defaultdict(deque)
         self._arrived: dict[int, deque[Any]] = defaultdict(deque)
         self._unfinished: list[tuple[Any, Any]] = []
-        """Requests nobody waits for any more, with their buffers: UCX may touch them until they complete."""
+        """Requests that were not complete at once, with their buffers; the completed ones are pruned now and then."""
+        self._prune_at = 64
         self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         if interrupt.fd >= 0:
@@ -126,8 +137,6 @@ class Transport:
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
         """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
         self.epoch = epoch
-        for queue in self._expected.values():
-            self._unfinished += [(recv._request, recv) for recv in queue if recv._request is not None]
         self._expected.clear()
         for tag in [t for t in self._arrived if is_older(t, epoch)]:
             for probe in self._arrived.pop(tag):
@@ -139,14 +148,15 @@ class Transport:
             link = self._links.pop(peer, None)
             if link is not None:
                 link.remove_close_callback()
-        self._unfinished = [item for item in self._unfinished if not item[0].completed]
 
     def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
         tag = make_tag(self.epoch, channel, coordinate, self.rank)
         self.bytes_sent += buffer.nbytes
-        send = Send(peer, buffer, self._link(peer).tag_send(_bytes_of(buffer), tag=ucx.UCXXTag(tag)))
-        return send
+        request = self._link(peer).tag_send(_bytes_of(buffer), tag=ucx.UCXXTag(tag))
+        if not request.completed:
+            self._keep(request, buffer)
+        return Send(peer, request)
 
     def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
         """Expect a message from ``peer`` into a contiguous tensor of exactly its size."""
@@ -165,31 +175,27 @@ class Transport:
         """Block until all are done.
 
         Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks, and TimeoutError
-        naming the peers waited for when the limit passes. Operations of an interrupted wait are abandoned safely.
+        naming the peers waited for when the limit passes. An interrupted wait leaves its operations to ``advance``.
         """
         pending = [op for op in operations if not op.done]
         deadline = 0.0
-        try:
-            while pending:
-                for _ in range(self._spins):
-                    self.progress()
-                    pending = [op for op in pending if not op.done]
-                    if not pending:
-                        return
-                self._check()
-                if not deadline:
-                    deadline = time.monotonic() + self._wait_timeout
-                elif time.monotonic() > deadline:
-                    peers = sorted({op.peer for op in pending})
-                    raise TimeoutError(
-                        f"rank {self.rank} waited {self._wait_timeout:g} s for rank(s) {peers} in epoch {self.epoch}; "
-                        "raise --elastic-wait-timeout if the step is that slow"
-                    )
-                if self._worker.arm():
-                    self._epoll.poll(1.0)
-        except BaseException:
-            self._abandon(pending)
-            raise
+        while pending:
+            for _ in range(self._spins):
+                self.progress()
+                pending = [op for op in pending if not op.done]
+                if not pending:
+                    return
+            self._check()
+            if not deadline:
+                deadline = time.monotonic() + self._wait_timeout
+            elif time.monotonic() > deadline:
+                peers = sorted({op.peer for op in pending})
+                raise TimeoutError(
+                    f"rank {self.rank} waited {self._wait_timeout:g} s for rank(s) {peers} in epoch {self.epoch}; "
+                    "raise --elastic-wait-timeout if the step is that slow"
+                )
+            if self._worker.arm():
+                self._epoll.poll(1.0)
 
     def progress(self) -> None:
         """Let UCX work and hand arrived messages to those who expect them."""
@@ -249,18 +255,18 @@ class Transport:
                 f"expected {recv.buffer.nbytes}: the two ranks disagree about the layout"
             )
         recv._request = self._worker.tag_recv_with_handle(_bytes_of(recv.buffer), probe)
+        if not recv._request.completed:
+            self._keep(recv._request, recv.buffer)
 
     def _drop(self, probe: Any) -> None:
         scratch = torch.empty(max(probe.length, 1), dtype=torch.uint8)
         request = self._worker.tag_recv_with_handle(_bytes_of(scratch), probe)
         if not request.completed:
-            self._unfinished.append((request, scratch))
+            self._keep(request, scratch)
 
-    def _abandon(self, operations: Iterable[Send | Recv]) -> None:
-        for op in operations:
-            if op._request is not None:
-                self._unfinished.append((op._request, op))
-            elif isinstance(op, Recv):
-                queue = self._expected.get(op.tag)
-                if queue and op in queue:
-                    queue.remove(op)
+    def _keep(self, request: Any, buffer: torch.Tensor) -> None:
+        """UCX holds no reference to a buffer, and its user may be interrupted: keep it until the request completes."""
+        self._unfinished.append((request, buffer))
+        if len(self._unfinished) > self._prune_at:
+            self._unfinished = [item for item in self._unfinished if not item[0].completed]
+            self._prune_at = max(64, 2 * len(self._unfinished))

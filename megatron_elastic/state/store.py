@@ -144,11 +144,10 @@ class StateStore:
         self._loading.clear()
         self._outgoing.clear()
 
-    def retire(self, layout: Layout) -> None:
-        """Drop every live state that ``layout`` gives this rank no role in."""
-        me = self._transport.rank
-        keep = {*layout.owned(me), *layout.replicated(me)}
-        for at in [at for at in self._live if at not in keep]:
+    def retire(self, keep: Iterable[SliceId]) -> None:
+        """Drop every live state but those in ``keep``."""
+        kept = set(keep)
+        for at in [at for at in self._live if at not in kept]:
             del self._live[at]
 
 
