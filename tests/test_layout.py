@@ -205,6 +205,15 @@ def test_other_holders_share_the_work_and_the_lost_are_no_source() -> None:
     assert [(t.src, t.dst) for t in found] == [(5, 0), (6, 0), (5, 0)]
 
 
+def test_the_owner_is_the_source_however_busy_it_is() -> None:
+    units, stage_units = gpt_units(1, 1, True, False)
+    layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=1)
+    everything = {(unit, 0) for unit in range(3)}
+    layout = replace(layout, spares=(5,))
+    assert [t.src for t in transfers(layout, {0: everything, 1: set(), 5: everything})] == [0, 0, 0]
+    assert [t.src for t in transfers(layout, {0: set(), 1: everything, 5: everything})] == [1, 1, 1]
+
+
 def test_a_slice_that_nobody_holds_is_named() -> None:
     layout = gpt_grid(2, 2, 2)
     held = full_state(layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,28 @@ def test_a_promotion_needs_a_replica_that_holds_the_slice() -> None:
     new = lose(layout, [1], without(held, [1]), epoch=1)
     assert new.owners[0][1] == 0, "rank 2 was to be the replica, but never got the state; rank 0 has it"
     assert new.replicas[0][1] == 2
+
+
+def test_without_a_usable_replica_a_cell_that_holds_the_slice_takes_over() -> None:
+    layout, held = make(1, 1, 4, grains=4, slices=4, replicas=0)
+    held[2] |= held[3]
+    new = lose(layout, [3], without(held, [3]), epoch=1)
+    assert [row[3] for row in new.owners] == [2] * len(new.units)
+
+
+def test_new_replicas_are_spread() -> None:
+    layout, held = make(1, 1, 4, grains=4, slices=4, replicas=1)
+    new = lose(layout, [1], without(held, [1]), epoch=1)
+    # For each unit slices 2 and 3 keep theirs at 3 and 0; slice 0 may go to 2 or 3, slice 1 to 0 or 3.
+    assert Counter(at for row in new.replicas for at in row) == {0: 5, 2: 3, 3: 4}
+
+
+def test_a_crowded_cell_gives_up_no_more_than_it_must() -> None:
+    layout, held = make(1, 1, 3, grains=10, slices=3, replicas=1)
+    crowded = zip(layout.stages[0].cells, ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9), ()), strict=True)
+    stage = replace(layout.stages[0], cells=tuple(replace(cell, grains=grains) for cell, grains in crowded))
+    new = lose(replace(layout, stages=(stage,)), [], held, epoch=1)
+    assert [cell.grains for cell in new.stages[0].cells] == [(0, 1, 2, 3), (5, 6, 7), (4, 8, 9)]
 
 
 def test_no_column_left() -> None:
