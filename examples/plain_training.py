@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import checkpoint, cpu, torch_adam
+from megatron_elastic.adaptor import checkpoint, checkpoint_writer, cpu, torch_adam
 from megatron_elastic.adaptor.checkpoint import Progress
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
@@ -39,6 +39,7 @@ def pretrain(
     """Train as the flags say, on the ranks that the environment names (``RANK``, ``WORLD_SIZE``, ``MASTER_*``)."""
     cpu.apply()
     torch_adam.apply()
+    checkpoint_writer.apply()
     _initialize(args)
     try:
         trainer = _Trainer(args, model_provider, forward_step)

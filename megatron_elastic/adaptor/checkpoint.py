@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
         path.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     state = _sharded_state(model, optimizer, is_loading=False)
-    state["progress"] = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
-    state["scheduler"] = scheduler.state_dict()
+    state |= asdict(progress)
+    state["opt_param_scheduler"] = scheduler.state_dict()
     dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=_METADATA)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        (folder / _TRACKER).write_text(str(progress.iteration))
+        # Replaced at once: the tracker never names anything but a complete checkpoint.
+        partial = folder / f"{_TRACKER}.partial"
+        partial.write_text(str(progress.iteration))
+        os.replace(partial, folder / _TRACKER)
     torch.distributed.barrier()
 
 
@@ -60,10 +64,10 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     state = dist_checkpointing.load(template, str(path), ("torch_dist", 1))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
+    scheduler.load_state_dict(state["opt_param_scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
-    return Progress(**state["progress"])
+    return Progress(state["iteration"], state["consumed_samples"])
 
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,

@@ -7,7 +7,6 @@ Torch and Megatron are imported by the functions that need them, so that flags c
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import shutil
@@ -182,21 +181,6 @@ def _prepare_megatron() -> None:
 
     if "megatron.core" not in sys.modules:
         cpu.install()
-
-
-def add_prepare_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of ``megatron-elastic data prepare``."""
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; then train with --data-path OUT")
-    parser.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="FILE_OR_DIR",
-                        help="what to read (default: the source files of Python's standard library)")
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
-    return parser
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run ``megatron-elastic data prepare`` with flags from ``add_prepare_arguments``."""
-    prepare(args.out, args.text, args.vocab_size)
-    return 0
 
 
 # ---- reading -------------------------------------------------------------------------------

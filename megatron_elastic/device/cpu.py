@@ -151,5 +151,7 @@ def _silence_known_warnings() -> None:
         "full scope is deprecated. Use empty cuda_graph_scope",
         "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+        "`load_state_dict` is deprecated and will be removed in future versions",
+        "Please use DTensor instead and we are deprecating ShardedTensor",
     ):
         warnings.filterwarnings("ignore", message=message)

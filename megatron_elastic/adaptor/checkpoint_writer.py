@@ -1,0 +1,44 @@
+"""Checkpoint writer: ranks write their checkpoint files themselves, in their own process.
+
+Changes ``megatron.core.dist_checkpointing.strategies.filesystem_async`` (0.16.1), which forks two processes to write
+and spawns a third to pass their answers. A forked copy of a rank holds its links and threads in an unknown state, the
+spawned one runs the training script's imports again, and both need ``psutil`` or hang. What saves asynchronously
+has no use for them here: a checkpoint is written between two steps.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+
+def apply() -> None:
+    """Write in the rank's own process from now on. Idempotent."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+    filesystem_async._process_memory = _unknown
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: Any) -> None:
+    """Write this rank's files one by one; ``answers`` gets what was written, by file, or the exception."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: dict[int, Any] | Exception = {}
+    for index, bucket in enumerate(buckets):
+        own: queue.Queue[Any] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(index)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, own, pending, True, use_msc=use_msc)
+        _, result = own.get()
+        if isinstance(result, Exception):
+            written = result
+            break
+        written[index] = result
+    answers.put(written)
+
+
+def _unknown() -> int:
+    return 0
