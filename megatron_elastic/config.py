@@ -72,8 +72,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-run-dir", type=Path, metavar="DIR", default=None,
                        help="where logs and records go (default: runs/<time>)")
     group.add_argument("--elastic-consistency", choices=("bitwise", "fast"), default=d.consistency,
-                       help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point gradient sums); "
-                       "fast: float sums, whose order may differ after a fault (default: %(default)s)")
+                       help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point "
+                       "gradient sums); fast: float sums, whose order may differ after a fault (default: %(default)s)")
     group.add_argument("--elastic-slices", type=int, metavar="K", default=None,
                        help="slices of each unit's parameters and optimizer state (default: the data-parallel width)")
     group.add_argument("--elastic-replicas", type=int, choices=(0, 1), default=d.replicas,

@@ -80,7 +80,9 @@ def _path(folder: Path, iteration: int) -> Path:
 
 
 def _grid() -> list[int]:
-    return [parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
+    """Tensor-, pipeline- and data-parallel size."""
+    return [parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_data_parallel_world_size()]
 
 

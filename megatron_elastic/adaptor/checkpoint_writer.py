@@ -26,7 +26,7 @@ def _write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: list[A
     """Write this rank's files one by one; ``answers`` gets what was written, by file, or the exception."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    written: dict[int, Any] | Exception = {}
+    written: dict[int, Any] = {}
     for index, bucket in enumerate(buckets):
         own: queue.Queue[Any] = queue.Queue()
         pending: queue.Queue[int] = queue.Queue()
@@ -34,8 +34,8 @@ def _write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: list[A
         FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, own, pending, True, use_msc=use_msc)
         _, result = own.get()
         if isinstance(result, Exception):
-            written = result
-            break
+            answers.put(result)
+            return
         written[index] = result
     answers.put(written)
 

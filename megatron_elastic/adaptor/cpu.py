@@ -21,9 +21,9 @@ def apply() -> None:
         return
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = _get_state  # type: ignore[assignment]
-    random._set_cuda_rng_state = _set_state  # type: ignore[assignment]
-    random.CudaRNGStatesTracker.fork = _fork  # type: ignore[method-assign, assignment]
+    random._get_cuda_rng_state = _get_state
+    random._set_cuda_rng_state = _set_state
+    random.CudaRNGStatesTracker.fork = _fork
 
 
 def _get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

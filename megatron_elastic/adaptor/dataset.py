@@ -158,9 +158,9 @@ def _train(documents: Iterable[str], vocab_size: int) -> Any:
 def _write(out: Path, tokenizer: Any, documents: Iterable[str]) -> Prepared:
     """Encode ``documents`` to ``data.bin`` and ``data.idx``."""
     _prepare_megatron()
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     import numpy
     import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     vocab_size = tokenizer.get_vocab_size()
     eod = tokenizer.token_to_id(EOD)
@@ -209,8 +209,8 @@ def build_datasets(
     their last token is then taken for end-of-document. Raises UsageError when a part has too little text.
     """
     _prepare_megatron()
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     import torch.distributed
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     location = locate(data_path)
     vocabulary = _vocabulary(location, vocab_size)
@@ -248,9 +248,9 @@ def _vocabulary(location: Location, vocab_size: int | None) -> _Vocabulary:
 
 def _part(text: Any, config: Any, index: int, samples: int) -> Any:
     """One part of the split, of at least ``samples`` samples; None if it holds no sample and none is needed."""
+    import numpy
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.utils import Split
-    import numpy
 
     bounds = config.split_matrix[index]
     first, last = (0, 0) if bounds is None else (round(edge * len(text.sequence_lengths)) for edge in bounds)

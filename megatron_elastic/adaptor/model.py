@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -18,6 +19,13 @@ def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "embedding", model.embedding
     for layer in model.decoder.layers:
         yield f"layer.{layer.layer_number - 1}", layer
+
+
+def watch(module: torch.nn.Module, look: Callable[[], None]) -> None:
+    """Call ``look`` when the module's forward begins and when its backward gets to a parameter; it may raise."""
+    module.register_forward_pre_hook(lambda *_: look())
+    for parameter in itertools.islice(module.parameters(), 1):
+        parameter.register_post_accumulate_grad_hook(lambda _: look())
 
 
 def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
@@ -45,7 +53,9 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
     return units
 
 
-def build_buffers(model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator) -> dict[int, UnitBuffer]:
+def build_buffers(
+    model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator
+) -> dict[int, UnitBuffer]:
     """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them.
 
     Weight decay spares biases and one-dimensional parameters, as Megatron's optimizer does.

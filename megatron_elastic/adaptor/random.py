@@ -57,11 +57,10 @@ class GrainKey:
         self.step = 0
         self.grain = 0
 
-    def attach(self, module: torch.nn.Module, unit: str, check: Callable[[], None]) -> None:
-        """Seed at every forward of ``module``, after ``check`` (which may raise to unwind an interrupted rank)."""
+    def attach(self, module: torch.nn.Module, unit: str) -> None:
+        """Seed at every forward of ``module``."""
 
         def begin(*_: Any) -> None:
-            check()
             keyed.seed_default_generator(self._seed, self.step, self.grain, unit)
 
         module.register_forward_pre_hook(begin)

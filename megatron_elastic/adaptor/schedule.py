@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_elastic.adaptor.settings import build_scheduler
 
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What the scheduler says about one step."""

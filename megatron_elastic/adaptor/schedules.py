@@ -1,4 +1,4 @@
-"""``megatron.core.pipeline_parallel.schedules``: one grain's forward and backward through Megatron's own step functions.
+"""``megatron.core.pipeline_parallel.schedules``: one grain's forward and backward, by Megatron's own step functions.
 
 Megatron's schedules divide the loss by the micro-batches of the rank and its data-parallel groups divide gradients
 by their size; both change when a rank is lost. Here the loss of a grain is not scaled at all, and the reduction

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.model import unit_parameters
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Transport
+from megatron_elastic.comm.transport import Recv, Send, Transport
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
@@ -58,8 +58,10 @@ def save(
         os.replace(partial, Path(directory) / TRACKER)
 
 
-def load(directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], step: int) -> FlatStates:
-    """Load the checkpoint of ``step`` steps: weights into the model; returns the optimizer state of the units homed here."""
+def load(
+    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], step: int
+) -> FlatStates:
+    """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here."""
     empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in _PARTS) for unit, buffer in _homed(layout, units)}
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = dict(_sharded_states(model, layout, units, empty, state["model"]))
@@ -96,7 +98,7 @@ def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
     """The whole optimizer state of each unit, at the first cell of its home stage; nothing elsewhere."""
     me, tp = transport.rank, layout.tp_index(transport.rank)
     whole: dict[int, tuple[torch.Tensor, ...]] = {}
-    operations = []
+    operations: list[Send | Recv] = []
     for unit, buffer in _homed(layout, units):
         saver = layout.stages[layout.home(unit)].cells[0].ranks[tp]
         if me == saver:
@@ -132,7 +134,11 @@ def _views(
 
 
 def _sharded_states(
-    model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], whole: FlatStates, sharded_model: Mapping[str, Any]
+    model: GPTModel,
+    layout: Layout,
+    units: Mapping[int, UnitBuffer],
+    whole: FlatStates,
+    sharded_model: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any]]:
     for name, view in _views(model, layout, units, whole):
         part, _, parameter = name.partition(".")

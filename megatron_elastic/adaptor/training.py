@@ -13,21 +13,35 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import cpu, groups, random, slice_checkpoint as checkpoint
+from megatron_elastic.adaptor import cpu, groups, random
+from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import collate
-from megatron_elastic.adaptor.model import build_buffers, unit_modules
+from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
 from megatron_elastic.cluster.control import Control, Interrupted
 from megatron_elastic.cluster.messages import (
-    Commit, Committed, Event, Finished, Hello, Injected, Recovered, Report, SliceDigest, Start, Stop, Suspect, VoteResult,
-)  # fmt: skip
+    Commit,
+    Committed,
+    Event,
+    Finished,
+    Hello,
+    Injected,
+    Recovered,
+    Report,
+    SliceDigest,
+    Start,
+    Stop,
+    Suspect,
+    VoteResult,
+)
 from megatron_elastic.comm import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
@@ -37,7 +51,6 @@ from megatron_elastic.layout import Layout, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.program import one_forward_one_backward
-from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.slice import Adam, Update
 from megatron_elastic.state.store import StateStore
@@ -183,7 +196,8 @@ class Trainer:
         self.gpt = model
         key = random.GrainKey(args.seed)
         for unit, module in unit_modules(model):
-            key.attach(module, unit, self._look)
+            key.attach(module, unit)
+            watch(module, self._look)
         self.units = build_buffers(
             model, layout, stage, layout.tp_index(self.rank), self.accumulator
         )
@@ -279,7 +293,7 @@ class Trainer:
         try:
             total, tokens = 0.0, 0
             for i in range(self.args.eval_iters):
-                self.grains.begin(_EVALUATION, lambda grain, i=i: self._batch(self.valid_data, i, grain))
+                self.grains.begin(_EVALUATION, partial(self._batch, self.valid_data, i))
                 self.executor.run_forward(self.layout.cell_of(self.rank).grains, self.grains)
                 ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
                 outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
@@ -301,12 +315,11 @@ class Trainer:
         assert self.store is not None
         self.hooks.step = self.step
         self._between_steps(self.step - 1)
-        digests = [
-            SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=self.store[unit, k].sha256(
-                self.units[unit].slice_of(self.units[unit].params, k)
-            ))
-            for unit, k in self.layout.owned(self.rank)
-        ]  # fmt: skip
+        digests = []
+        for unit, k in self.layout.owned(self.rank):
+            weights = self.units[unit].slice_of(self.units[unit].params, k)
+            sha256 = self.store[unit, k].sha256(weights)
+            digests.append(SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=sha256))
         self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
         self.control.wait((Stop,), timeout=float("inf"))
 
@@ -315,7 +328,7 @@ class Trainer:
     def _training_batch(self, grain: int) -> Mapping[str, torch.Tensor]:
         return self._batch(self.train_data, self.step - 1, grain)
 
-    def _batch(self, data: Sequence[Mapping[str, Any]], iteration: int, grain: int) -> Mapping[str, torch.Tensor]:
+    def _batch(self, data: Sequence[dict[str, Any]], iteration: int, grain: int) -> Mapping[str, torch.Tensor]:
         """Samples of a grain: the global batch of an iteration is consecutive, and so are its grains."""
         size = self.args.micro_batch_size
         first = iteration * self.args.global_batch_size + grain * size
@@ -341,9 +354,8 @@ class Trainer:
         flag = self.control.interrupt
         if flag.raised or set(suspects) <= flag.lost:
             return
-        self.control.send(
-            Suspect(rank=self.rank, epoch=self.layout.epoch, suspects=list(suspects), reason=f"link to {suspects} broke")
-        )
+        reason = f"the link from rank {self.rank} to {list(suspects)} broke"
+        self.control.send(Suspect(rank=self.rank, epoch=self.layout.epoch, suspects=list(suspects), reason=reason))
         self.control.wait((), timeout=self.config.wait_timeout)
 
     def _report(self) -> Commit:
@@ -366,7 +378,8 @@ class Trainer:
         if self.store is not None:
             return self.store.held()
         # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
-        return [(u, k) for u in self.layout.stages[self.layout.stage_of(self.rank)].units for k in range(self.layout.num_slices)]
+        units = self.layout.stages[self.layout.stage_of(self.rank)].units
+        return [(unit, k) for unit in units for k in range(self.layout.num_slices)]
 
     def _adopt(self, commit: Commit) -> None:
         """Make the committed layout true on this rank; afterwards it trains under it, or is a spare."""
@@ -393,6 +406,7 @@ class Trainer:
             self.step, self.vote = (commit.step, commit.vote) if member else (commit.step + 1, None)
         moves = transfers(layout, commit.held)
         done = commit.step if commit.decision == "forward" else commit.step - 1
+        self.hooks.at("replicate")
         self.store.replicate(moves)
         self.store.settle(done, wait=[move for move in moves if move.role == "owner"])
         if not member:

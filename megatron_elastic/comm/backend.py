@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     """A ``Group`` in the shape that torch.distributed calls."""
 
     def __init__(self, group: Group, timeout: timedelta) -> None:
-        super().__init__(group.index, group.size)
+        super().__init__(group.index, group.size)  # type: ignore[call-arg]
         self.group = group
         self._next_ident = 1
         self._timeout = timeout
@@ -159,9 +160,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> ElasticWork:
         """Reduce inputs[i] over all members into member i's output."""
+        combine = _combine(opts.reduceOp)
         for output, chunks in zip(outputs, inputs, strict=True):
-            parts = [c.contiguous() for c in chunks]
-            self._on_contiguous(output, lambda t, parts=parts: self.group.reduce_scatter(t, parts, _combine(opts.reduceOp)))
+            reduce = partial(self.group.reduce_scatter, chunks=[c.contiguous() for c in chunks], combine=combine)
+            self._on_contiguous(output, reduce)
             self._average(output, opts.reduceOp)
         return ElasticWork(outputs)
 

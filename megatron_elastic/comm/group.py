@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Transport
+from megatron_elastic.comm.transport import Recv, Send, Transport
 
 _SMALL = 16 * 1024
 """Below this many bytes a star through the first member beats exchanging chunks."""
@@ -58,7 +58,8 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Callable[[], None]:
         """Start sending to member ``to``; the result waits for completion."""
-        operation = self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, pair(self.ident, tag), tensor.contiguous())
+        coordinate = pair(self.ident, tag)
+        operation = self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, coordinate, tensor.contiguous())
         return lambda: self.transport.wait(operation)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Callable[[], None]:
@@ -78,13 +79,11 @@ class Group:
     def exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
         """Send to and receive from members by index, all at once. Tensors are contiguous; empty ones move nothing."""
         coordinate = self._next()
-        operations = [
-            self.transport.recv(self.ranks[i], Channel.COLLECTIVE, coordinate, t) for i, t in recvs.items() if t.numel()
-        ]
-        operations += [  # type: ignore[misc]
-            self.transport.send(self.ranks[i], Channel.COLLECTIVE, coordinate, t) for i, t in sends.items() if t.numel()
-        ]
-        self.transport.wait(*operations)
+        channel, transport = Channel.COLLECTIVE, self.transport
+        started: list[Send | Recv] = []
+        started += [transport.recv(self.ranks[i], channel, coordinate, t) for i, t in recvs.items() if t.numel()]
+        started += [transport.send(self.ranks[i], channel, coordinate, t) for i, t in sends.items() if t.numel()]
+        transport.wait(*started)
 
     def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> None:
         """Reduce a contiguous tensor over all members, in place, in member order; the same bits on every member."""

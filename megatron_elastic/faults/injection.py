@@ -48,7 +48,7 @@ class Injection:
                     numbers[key] = int(values[key])
                 except ValueError:
                     raise ValueError(f"{key}={values[key]} in {text!r} is no integer") from None
-        return cls(action=action, rank=numbers["rank"], step=numbers["step"], at=values["at"], grain=numbers.get("grain"))
+        return cls(action, numbers["rank"], numbers["step"], values["at"], numbers.get("grain"))
 
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""

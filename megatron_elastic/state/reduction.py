@@ -22,7 +22,12 @@ class Reduction:
     """The data-parallel traffic of one step under one layout, for one rank."""
 
     def __init__(
-        self, layout: Layout, transport: Transport, units: Mapping[int, UnitBuffer], store: StateStore, accumulator: Accumulator
+        self,
+        layout: Layout,
+        transport: Transport,
+        units: Mapping[int, UnitBuffer],
+        store: StateStore,
+        accumulator: Accumulator,
     ) -> None:
         self._layout = layout
         self._transport = transport

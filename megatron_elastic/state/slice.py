@@ -60,7 +60,7 @@ class SliceState:
         )
 
     def apply(self, update: Update, adam: Adam, segments: Sequence[Segment]) -> None:
-        """Do step ``update.step`` (AdamW, decoupled weight decay) and drop the gradient. Does nothing if it was done."""
+        """Do step ``update.step`` (AdamW, decoupled weight decay), drop the gradient. Does nothing if it was done."""
         if self.step >= update.step:
             return
         if self.step != update.step - 1 or self.grad is None:
@@ -73,7 +73,7 @@ class SliceState:
         # The kernel counts the step up before it uses it.
         done = torch.tensor(float(self.step))
         for s in segments:
-            torch._fused_adamw_(  # type: ignore[call-overload]
+            torch._fused_adamw_(
                 [self.master[s.start : s.end]], [self.grad[s.start : s.end]],
                 [self.exp_avg[s.start : s.end]], [self.exp_avg_sq[s.start : s.end]], [], [done + 1],
                 lr=update.lr, beta1=adam.beta1, beta2=adam.beta2,

@@ -75,7 +75,7 @@ class StateStore:
         return self._live[at].sum_of_squares(self._units[at[0]].segments(at[1]))
 
     def apply(self, update: Update) -> None:
-        """Do the update on everything live (what has done it already does nothing); loading replicas keep it for later."""
+        """Do the update on everything live that has not done it; loading replicas keep it for later."""
         for (unit, k), state in self._live.items():
             state.apply(update, self._adam, self._units[unit].segments(k))
         for loading in self._loading.values():

@@ -22,7 +22,7 @@ from megatron_elastic.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank contributes: squared norms of its owned slices, and (loss sum, tokens) of grains whose loss it computed."""
+    """What one rank contributes: squared norms of the slices it owns, (loss sum, tokens) of its grains."""
 
     norms: Mapping[tuple[int, int], float]
     losses: Mapping[int, tuple[float, float]]
