@@ -1,4 +1,4 @@
-"""Command line: ``megatron-elastic run | data | compare | report | bench``. Each command is imported when it is used."""
+"""Command line: ``megatron-elastic run | data | compare | report | bench``. A command is imported when it is used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    lines = ["usage: megatron-elastic COMMAND ...", "", "Megatron pretraining that goes on when ranks are lost.", "", "commands:"]
+    lines = ["usage: megatron-elastic COMMAND ...", "", "Megatron pretraining that goes on when ranks are lost."]
+    lines += ["", "commands:"]
     lines += [f"  {name:9s} {what}" for name, (what, _) in _COMMANDS.items()]
     return "\n".join([*lines, "", "megatron-elastic COMMAND --help tells more, with examples."])
 

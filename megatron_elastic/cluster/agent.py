@@ -151,10 +151,12 @@ class Agent:
 
         ``patient``: do not send SIGTERM before that. Returns the ranks that had to be killed.
         """
-        await self._wait_idle(GRACE if patient else _PATIENCE)
-        if not patient and self._running:
-            self.kill_all(signal.SIGTERM)
-            await self._wait_idle(GRACE - _PATIENCE)
+        # A cancellation here is somebody's second Ctrl-C: no more patience.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._wait_idle(GRACE if patient else _PATIENCE)
+            if not patient and self._running:
+                self.kill_all(signal.SIGTERM)
+                await self._wait_idle(GRACE - _PATIENCE)
         stubborn = set(self._running)
         if self._writer is not None:
             self._writer.close()  # the zygote kills and reaps what is left, and ends

@@ -1,4 +1,4 @@
-"""Coordinator: owns the epoch of a job. It starts the ranks together, and after a death gives the survivors a new layout.
+"""Coordinator: owns the epoch of a job. It starts the ranks, and after a death gives the survivors a new layout.
 
 A reconfiguration is: interrupt everybody alive, collect a report from each, plan, send the new layout. Another death at
 any point starts the next epoch, from the last layout that was sent and with all ranks lost so far, so it converges.
@@ -162,8 +162,9 @@ class Coordinator:
         """An agent is ready to start ``ranks``. When every rank has one, all are launched."""
         taken = [rank for rank in ranks if rank not in self._ranks or self._ranks[rank].node is not None]
         if taken:
-            self.stop(Outcome(False, f"an agent wants to start ranks {taken}, which are another node's or outside the world "
-                                     "size; give every node the same --nnodes and --nproc-per-node and its own --node-rank"))
+            self.stop(Outcome(False, f"an agent wants to start ranks {taken}, which are another node's or outside the "
+                                     "world size; give every node the same --nnodes and --nproc-per-node and its own "
+                                     "--node-rank"))
             return
         self._nodes.append(node)
         for rank in ranks:
@@ -444,12 +445,12 @@ class Coordinator:
             self.stop(Outcome(False, f"rank {rank} ended with exit code 0 before training was finished; "
                                      "the script must train through megatron_elastic when --elastic is given"))
         else:
-            self.stop(Outcome(False, f"rank {rank} ended with exit code {code}; see its log"))
+            self.stop(Outcome(False, f"rank {rank} ended with exit code {code}; see rank{rank}.log"))
 
     def _plain_exit(self, rank: int, code: int) -> None:
         if code:
             how = f"exit code {code}" if code > 0 else cause_of(code)
-            self.stop(Outcome(False, f"rank {rank} ended with {how}; see its log"))
+            self.stop(Outcome(False, f"rank {rank} ended with {how}; see rank{rank}.log"))
         elif all(state.returncode == 0 for state in self._ranks.values()):
             self.stop(Outcome(True, "all ranks ended with exit code 0"))
 
@@ -525,8 +526,10 @@ class Coordinator:
             return
         try:
             decision = decide(working, self._ledger.vote)
-            # A spare that stopped following the job holds outdated state.
-            held = {rank: report.held if report.step >= decision.step else [] for rank, report in self._reports.items()}
+            # A spare follows the job no more: what it holds is outdated once a step was voted without it.
+            done = decision.step if decision.decision == "forward" else decision.step - 1
+            held = {rank: report.held if rank in self._layout.ranks or report.step > done else []
+                    for rank, report in self._reports.items()}
             lost = [rank for rank, state in self._ranks.items() if state.lost]
             layout = lose(self._layout, lost, held, self.epoch)
         except NoLayout as error:

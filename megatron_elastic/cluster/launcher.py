@@ -1,4 +1,4 @@
-"""Launcher: ``megatron-elastic run``. Checks the command, then runs the coordinator and this node's agent until the job ends."""
+"""Launcher: ``megatron-elastic run``. Checks the command, then runs coordinator and agent until the job ends."""
 
 from __future__ import annotations
 
@@ -68,28 +68,28 @@ class _Command:
 def _parser() -> _Parser:
     parser = _Parser(
         prog="megatron-elastic run", usage="%(prog)s [options] SCRIPT [ARGS ...]", allow_abbrev=False,
-        description="Start a script on every rank, as torchrun does; with --elastic among its ARGS, train on when ranks die.",
+        description="Start a script on every rank, as torchrun does; with --elastic in ARGS, train on when ranks die.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
     def add(name: str, **keywords: Any) -> None:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
 
-    add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, or auto / cpu / gpu (default: 1)")
+    add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, auto, cpu or gpu (default: 1)")
     add("nnodes", metavar="N", default="1", help="nodes of the job (default: 1)")
     add("node-rank", metavar="I", type=int, default=0, help="which of them this is; node 0 coordinates (default: 0)")
     add("master-addr", metavar="HOST", default=None, help="address of node 0, as every node can reach it")
-    add("master-port", metavar="PORT", type=int, default=None, help="port of the coordinator (default: any free one; 29500 with "
-        "several nodes)")
+    add("master-port", metavar="PORT", type=int, default=None, help="port of the coordinator (default: any free "
+        "one; 29500 with several nodes)")
     add("rdzv-endpoint", metavar="HOST:PORT", default=None, help="the same as --master-addr and --master-port")
     add("rdzv-backend", metavar="NAME", default=None, help="accepted for torchrun's sake: there is one rendezvous")
     add("rdzv-id", metavar="ID", default=None, help="accepted for torchrun's sake")
-    add("max-restarts", metavar="N", type=int, default=0, help="accepted for torchrun's sake: nothing is ever restarted")
+    add("max-restarts", metavar="N", type=int, default=0, help="accepted for torchrun's sake: nothing is restarted")
     parser.add_argument("--standalone", action="store_true", help="one node, any free port (the default)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     add("no-python", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="Python file that trains")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, --elastic-* among them")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, with --elastic-*")
     return parser
 
 
@@ -149,8 +149,8 @@ def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
     if not host:
         raise UsageError("--nnodes above 1 needs --master-addr: the address of node 0, as every node can reach it")
     if not os.environ.get(TOKEN_VARIABLE):
-        raise UsageError(f"--nnodes above 1 needs the environment variable {TOKEN_VARIABLE}: the same secret on every node, "
-                         "for instance from `openssl rand -hex 32`")
+        raise UsageError(f"--nnodes above 1 needs the environment variable {TOKEN_VARIABLE}: the same secret on every "
+                         "node, for instance from `openssl rand -hex 32`")
     return host, port or 29500
 
 
@@ -183,9 +183,10 @@ def _defines_check(path: Path) -> bool:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "check_arguments":
             return True
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            if any((alias.asname or alias.name) == "check_arguments" for alias in node.names):
-                return True
+        if isinstance(node, ast.ImportFrom | ast.Import) and any(
+            (alias.asname or alias.name) == "check_arguments" for alias in node.names
+        ):
+            return True
     return False
 
 
@@ -221,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
-    """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code."""
+    """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code.
+
+    The second one cancels it again, which ends its patience with the ranks.
+    """
     received: list[int] = []
 
     async def watched() -> int:
@@ -229,9 +233,9 @@ def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
         task = asyncio.ensure_future(job)
 
         def on_signal(number: int) -> None:
-            if not received:
-                task.cancel()
             received.append(number)
+            if len(received) <= 2:
+                task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, on_signal, number)
@@ -262,7 +266,7 @@ async def _lead(command: _Command, run_dir: Path) -> int:
         coordinator.add_node(agent.job.ranks, agent)
         outcome = await asyncio.shield(coordinator.outcome)
     except asyncio.CancelledError:
-        outcome = Outcome(False, "interrupted; ending all ranks")
+        outcome = Outcome(False, "interrupted; ending all ranks (interrupt again to kill them at once)")
     except AgentError as error:
         outcome = Outcome(False, str(error))
     coordinator.stop(outcome)
@@ -333,7 +337,8 @@ async def _obey(wire: AsyncWire, agent: Agent) -> Outcome | None:
             case Launch():
                 if message.world_size != agent.job.world_size:
                     return Outcome(False, f"node 0 runs {message.world_size} ranks, this node was told "
-                                          f"{agent.job.world_size}; give every node the same --nnodes and --nproc-per-node")
+                                          f"{agent.job.world_size}; give every node the same --nnodes and "
+                                          "--nproc-per-node")
                 agent.launch(message.torch_port)
             case Fence():
                 agent.kill(message.rank)
@@ -352,7 +357,8 @@ async def _prepare(agent: Agent, config: ElasticConfig) -> None:
 
 
 def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
-    return Job(command.program, command.nodes, command.node_rank, command.ranks_per_node, run_dir, command.host, port, token)
+    return Job(program=command.program, nodes=command.nodes, node_rank=command.node_rank,
+               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token)
 
 
 def _free_port() -> int:
@@ -367,7 +373,7 @@ def _shown(path: Path) -> str:
 
 def _name_stubborn(ranks: Sequence[int] | set[int]) -> None:
     if ranks:
-        _note(f"ranks {sorted(ranks)} did not end within {GRACE:g} s after the job was over and were killed")
+        _note(f"ranks {sorted(ranks)} had not ended although the job was over, and were killed")
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Recovery: what one fault (and those that follow before a step commits) did to the job, and how long each part took."""
+"""Recovery: what a fault (and those that follow before a step commits) did to the job, and how long each part took."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Zygote: one process that imports what every rank needs, and then forks the ranks.
 
-Importing torch and Megatron takes seconds; forking after it takes milliseconds and shares the memory. The zygote has one
-thread, so that forking is safe, waits for its children through pidfds, and dies with the agent that started it.
+Importing torch and Megatron takes seconds; forking after it takes milliseconds and shares the memory. The zygote has
+one thread, so that forking is safe, waits for its children through pidfds, and dies with the agent that started it.
 """
 
 from __future__ import annotations
@@ -258,9 +258,20 @@ def _run(program: Program) -> int:
     except JobStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 1
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
+        text = _own_traceback(error)
         print(text, file=sys.stderr)
         report_failure(text)
         return 1
     return 0
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback without the frames that started the program."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        name = frame.tb_frame.f_code.co_filename
+        if name != __file__ and "runpy" not in name:
+            break
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))

@@ -1,7 +1,8 @@
 """A rank without a model: it takes part in steps, votes through files, and recovers as a training rank does.
 
-``--at RANK:STEP:POINT:ACT`` makes a rank do something there. The only meeting point of a step is the directory
-``--meet``: a rank leaves a mark there and waits until every rank of the layout has, looking at the interrupt flag.
+``--at RANK:STEP:POINT:ACT`` makes a rank do something there, once; STEP may be ``*``. The only meeting point of a step
+is the directory ``--meet``: a rank leaves a mark there and waits until every rank of the layout has, looking at the
+interrupt flag.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class Member:
 
     def at(self, point: str) -> None:
         """Do what the flags ask for here, and unwind if there is an interrupt."""
-        for act in self.options.at:
+        for act in list(self.options.at):
             rank, step, where, what = act.split(":")
-            if (int(rank), int(step), where) == (self.rank, self.step, point):
+            if int(rank) == self.rank and step in ("*", str(self.step)) and where == point:
+                self.options.at.remove(act)
                 self.act(what)
         self.control.interrupt.check()
 
@@ -76,11 +78,21 @@ class Member:
             case "child":
                 if os.fork() == 0:
                     signal.pause()
+            case "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.pause()
+            case "tell":
+                (Path(self.options.meet) / "told").write_text("x")
+            case "wait":  # until somebody writes to the pipe
+                pipe = os.open(Path(self.options.meet) / "go", os.O_RDWR)
+                select.select([pipe, self.control.interrupt.fd], [], [])
+                os.close(pipe)
             case "different":
                 self.vote = VoteResult(step=self.step, loss=0.5, grad_norm=1.0, lr=0.1, consumed_samples=0, tokens=8)
             case _ if what.startswith("suspect"):
                 suspects = [int(what.removeprefix("suspect"))]
-                self.control.send(Suspect(rank=self.rank, epoch=self.layout.epoch, suspects=suspects, reason="on purpose"))
+                epoch = self.layout.epoch
+                self.control.send(Suspect(rank=self.rank, epoch=epoch, suspects=suspects, reason="on purpose"))
                 self.control.wait((), timeout=60)
 
     def meet(self) -> None:
@@ -93,8 +105,9 @@ class Member:
             self.control.interrupt.check()
 
     def train(self) -> None:
-        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host="here", address=b"a", layout=self.layout.to_json(),
-                                start_step=0, train_iters=self.options.steps))
+        print(f"pid {os.getpid()}")
+        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host="here", address=b"a",
+                                layout=self.layout.to_json(), start_step=0, train_iters=self.options.steps))
         start = self.control.wait((Start,), timeout=60)
         assert set(start.addresses) == set(self.layout.ranks)
         while True:
@@ -104,7 +117,8 @@ class Member:
                     return
                 while self.step <= self.options.steps:
                     self.one_step()
-                digests = [SliceDigest(unit=u, slice=k, tp=0, sha256=f"{u}-{k}") for u, k in self.layout.owned(self.rank)]
+                owned = self.layout.owned(self.rank)
+                digests = [SliceDigest(unit=u, slice=k, tp=0, sha256=f"{u}-{k}") for u, k in owned]
                 self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
                 self.control.wait((Stop,), timeout=float("inf"))
                 return
@@ -124,6 +138,7 @@ class Member:
         self.last, self.vote, self.step = self.vote, None, self.step + 1
 
     def recover(self) -> None:
+        self.options.at = [act for act in self.options.at if not act.endswith(":wait")]
         while True:
             flag = self.control.interrupt
             epoch = flag.epoch
