@@ -96,13 +96,13 @@ class InterruptFlag:
                 self.fd = -1
 
     def _update(self) -> None:
-        raised = self._stopped is not None or self.epoch > self._acknowledged
-        if self.fd >= 0 and raised != self.raised:
-            if raised:
+        before, self.raised = self.raised, self._stopped is not None or self.epoch > self._acknowledged
+        # Only after ``raised`` has changed: who is woken by the descriptor looks at ``raised`` next.
+        if self.fd >= 0 and self.raised != before:
+            if self.raised:
                 os.eventfd_write(self.fd, 1)
             else:
                 os.eventfd_read(self.fd)
-        self.raised = raised
 
 
 class Control:
