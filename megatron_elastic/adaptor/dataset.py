@@ -211,6 +211,7 @@ def build_datasets(
     _prepare_megatron()
     import torch.distributed
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
 
     location = locate(data_path)
     vocabulary = _vocabulary(location, vocab_size)
@@ -221,9 +222,14 @@ def build_datasets(
         eod_mask_loss=False, create_attention_mask=False,
     )
 
+    text = GPTDataset.build_low_level_dataset(str(location.prefix), config)
+    parts = [_documents(text, config, index, count) for index, count in enumerate(samples)]
+
     def build() -> tuple[Any, Any, Any]:
-        text = GPTDataset.build_low_level_dataset(str(location.prefix), config)
-        train, valid, test = (_part(text, config, index, count) for index, count in enumerate(samples))
+        train, valid, test = (
+            None if documents is None else GPTDataset(text, text.path_prefix, documents, count or None, Split(i), config)
+            for i, (documents, count) in enumerate(zip(parts, samples, strict=True))
+        )
         return train, valid, test
 
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -246,24 +252,22 @@ def _vocabulary(location: Location, vocab_size: int | None) -> _Vocabulary:
     return _Vocabulary(vocab_size, vocab_size - 1)
 
 
-def _part(text: Any, config: Any, index: int, samples: int) -> Any:
-    """One part of the split, of at least ``samples`` samples; None if it holds no sample and none is needed."""
+def _documents(text: Any, config: Any, index: int, samples: int) -> Any:
+    """Numbers of the documents in one part of the split; None if they hold no sample and none is needed."""
     import numpy
-    from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.utils import Split
 
     bounds = config.split_matrix[index]
     first, last = (0, 0) if bounds is None else (round(edge * len(text.sequence_lengths)) for edge in bounds)
     documents = numpy.arange(first, last, dtype=numpy.int32)
     tokens = int(text.sequence_lengths[documents].sum())
-    part = Split(index)
-    if tokens <= config.sequence_length:
-        if samples == 0:
-            return None
-        raise UsageError(f"--split {config.split}: the {part.name} part has {tokens} tokens in {len(documents)} "
-                         f"documents, too few for one sample of --seq-length {config.sequence_length}; "
-                         "give it a larger share, or use --eval-iters 0 if it is not needed")
-    return GPTDataset(text, text.path_prefix, documents, samples or None, part, config)
+    if tokens > config.sequence_length:
+        return documents
+    if samples == 0:
+        return None
+    raise UsageError(f"--split {config.split}: the {Split(index).name} part has {tokens} tokens in {len(documents)} "
+                     f"documents, too few for one sample of --seq-length {config.sequence_length}; "
+                     "give it a larger share, or use --eval-iters 0 if it is not needed")
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ so a checkpoint can be loaded under any other layout.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def save(
     """Save the state after ``step`` steps. Every rank of the layout calls it between the same two steps."""
     target = _folder(directory, step)
     if dist.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
+        # What an interrupted attempt left behind was written by another set of ranks.
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
     dist.barrier()
     state: dict[str, Any] = {"model": model.sharded_state_dict(), "iteration": step}
     whole = _collect(layout, units, store, transport)

@@ -20,7 +20,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import cpu, groups, random
+from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
@@ -137,6 +137,7 @@ class Trainer:
         backend.initialize(self.transport, self.world_size, timedelta(seconds=self.config.wait_timeout))
         groups.initialize(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
         cpu.apply()
+        checkpoint_writer.apply()
         random.install(args.seed)
         self.schedule = Schedule(args)
         self.layout = initial_layout(args, self.world_size)
