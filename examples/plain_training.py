@@ -9,7 +9,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
 from megatron_elastic.observe.records import RunRecords
 
-ForwardStep = Callable[[Iterator[dict[str, torch.Tensor]], Any], tuple[torch.Tensor, Any]]
+ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 def pretrain(
@@ -136,8 +136,8 @@ class _Trainer:
         losses = self._run(data, self.progress.consumed_samples, forward_only=False)
         updated, grad_norm, _ = self.optimizer.step()
         if not updated:
-            raise RuntimeError(f"iteration {self.progress.iteration + 1}: the gradients are not finite, so the step was "
-                               "not taken; lower --lr")
+            raise RuntimeError(f"iteration {self.progress.iteration + 1}: the gradients are not finite, "
+                               "so the step was not taken; lower --lr")
         self.scheduler.step(increment=self.args.global_batch_size)
         self.progress = Progress(self.progress.iteration + 1,
                                  self.progress.consumed_samples + self.args.global_batch_size)
@@ -207,7 +207,7 @@ def _wrap(args: argparse.Namespace, bare: Any) -> DistributedDataParallel:
     return DistributedDataParallel(bare.config, ddp_config, module)
 
 
-def _grains(data: Any, first_sample: int, size: int, numbers: range) -> Iterator[dict[str, torch.Tensor]]:
+def _grains(data: Any, first_sample: int, size: int, numbers: range) -> Iterator[Mapping[str, torch.Tensor]]:
     """The micro-batches ``numbers`` of the global batch that begins at ``first_sample``, each of ``size`` samples."""
     for number in numbers:
         begin = first_sample + number * size

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,9 @@ def datasets_provider(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     )
 
 
-def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+def forward_step(
+    data_iterator: Iterator[Mapping[str, torch.Tensor]], model: Any
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes it a loss."""
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

@@ -226,9 +226,10 @@ def build_datasets(
     parts = [_documents(text, config, index, count) for index, count in enumerate(samples)]
 
     def build() -> tuple[Any, Any, Any]:
+        prefix = text.path_prefix
         train, valid, test = (
-            None if documents is None else GPTDataset(text, text.path_prefix, documents, count or None, Split(i), config)
-            for i, (documents, count) in enumerate(zip(parts, samples, strict=True))
+            None if documents is None else GPTDataset(text, prefix, documents, count or None, part, config)
+            for part, documents, count in zip(Split, parts, samples, strict=True)
         )
         return train, valid, test
 

@@ -73,7 +73,7 @@ def _answer_generator_calls() -> None:
     Without an answer ``torch.cuda.manual_seed`` queues the seed for a CUDA start that never comes, and Megatron's
     seeds and its separate streams for tensor-parallel regions silently have no effect.
     """
-    torch.cuda.manual_seed = _seed  # type: ignore[assignment]
+    torch.cuda.manual_seed = _seed
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = _get_rng_state  # type: ignore[attr-defined]
         module.set_rng_state = _set_rng_state  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def _leave_megatron_uncompiled() -> None:
             return model
         return original(model, **kwargs)
 
-    torch.compile = compile  # type: ignore[assignment]
+    torch.compile = compile
 
 
 def _silence_known_warnings() -> None:

@@ -1,0 +1,125 @@
+"""Flags of the example: impossible ones are refused in one line that names flag and fix, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpt_arguments import check_arguments, parse_args
+
+from megatron_elastic.config import UsageError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("data.bin", "data.idx"):
+        (folder / name).touch()
+    (folder / "data.json").write_text(
+        '{"vocab_size": 1000, "eod": 0, "documents": 1, "tokens": 1, "dtype": "uint16"}')
+    return folder
+
+
+def flags(data: Path, extra: str = "") -> list[str]:
+    base = ("--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
+            f"--global-batch-size 32 --train-iters 10 --lr 1e-3 --data-path {data} ")
+    return (base + extra).split()
+
+
+def test_derived_values(data: Path) -> None:
+    args = parse_args(flags(data, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"), world_size=8)
+    assert (args.world_size, args.data_parallel_size, args.num_grains) == (8, 2, 16)
+    assert (args.vocab_size, args.padded_vocab_size) == (1000, 1024)
+    assert (args.max_position_embeddings, args.ffn_hidden_size, args.kv_channels) == (32, 256, 8)
+    assert (args.lr_decay_iters, args.elastic) == (10, False)
+    assert parse_args(flags(data, "--swiglu")).ffn_hidden_size == 128
+    assert parse_args(flags(data, "--recompute-granularity full")).recompute_num_layers == 1
+    assert parse_args(flags(data, "--train-iters 0")).lr_decay_iters == 1
+
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(("extra", "world_size", "message"), [
+    ("--num-layer 3", 1, "unknown flag --num-layer: did you mean --num-layers?"),
+    ("--frobnicate=1", 1, "unknown flag --frobnicate: --help lists the flags"),
+    ("--lr much", 1, "argument --lr: invalid float value: 'much'"),
+    (TP2, 3, "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 = 2 does not divide the world size 3"),
+    (f"{TP2} {PP2}", 2, "start a multiple of 4 processes"),
+    ("--tensor-model-parallel-size 0", 1, "--tensor-model-parallel-size must be at least 1, got 0"),
+    ("--global-batch-size 30", 4, "use 32"),
+    ("--micro-batch-size 0", 1, "--micro-batch-size must be at least 1"),
+    ("--num-attention-heads 3 --hidden-size 66 " + TP2, 2, "--num-attention-heads 3 is not divisible by --tensor"),
+    ("--group-query-attention --num-query-groups 1 " + TP2, 2, "--num-query-groups 1 is not divisible by --tensor-mod"),
+    ("--group-query-attention --num-query-groups 3", 1, "--num-attention-heads 8 is not divisible by --num-query"),
+    ("--num-query-groups 2", 1, "--num-query-groups needs --group-query-attention"),
+    ("--hidden-size 65", 1, "--hidden-size 65 is not divisible by --num-attention-heads 8: use 72"),
+    ("--num-layers 5 " + PP2, 2, "--num-layers 5 is not divisible by --pipeline-model-parallel-size 2: use 6"),
+    ("--ffn-hidden-size 63 " + TP2, 2, "--ffn-hidden-size 63 is not divisible"),
+    ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is below --seq-length 32"),
+    ("--hidden-dropout 1.0", 1, "--hidden-dropout must be in [0, 1)"),
+    ("--recompute-num-layers 1", 1, "need --recompute-granularity full"),
+    ("--recompute-granularity full --recompute-num-layers 3 " + PP2, 2, "--recompute-num-layers must be from 1 to"),
+    ("--min-lr 1", 1, "--min-lr 1 is above --lr 0.001"),
+    ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be below --lr-decay-iters 10"),
+    ("--optimizer sgd", 1, "add --no-use-distributed-optimizer"),
+    ("--optimizer sgd --elastic", 1, "use adam"),
+    ("--save-interval 3", 1, "--save-interval needs --save"),
+    ("--vocab-size 900", 1, "--vocab-size 900 contradicts the data's 1000"),
+    ("--split 0,1,1", 1, "--split 0,1,1: expected up to three weights"),
+    ("--split x", 1, "--split x: expected up to three weights"),
+    ("--sequence-parallel", 1, "--sequence-parallel: sequence parallelism is not supported yet"),
+    ("--context-parallel-size 2", 1, "--context-parallel-size: context parallelism is not supported yet"),
+    ("--num-experts 8", 1, "--num-experts: mixture of experts is not supported yet"),
+    ("--num-layers-per-virtual-pipeline-stage 1", 1, "virtual pipelines are not supported yet"),
+    ("--fp16", 1, "use --bf16"),
+    ("--elastic --elastic-slices 0", 1, "--elastic-slices must be at least 1"),
+    ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),
+    ("--elastic --elastic-inject kill:rank=4,step=1,at=forward", 4, "rank must be from 0 to 3"),
+    ("--elastic --elastic-inject kill:rank=0,step=11,at=forward", 4, "step must be from 1 to --train-iters 10"),
+    ("--elastic --elastic-inject kill:rank=0,step=1,at=forward,grain=16", 4, "grain must be from 0 to 15"),
+    ("--elastic --elastic-inject kill:rank=0,step=1,at=lunch", 4, "at=lunch"),
+])  # fmt: skip
+def test_impossible_flags(data: Path, extra: str, world_size: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_arguments(flags(data, extra), world_size)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_that_is_not_there(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--data-path .*nowhere.*megatron-elastic data prepare"):
+        check_arguments(flags(tmp_path / "nowhere"), 1)
+    (data / "data.json").write_text("{")
+    with pytest.raises(UsageError, match=r"data\.json cannot be read"):
+        check_arguments(flags(data), 1)
+    (data / "data.json").unlink()
+    with pytest.raises(UsageError, match="--vocab-size is needed"):
+        check_arguments(flags(data), 1)
+    check_arguments(flags(data, "--vocab-size 900"), 1)
+
+
+def test_checkpoint_that_cannot_be_loaded(data: Path, tmp_path: Path) -> None:
+    load = f"--load {tmp_path / 'checkpoints'}"
+    with pytest.raises(UsageError, match=r"latest_checkpointed_iteration\.txt does not exist.*leave --load out"):
+        check_arguments(flags(data, load), 1)
+    (tmp_path / "checkpoints").mkdir()
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("soon")
+    with pytest.raises(UsageError, match="should hold a step number"):
+        check_arguments(flags(data, load), 1)
+    tracker.write_text("7")
+    with pytest.raises(UsageError, match="iter_0000007 is no complete checkpoint"):
+        check_arguments(flags(data, load), 1)
+
+
+def test_checking_is_light(data: Path) -> None:
+    """The launcher reads the script from elsewhere and must not pay for torch."""
+    code = ("import runpy, sys; script = runpy.run_path(sys.argv[1], run_name='__preflight__'); "
+            "script['check_arguments'](sys.argv[2:], 4); assert not {'torch', 'megatron'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code, str(ROOT / "examples" / "pretrain_gpt.py"), *flags(data)], check=True)

@@ -1,0 +1,126 @@
+"""Data: what ``prepare`` writes is complete, the same every time, and what training reads is what was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from megatron_elastic.adaptor.dataset import (
+    EOD,
+    Prepared,
+    build_datasets,
+    collate,
+    locate,
+    prepare,
+    standard_library,
+)  # fmt: skip
+from megatron_elastic.config import UsageError
+
+TEXTS = {
+    "a.txt": "the quick brown fox jumps over the lazy dog\n" * 40,
+    "b.txt": "grüße, naïve façade: 日本語\n" * 30,
+    "sub/c.txt": "def f(x):\n    return x + 1\n" * 50,
+    "empty.txt": "",
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    for name, text in TEXTS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "binary.dat").write_bytes(b"\x00\x01\x02")
+    return folder
+
+
+def test_prepare_round_trip(corpus: Path, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    prepared = prepare(tmp_path / "out", [corpus], vocab_size=300)
+
+    assert locate(tmp_path / "out").prepared == prepared
+    assert prepared == Prepared(**json.loads((tmp_path / "out" / "data.json").read_text()))
+    assert (prepared.vocab_size, prepared.documents, prepared.dtype) == (300, 3, "uint16")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.token_to_id(EOD) == prepared.eod
+    data = IndexedDataset(str(tmp_path / "out" / "data"))
+    documents = [data[i] for i in range(len(data))]
+    assert sum(map(len, documents)) == prepared.tokens
+    assert all(ids[-1] == prepared.eod and (ids[:-1] != prepared.eod).all() for ids in documents)
+    assert [tokenizer.decode(ids[:-1].tolist()) for ids in documents] == [text for text in TEXTS.values() if text]
+
+
+def test_prepare_is_deterministic(corpus: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        prepare(tmp_path / name, [corpus], vocab_size=320)
+    for file in ("data.bin", "data.idx", "data.json", "tokenizer.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_prepare_again_replaces_text_and_index(corpus: Path, tmp_path: Path) -> None:
+    def first_sample() -> list[int]:
+        train, _, _ = build_datasets(out, split="1", seq_length=16, seed=1, samples=(4, 0, 0))
+        tokens: list[int] = train[0]["tokens"].tolist()
+        return tokens
+
+    out = tmp_path / "out"
+    prepare(out, [corpus / "a.txt"], vocab_size=300)
+    before = first_sample()
+    prepare(out, [corpus / "b.txt"], vocab_size=300)
+    assert first_sample() != before
+
+
+def test_datasets(corpus: Path, tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, [corpus], vocab_size=300)
+    train, valid, test = build_datasets(tmp_path, split="2,1,0", seq_length=16, seed=5, samples=(500, 3, 0))
+
+    assert len(train) >= 500  # the text is repeated
+    assert len(valid) >= 3
+    assert test is None
+    batch = collate([train[i] for i in range(4)])
+    assert {name: tuple(field.shape) for name, field in batch.items()} == {
+        "tokens": (4, 16), "labels": (4, 16), "loss_mask": (4, 16), "position_ids": (4, 16),
+    }  # fmt: skip
+    assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
+    assert (batch["loss_mask"] == 1).all()
+    assert 0 <= int(batch["tokens"].min()) <= int(batch["tokens"].max()) < prepared.vocab_size
+    again, _, _ = build_datasets(tmp_path, split="2,1,0", seq_length=16, seed=5, samples=(500, 3, 0))
+    assert all((train[i]["tokens"] == again[i]["tokens"]).all() for i in range(len(train)))
+
+
+def test_part_of_the_split_without_text(corpus: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, [corpus], vocab_size=300)
+    with pytest.raises(UsageError, match=r"--split 999,1,0: the valid part has 0 tokens.*--eval-iters 0"):
+        build_datasets(tmp_path, split="999,1,0", seq_length=16, seed=5, samples=(10, 1, 0))
+
+
+def test_data_without_description(corpus: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, [corpus], vocab_size=300)
+    (tmp_path / "data.json").unlink()
+    with pytest.raises(UsageError, match="--vocab-size is needed"):
+        build_datasets(tmp_path / "data", split="1", seq_length=16, seed=5, samples=(1, 0, 0))
+    train, _, _ = build_datasets(tmp_path / "data", split="1", seq_length=16, seed=5, samples=(1, 0, 0), vocab_size=300)
+    assert len(train) >= 1
+
+
+def test_input_that_cannot_work(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--text .*missing does not exist"):
+        prepare(tmp_path / "out", [corpus / "missing"])
+    with pytest.raises(UsageError, match="no text in 1 files"):
+        prepare(tmp_path / "out", [corpus / "binary.dat"])
+    with pytest.raises(UsageError, match="--vocab-size must be at least 257"):
+        prepare(tmp_path / "out", [corpus], vocab_size=256)
+    with pytest.raises(UsageError, match=r"data\.idx does not exist; write it with: megatron-elastic data prepare"):
+        locate(tmp_path)
+
+
+def test_standard_library_is_text_without_tests() -> None:
+    files = standard_library()
+    assert len(files) > 300
+    assert any(path.name == "argparse.py" for path in files)
+    assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
