@@ -235,6 +235,8 @@ def _check_training(args: argparse.Namespace) -> None:
         raise UsageError("--optimizer sgd is not supported with --elastic yet: use adam")
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise UsageError("--optimizer sgd cannot be sharded by Megatron: add --no-use-distributed-optimizer")
+    if args.optimizer == "sgd" and args.load is not None:
+        raise UsageError("--load does not work with --optimizer sgd in megatron-core: use adam, or start anew")
     if args.save_interval is not None:
         _at_least(1, save_interval=args.save_interval)
         if args.save is None:

@@ -69,6 +69,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be below --lr-decay-iters 10"),
     ("--optimizer sgd", 1, "add --no-use-distributed-optimizer"),
     ("--optimizer sgd --elastic", 1, "use adam"),
+    ("--optimizer sgd --no-use-distributed-optimizer --load x", 1, "--load does not work with --optimizer sgd"),
     ("--save-interval 3", 1, "--save-interval needs --save"),
     ("--vocab-size 900", 1, "--vocab-size 900 contradicts the data's 1000"),
     ("--split 0,1,1", 1, "--split 0,1,1: expected up to three weights"),
