@@ -1,8 +1,9 @@
-"""Every test must leave nothing behind: no process, no thread, no socket."""
+"""Every test must leave nothing behind: no process, no thread, no socket. And the jobs that several files run."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import Jobs
+
 _PROC = Path("/proc")
 _MARK = "MEGATRON_ELASTIC_TEST_RUN"
 """Inherited by whatever tests start, so that processes are found whose parents are gone."""
@@ -24,6 +27,16 @@ _PATIENCE = 5.0
 
 def pytest_configure() -> None:
     os.environ[_MARK] = uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Starts elastic jobs on a tiny data set."""
+    from megatron_elastic.adaptor.dataset import prepare
+
+    data = tmp_path_factory.mktemp("data")
+    prepare(data, [Path(json.__file__).parent], vocab_size=400)
+    return Jobs(tmp_path_factory.mktemp("jobs"), data)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,199 @@
+"""Jobs: real ``megatron-elastic run`` jobs of a model that is tiny and still has everything."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic import cli
+from megatron_elastic.layout import Layout
+from megatron_elastic.observe.records import RECOVERED, read_digest, read_events, read_metrics
+
+ROOT = Path(__file__).parent.parent
+RANKS = 8
+BATCH = 16
+MODEL = (
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    f"--global-batch-size {BATCH} --lr 5e-3 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 0 --seed 7"
+)
+_LIMIT = 200.0
+"""Seconds that a job may take; about thirty times what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Parallel sizes of a job of ``RANKS`` ranks, and its number of steps."""
+
+    tp: int
+    pp: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"TP{self.tp}-PP{self.pp}-DP{RANKS // self.tp // self.pp}"
+
+    @property
+    def flags(self) -> list[str]:
+        """The grid as flags of the training script."""
+        return [
+            "--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp),
+            "--train-iters", str(self.steps),
+        ]  # fmt: skip
+
+
+class Job:
+    """One launcher process and what it left behind."""
+
+    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
+        self.process = process
+        self.run_dir = run_dir
+        self.output = ""
+
+    def read_until(self, text: str) -> None:
+        """Read the launcher's output up to the line with ``text``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
+
+    def finish(self, code: int = 0) -> str:
+        """Wait for the launcher and check its exit code; returns everything it printed."""
+        try:
+            self.output += self.process.communicate(timeout=_LIMIT)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.output += self.process.communicate()[0]
+            raise AssertionError(f"the job did not end within {_LIMIT:g} s:\n{self.output}") from None
+        assert self.process.returncode == code, self.output
+        return self.output
+
+    def pid(self, rank: int) -> int:
+        """Process of a living rank: the one that writes its log."""
+        log = str(self.run_dir / "logs" / f"rank{rank}.log")
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdecimal() and os.readlink(entry / "fd" / "1") == log:
+                    return int(entry.name)
+            except OSError:
+                continue  # it ended while we looked, or is none of ours
+        raise AssertionError(f"no process writes {log}")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Events of one kind, in order."""
+        return [event for event in read_events(self.run_dir) if event["kind"] == kind]
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """Metrics by step."""
+        return read_metrics(self.run_dir)
+
+    def layouts(self) -> list[Layout]:
+        """The layouts in use one after the other; reading checks that they are valid."""
+        paths = sorted((self.run_dir / "layouts").iterdir(), key=lambda path: int(path.stem))
+        layouts = [Layout.from_json(path.read_text()) for path in paths]
+        assert [layout.epoch for layout in layouts] == [int(path.stem) for path in paths]
+        return layouts
+
+
+class Jobs:
+    """Starts jobs on one data set, and remembers undisturbed ones.
+
+    Args:
+        folder: where run directories go.
+        data: a prepared data set.
+    """
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder = folder
+        self.data = data
+        self._baselines: dict[tuple[str, ...], Job] = {}
+
+    def command(self, *flags: str, run_dir: Path, ranks: int = RANKS, launcher: tuple[str, ...] = ()) -> list[str]:
+        """Command line of an elastic job; ``flags`` come last, so they win."""
+        return [
+            sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
+            str(ROOT / "examples" / "pretrain_gpt.py"), "--elastic", "--elastic-run-dir", str(run_dir),
+            "--data-path", str(self.data), *MODEL.split(), *flags,
+        ]  # fmt: skip
+
+    def start(
+        self, *flags: str, ranks: int = RANKS, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> Job:
+        """Start a job. ``launcher``: flags of ``megatron-elastic run`` itself; ``env``: additions to ours."""
+        run_dir = self.folder / uuid.uuid4().hex[:8]
+        process = subprocess.Popen(
+            self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher), text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return Job(process, run_dir)
+
+    def run(self, *flags: str) -> Job:
+        """Run a job to its end, which must be a good one."""
+        job = self.start(*flags)
+        job.finish()
+        return job
+
+    def undisturbed(self, *flags: str) -> Job:
+        """The job with these flags and without faults; run once for all tests."""
+        if flags not in self._baselines:
+            self._baselines[flags] = self.run(*flags)
+        return self._baselines[flags]
+
+
+def inject(*specs: str) -> list[str]:
+    """Flags that kill ranks: ``rank@step:point``."""
+    flags = []
+    for spec in specs:
+        rank, _, rest = spec.partition("@")
+        step, _, point = rest.partition(":")
+        flags += ["--elastic-inject", f"kill:rank={rank},step={step},at={point}"]
+    return flags
+
+
+def assert_exactly_once(job: Job, first: int = 1) -> None:
+    """Every step has one line of metrics, in order, and the samples are counted right."""
+    metrics = job.metrics()  # reading refuses a step that is there twice
+    (started,) = job.events("started")
+    assert list(metrics) == list(range(first, started["train_iters"] + 1))
+    for step, line in metrics.items():
+        assert line["consumed_samples"] == step * BATCH
+        assert line["step_ms"] > 0
+
+
+def assert_same_training(job: Job, reference: Job, lost: Collection[int] = ()) -> None:
+    """``job`` lost the ranks ``lost`` and nevertheless trained bit for bit like ``reference``; records are right."""
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert_exactly_once(job)
+    layouts = job.layouts()
+    everybody = sorted((*layouts[0].ranks, *layouts[0].spares, *layouts[0].lost))
+    for before, after in itertools.pairwise(layouts):
+        assert set(before.lost) < set(after.lost)
+        assert sorted((*after.ranks, *after.spares, *after.lost)) == everybody
+    assert sorted(lost) == list(layouts[-1].lost)
+    assert list(read_digest(job.run_dir)["units"]) == list(layouts[-1].units)
+    last = list(job.metrics().values())[-1]
+    assert (last["epoch"], last["world_size"]) == (layouts[-1].epoch, len(layouts[-1].ranks))
+    recoveries = job.events("recovered")
+    assert sorted(rank for event in recoveries for rank in event["ranks"]) == sorted(lost)
+    for event in recoveries:
+        assert_sensible(event)
+
+
+def assert_sensible(event: Mapping[str, Any]) -> None:
+    """A ``recovered`` event has all its fields, and its times add up."""
+    assert list(event)[: 3 + len(RECOVERED)] == ["time", "kind", "epoch", *RECOVERED]
+    assert event["cause"] == "kill -9"
+    assert event["decision"] in ("forward", "back")
+    parts = [event[name] for name in RECOVERED if name.endswith("_ms") and name != "mttr_ms"]
+    assert all(part >= 0 for part in parts), event
+    assert sum(parts) >= event["mttr_ms"] - 0.01  # redo is what is left; clocks may make it 0, never less
+    assert 0 < event["mttr_ms"] < _LIMIT * 1e3
