@@ -1,0 +1,128 @@
+"""What the benchmarks share: running jobs with visible progress, and saying where figures come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic import __version__
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+DATA = CHECKOUT / "data" / "stdlib"
+"""The default corpus, prepared once; git ignores it."""
+_PACKAGES = ("torch", "megatron-core", "ucxx-cu12")
+
+
+class JobFailed(Exception):
+    """A job ended with an error, or its records are not as they must be."""
+
+
+def progress(text: str) -> None:
+    """Say on stderr how far the benchmark is."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def run_root() -> Iterator[Path]:
+    """A folder for the runs of a benchmark. Removed at the end, but kept and named when the benchmark fails."""
+    root = Path(tempfile.mkdtemp(prefix="megatron-elastic-bench-"))
+    try:
+        yield root
+    except BaseException:
+        progress(f"the runs so far are in {root}")
+        raise
+    subprocess.run(["rm", "-r", str(root)], check=True)
+
+
+def prepare_data() -> Path:
+    """The folder of the default corpus, made if missing."""
+    if not (DATA / "data.json").is_file():
+        progress(f"preparing data in {DATA}")
+        _run([*_cli(), "data", "prepare", str(DATA)], Path(os.devnull))
+    return DATA
+
+
+def run_job(run_dir: Path, ranks: int, flags: Sequence[str]) -> None:
+    """Train ``examples/pretrain_gpt.py`` with ``flags`` over ``ranks`` ranks; records go to ``run_dir``.
+
+    Raises JobFailed, with the end of the job's output, unless it exits with 0.
+    """
+    command = [*_cli(), "run", "--nproc-per-node", str(ranks), "examples/pretrain_gpt.py",
+               "--elastic-run-dir", str(run_dir), *flags]
+    _run(command, run_dir.with_suffix(".out"))
+
+
+def step_times(metrics: dict[int, dict[str, Any]], leave_out: int = 2) -> list[float]:
+    """Step times in ms, without the first steps, which also warm things up."""
+    return [metrics[step]["step_ms"] for step in sorted(metrics)[leave_out:]]
+
+
+def summary(values: Iterable[float]) -> dict[str, float]:
+    """Median and worst of some times, in ms."""
+    values = list(values)
+    return {"median": round(statistics.median(values), 1), "worst": round(max(values), 1)}
+
+
+def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:
+    """Print the result: one line of JSON, the last of stdout."""
+    record = {
+        "benchmark": name,
+        **figures,
+        "command": shlex.join(["megatron-elastic", "bench", name, *argv]),
+        "versions": {"megatron-elastic": __version__, "python": platform.python_version(),
+                     **{package: version(package) for package in _PACKAGES}},
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    print(json.dumps(record), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """This machine: processor, cores that may be used, memory in GiB, operating system."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
+            "os": f"{platform.system()} {platform.release()}"}
+
+
+def load_average() -> float:
+    """Processes that ran or wanted to during the last minute: should be near 0 before a benchmark begins."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cli() -> list[str]:
+    return [sys.executable, "-m", "megatron_elastic.cli"]
+
+
+def _run(command: Sequence[str], output: Path) -> None:
+    """Run a command with its output in a file; passes an interruption on and waits, so that no process is left."""
+    with output.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    if code:
+        tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
+        raise JobFailed(f"exit code {code} of: {shlex.join(command)}\n{tail}")

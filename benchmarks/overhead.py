@@ -1,0 +1,115 @@
+"""What does being elastic cost when nothing fails? ``megatron-elastic bench overhead``.
+
+Short jobs of plain Megatron over gloo and of the elastic trainer, ``fast`` and ``bitwise`` with replicas, take turns:
+what else the machine does then hits all of them. The order rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times
+
+from megatron_elastic.observe.records import read_metrics
+
+VARIANTS = {
+    "plain": [],
+    "fast": ["--elastic", "--elastic-consistency", "fast"],
+    "bitwise": ["--elastic", "--elastic-consistency", "bitwise"],
+}
+STAGES = 2
+
+
+def plan_jobs(rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, variant) of each job."""
+    names = list(VARIANTS)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            yield turn, name
+
+
+def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
+    """Flags that all variants share."""
+    values = {
+        "data-path": data, "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": STAGES,
+        "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
+        "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
+        "train-iters": options.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
+    }
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """Ratios of medians over all rounds, and how far they spread from round to round. ``times``: variant -> rounds."""
+    medians = {name: statistics.median(t for each in rounds for t in each) for name, rounds in times.items()}
+    result: dict[str, Any] = {}
+    for name in ("fast", "bitwise"):
+        by_round = [statistics.median(a) / statistics.median(b)
+                    for a, b in zip(times[name], times["plain"], strict=True)]
+        result[f"ratio_{name}"] = round(medians[name] / medians["plain"], 4)
+        result[f"ratio_{name}_rounds"] = {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}
+    result["step_ms"] = {name: round(value, 1) for name, value in medians.items()}
+    return result
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic bench overhead",
+        description="Step times of the elastic job without faults against plain Megatron over gloo.")
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N",
+                        help="jobs of each variant (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N",
+                        help="steps of each job; the first two are left out (default: %(default)s)")
+    parser.add_argument("--num-layers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.nproc_per_node % STAGES:
+        parser.error(f"--nproc-per-node must be a multiple of {STAGES}")
+    if options.rounds < 1 or options.steps < 3:
+        parser.error("--rounds must be at least 1 and --steps at least 3")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; 0 if all jobs finished."""
+    options = parse_args(argv)
+    load = load_average()
+    flags = flags_of_job(options, prepare_data())
+    jobs = list(plan_jobs(options.rounds))
+    times: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    with run_root() as root:
+        for number, (turn, name) in enumerate(jobs, start=1):
+            run_dir = root / f"round{turn + 1}-{name}"
+            run_job(run_dir, options.nproc_per_node, [*flags, *VARIANTS[name]])
+            times[name].append(step_times(read_metrics(run_dir)))
+            progress(f"job {number}/{len(jobs)}: {name} {statistics.median(times[name][-1]):.0f} ms a step")
+    emit("overhead", argv, {
+        **figures(times),
+        "rounds": options.rounds,
+        "steps_counted": (options.steps - 2) * options.rounds,
+        "layout": {"tp": 1, "pp": STAGES, "dp": options.nproc_per_node // STAGES},
+        "model": {name: getattr(options, name)
+                  for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+        "load_before": load,
+    })
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except JobFailed as error:
+        print(f"megatron-elastic bench overhead: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

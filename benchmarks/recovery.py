@@ -1,0 +1,177 @@
+"""How long does training pause when a rank is killed? ``megatron-elastic bench recovery``.
+
+Jobs of TP1 x PP2 and the rest data parallel, with a tiny GPT. A kill takes a data-parallel column away and two
+columns stay, so a job has as many kills as it has other columns, with undisturbed steps between them in which the
+replicas come back. Every job is compared bit for bit with one that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times, summary
+
+from megatron_elastic.observe.compare import compare
+from megatron_elastic.observe.records import read_events, read_metrics
+
+PHASES = ("forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit")
+NESTED = "second_during_first"
+"""The first rank dies in the backward pass, the second, of another column, in the recovery from that."""
+PARTS = ("detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms", "redo_ms")
+STAGES = 2
+FIRST_KILL, BETWEEN = 5, 5
+"""Step of a job's first kill, and steps from one to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that happens to a job: the ranks it takes and the flags that make it happen."""
+
+    phase: str
+    step: int
+    ranks: tuple[int, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        points = ("backward", "edit") if self.phase == NESTED else (self.phase,)
+        return [flag for rank, at in zip(self.ranks, points, strict=True)
+                for flag in ("--elastic-inject", f"kill:rank={rank},step={self.step},at={at}")]
+
+
+def plan_jobs(repeat: int, columns: int) -> Iterator[list[Fault]]:
+    """The faults of each job: every phase ``repeat`` times, and as often the nested one, each rank's turn coming."""
+    room = columns - 2
+    for turn in range(repeat):
+        for first in range(0, len(PHASES), room):
+            phases = PHASES[first : first + room]
+            yield [Fault(phase, FIRST_KILL + i * BETWEEN, (_victim(turn + first + i, i, turn + first, columns),))
+                   for i, phase in enumerate(phases)]
+        yield [Fault(NESTED, FIRST_KILL, (_victim(turn, 0, turn, columns), _victim(turn + 1, 1, turn, columns)))]
+
+
+def _victim(stage: int, nth: int, turn: int, columns: int) -> int:
+    """The ``nth`` victim of a job is in a column of its own; rank = column + columns * stage, as tp is 1."""
+    return (turn + nth) % columns + columns * (stage % STAGES)
+
+
+def flags_of_job(options: argparse.Namespace, data: Path, steps: int) -> list[str]:
+    """Flags of the tiny GPT."""
+    values = {
+        "data-path": data, "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": STAGES,
+        "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
+        "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
+        "train-iters": steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
+    }
+    return ["--elastic", *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
+
+
+def recoveries(run_dir: Path, faults: Sequence[Fault]) -> list[tuple[str, dict[str, Any]]]:
+    """(phase, ``recovered`` event) of each fault of a job. Raises JobFailed if one is missing or not alone."""
+    found = {tuple(sorted(e["ranks"])): e for e in read_events(run_dir) if e["kind"] == "recovered"}
+    wanted = {tuple(sorted(fault.ranks)): fault.phase for fault in faults}
+    if found.keys() != wanted.keys():
+        raise JobFailed(f"{run_dir}: recoveries from the loss of ranks {sorted(wanted)} were expected, "
+                        f"{sorted(found)} were recorded")
+    return [(phase, found[ranks]) for ranks, phase in wanted.items()]
+
+
+def figures(events: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Medians and worst cases, over all and by phase."""
+    phases: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for phase, event in events:
+        phases[phase].append(event)
+    return {
+        **_times([event for _, event in events]),
+        "by_phase": {phase: _times(group) for phase, group in phases.items()},
+    }
+
+
+def _times(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kills": len(events),
+        "mttr_ms": summary(e["mttr_ms"] for e in events),
+        "pause_ms": summary(e["mttr_ms"] - e["redo_ms"] for e in events),
+        "parts_median_ms": {part: round(statistics.median(e[part] for e in events), 2) for part in PARTS},
+    }
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic bench recovery",
+        description="Kill ranks in every phase of a step, and in recovery; measure from fault to next committed step.")
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="kills of each phase (default: %(default)s)")
+    parser.add_argument("--num-layers", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch-size", type=int, default=12, metavar="N", help="default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.nproc_per_node % STAGES or options.nproc_per_node < 4 * STAGES:
+        parser.error(f"--nproc-per-node must be a multiple of {STAGES}, at least {4 * STAGES}: two columns must be "
+                     "left after two kills")
+    if options.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; 0 if all jobs finished and were identical to the undisturbed one."""
+    options = parse_args(argv)
+    columns = options.nproc_per_node // STAGES
+    jobs = list(plan_jobs(options.repeat, columns))
+    steps = max(fault.step for job in jobs for fault in job) + BETWEEN
+    load = load_average()
+    flags = flags_of_job(options, prepare_data(), steps)
+    events: list[tuple[str, dict[str, Any]]] = []
+    different: list[str] = []
+    with run_root() as root:
+        reference = root / "undisturbed"
+        progress(f"undisturbed job, {steps} steps")
+        run_job(reference, options.nproc_per_node, flags)
+        undisturbed = step_times(read_metrics(reference))
+        progress(f"its steps take {statistics.median(undisturbed):.0f} ms (median)")
+        for number, faults in enumerate(jobs, start=1):
+            run_dir = root / f"job{number}"
+            injections = [flag for fault in faults for flag in fault.flags]
+            run_job(run_dir, options.nproc_per_node, [*flags, *injections])
+            found = recoveries(run_dir, faults)
+            events += found
+            difference = compare(reference, run_dir)
+            if difference is not None:
+                different.append(f"{run_dir.name} ({' '.join(injections[1::2])}): {difference}")
+                progress(different[-1])
+            progress(f"job {number}/{len(jobs)}: " + ", ".join(
+                f"{phase} {e['mttr_ms']:.0f} ms ({e['mttr_ms'] - e['redo_ms']:.0f} without the redone work)"
+                for phase, e in found))
+        emit("recovery", argv, {
+            **figures(events),
+            "step_ms": round(statistics.median(undisturbed), 1),
+            "identical": not different,
+            "jobs": len(jobs),
+            "layout": {"tp": 1, "pp": STAGES, "dp": columns},
+            "model": {name: getattr(options, name)
+                      for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+            "load_before": load,
+        })
+        if different:
+            raise JobFailed(f"{len(different)} of {len(jobs)} jobs differ from the undisturbed one; "
+                            f"the first: {different[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except JobFailed as error:
+        print(f"megatron-elastic bench recovery: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
