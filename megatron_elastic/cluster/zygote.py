@@ -31,9 +31,9 @@ PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
 
 PRELOAD = (
     "numpy",
-    "ucxx",  # fine before the fork as long as no UCX context exists; a rank makes its own
     "torch",
     "torch.distributed",
+    "megatron_elastic.comm.transport",  # loads UCX: fine before the fork as long as no context exists
     "megatron_elastic.device.cpu",
     "megatron.core",
     "megatron.core.models.gpt",

@@ -10,7 +10,8 @@ from enum import IntEnum
 
 EPOCH_BITS, CHANNEL_BITS, COORDINATE_BITS, SOURCE_BITS = 12, 8, 28, 16
 _EPOCHS = 1 << EPOCH_BITS
-MAX_RANKS = 1 << SOURCE_BITS
+DESCRIPTOR = 1 << (COORDINATE_BITS + SOURCE_BITS + CHANNEL_BITS - 1)
+"""Bit (the channel's highest) of a message that only describes where its bytes are."""
 
 
 class Channel(IntEnum):
