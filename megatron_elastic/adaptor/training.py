@@ -11,6 +11,7 @@ import itertools
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,11 +27,12 @@ from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
-from megatron_elastic.cluster.control import Control, Interrupted
+from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
     Commit,
     Committed,
     Event,
+    Failed,
     Finished,
     Hello,
     Injected,
@@ -45,7 +47,7 @@ from megatron_elastic.cluster.messages import (
 from megatron_elastic.comm import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
-from megatron_elastic.config import ElasticConfig
+from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
@@ -89,6 +91,13 @@ def pretrain(
     trainer = Trainer(args, control, model_provider, datasets_provider, forward_step)
     try:
         trainer.run()
+    except JobStopped:
+        raise
+    except Exception as error:
+        # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
+        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
+        control.send(Failed(rank=control.rank, traceback=text))
+        raise
     finally:
         trainer.close()
         control.close()

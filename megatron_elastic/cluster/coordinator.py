@@ -368,8 +368,12 @@ class Coordinator:
                   f"{len(self._layout.spares)} spare")
 
     def _on_failed(self, message: Failed) -> None:
+        if self.outcome.done():
+            return  # the program and the process that runs it may both tell
         self._event("error", rank=message.rank, traceback=message.traceback)
-        self.stop(Outcome(False, f"the program raised on rank {message.rank}:\n{message.traceback.rstrip()}"))
+        text = message.traceback.rstrip()
+        separator = "\n" if "\n" in text else " "
+        self.stop(Outcome(False, f"the program raised on rank {message.rank}:{separator}{text}"))
 
     def _on_finished(self, message: Finished) -> None:
         assert self._layout is not None
