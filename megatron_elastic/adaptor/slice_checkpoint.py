@@ -18,10 +18,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elastic.adaptor.model import unit_parameters
+from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
@@ -64,11 +67,24 @@ def save(
 def load(
     directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], step: int
 ) -> FlatStates:
-    """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here."""
+    """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here.
+
+    Raises UsageError when it is damaged, or is another model's.
+    """
     empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in _PARTS) for unit, buffer in _homed(layout, units)}
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = dict(_sharded_states(model, layout, units, empty, state["model"]))
-    loaded = dist_checkpointing.load(state, str(_folder(directory, step)))
+    folder = _folder(directory, step)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder))
+    except (Interrupted, JobStopped):
+        raise
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(
+            f"--load {directory}: {folder} cannot be loaded; give the flags of the model that was saved, or write the "
+            f"number of an older checkpoint into {Path(directory) / TRACKER} ({why})"
+        ) from error
     model.load_state_dict(loaded["model"])
     with torch.no_grad():
         for name, target in _views(model, layout, units, empty):
