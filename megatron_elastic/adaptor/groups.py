@@ -25,7 +25,7 @@ def edit(layout: Layout) -> None:
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, backend.ElasticProcessGroup)
     before = group.group.ranks
-    backend.edit(layout.ranks)
+    backend.keep(layout.ranks)
     position = {rank: index for index, rank in enumerate(layout.ranks)}
     renumbered = {old: position[rank] for old, rank in enumerate(before) if rank in position}
     for name in [name for name in vars(parallel_state) if name.endswith(("_GLOBAL_RANKS", "_GLOBAL_RANKS_WITH_CP"))]:

@@ -3,6 +3,9 @@
 Editing a group edits the list; no link is touched. All members must run the same operations in the same order
 between two edits. Every floating-point sum is taken in member order, so a result depends on the member list and
 never on timing.
+
+A collective is a generator (``Steps``): it can be run at once or be started and waited for later. Its place in the
+order of operations is taken when it is made.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.comm.transport import Operation, Recv, Send, Steps, Transport
 
 _SMALL = 16 * 1024
 """Below this many bytes a star through the first member beats exchanging chunks."""
-_SEQUENCES = 1 << 14
+_PHASES = 2
+_SEQUENCES = (1 << 14) // _PHASES
+_TAGS = 1 << 14
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """In-place reduction of the second tensor into the first."""
@@ -28,128 +33,110 @@ class Group:
     Args:
         transport: carries the messages; one per process.
         ident: small number, the same on every member and different from all other groups of this rank.
-        ranks: members in order; must contain this rank.
+        ranks: members in order.
     """
 
     def __init__(self, transport: Transport, ident: int, ranks: Sequence[int]) -> None:
         self.transport = transport
         self.ident = ident
         self.ranks: tuple[int, ...] = ()
+        self.index = -1
+        """This rank's position among the members, -1 if it is none."""
         self._epoch = -1
         self._sequence = 0
         self.edit(ranks)
 
     def edit(self, ranks: Sequence[int]) -> None:
-        """Make ``ranks`` the members, in this order. A rank that is no longer a member cannot use the group."""
+        """Make ``ranks`` the members, in this order: fewer, more, others or reordered. Idempotent.
+
+        Takes effect for operations made afterwards; all members edit between the same two epochs. A rank that is no
+        longer a member cannot use the group. Raises ValueError if a rank is named twice.
+        """
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"group {self.ident}: a rank is named twice in {list(ranks)}")
+        me = self.transport.rank
         self.ranks = tuple(ranks)
+        self.index = self.ranks.index(me) if me in self.ranks else -1
 
     @property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
 
-    @property
-    def index(self) -> int:
-        """This rank's position among the members, -1 if it is none."""
-        me = self.transport.rank
-        return self.ranks.index(me) if me in self.ranks else -1
-
     # ---- point to point ---------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Callable[[], None]:
-        """Start sending to member ``to``; the result waits for completion."""
-        coordinate = pair(self.ident, tag)
-        operation = self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, coordinate, tensor.contiguous())
-        return lambda: self.transport.wait(operation)
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Send:
+        """Start sending a contiguous tensor to member ``to``."""
+        return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Callable[[], None]:
-        """Expect a message from member ``source``; the result waits for it and fills ``tensor``."""
-        buffer = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        operation = self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, pair(self.ident, tag), buffer)
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Recv:
+        """Expect a message from member ``source`` in a contiguous tensor."""
+        return self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
 
-        def finish() -> None:
-            self.transport.wait(operation)
-            if buffer is not tensor:
-                tensor.copy_(buffer)
-
-        return finish
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> int:
+        """Receive from whichever member's message is here first; returns its index."""
+        coordinate = pair(self.ident, tag % _TAGS)
+        source = self.transport.first_of(self.ranks, Channel.POINT_TO_POINT, coordinate)
+        self.transport.wait(self.transport.recv(source, Channel.POINT_TO_POINT, coordinate, tensor))
+        return self.ranks.index(source)
 
     # ---- collectives ------------------------------------------------------------------------
 
-    def exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> None:
-        """Send to and receive from members by index, all at once. Tensors are contiguous; empty ones move nothing."""
-        coordinate = self._next()
-        channel, transport = Channel.COLLECTIVE, self.transport
-        started: list[Send | Recv] = []
-        started += [transport.recv(self.ranks[i], channel, coordinate, t) for i, t in recvs.items() if t.numel()]
-        started += [transport.send(self.ranks[i], channel, coordinate, t) for i, t in sends.items() if t.numel()]
-        transport.wait(*started)
-
-    def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> None:
+    def all_reduce(self, tensor: torch.Tensor, combine: Combine) -> Steps:
         """Reduce a contiguous tensor over all members, in place, in member order; the same bits on every member."""
         if self.size == 1 or not tensor.numel():
-            return
+            return _nothing()
+        at = self._next()
         if tensor.nbytes <= _SMALL or tensor.numel() < self.size:
-            self.reduce(tensor, combine, to=0)
-            self.broadcast(tensor, source=0)
-            return
-        flat = tensor.view(-1)
-        chunks = list(flat.tensor_split(self.size))
-        self._reduce_chunks(chunks, chunks[self.index], combine)
-        self.all_gather(chunks, chunks[self.index])
+            return _both(self._reduce(at, tensor, combine, 0), self._broadcast(at + 1, tensor, 0))
+        chunks = list(tensor.view(-1).tensor_split(self.size))
+        mine = chunks[self.index]
+        return _both(self._reduce_scatter(at, mine, chunks, combine), self._all_gather(at + 1, chunks, mine))
 
-    def reduce(self, tensor: torch.Tensor, combine: Combine, to: int) -> None:
+    def reduce(self, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
         """Reduce into member ``to``, in member order; other members' tensors keep their values."""
-        if self.index != to:
-            self.exchange({to: tensor}, {})
-            return
-        parts = {i: torch.empty_like(tensor) for i in self._others()}
-        self.exchange({}, parts)
-        self._combine_in_order(tensor, parts, combine)
+        return self._reduce(self._next(), tensor, combine, to)
 
-    def reduce_scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine) -> None:
+    def reduce_scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine) -> Steps:
         """Reduce chunk i over all members into member i's output, in member order. Chunk sizes may differ."""
-        self._reduce_chunks(chunks, output, combine)
+        return self._reduce_scatter(self._next(), output, chunks, combine)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Steps:
         """Copy member ``source``'s contiguous tensor into everybody's."""
-        if self.index == source:
-            self.exchange(dict.fromkeys(self._others(), tensor), {})
-        else:
-            self.exchange({}, {source: tensor})
+        return self._broadcast(self._next(), tensor, source)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
         """Everybody gets member i's tensor in outputs[i] (contiguous; sizes may differ between members)."""
-        own = outputs[self.index]
-        if own.data_ptr() != tensor.data_ptr():
-            own.copy_(tensor.view_as(own))
-        self.exchange(dict.fromkeys(self._others(), tensor), {i: outputs[i] for i in self._others()})
+        return self._all_gather(self._next(), outputs, tensor)
 
-    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, to: int) -> None:
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, to: int) -> Steps:
         """Member ``to`` gets member i's tensor in outputs[i]; elsewhere outputs is not looked at."""
+        at = self._next()
         if self.index != to:
-            self.exchange({to: tensor}, {})
+            yield self._exchange(at, {to: tensor}, {})
             return
-        outputs[to].copy_(tensor)
-        self.exchange({}, {i: outputs[i] for i in self._others()})
+        outputs[to].copy_(tensor.view_as(outputs[to]))
+        yield self._exchange(at, {}, {i: outputs[i] for i in self._others()})
 
-    def scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], source: int) -> None:
+    def scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], source: int) -> Steps:
         """Member i gets member ``source``'s chunks[i]; elsewhere chunks is not looked at."""
+        at = self._next()
         if self.index != source:
-            self.exchange({}, {source: output})
+            yield self._exchange(at, {}, {source: output})
             return
-        output.copy_(chunks[source])
-        self.exchange({i: chunks[i] for i in self._others()}, {})
+        output.copy_(chunks[source].view_as(output))
+        yield self._exchange(at, {i: chunks[i] for i in self._others()}, {})
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
         """Member i's inputs[j] arrives in member j's outputs[i]."""
+        at = self._next()
         outputs[self.index].copy_(inputs[self.index].view_as(outputs[self.index]))
         others = self._others()
-        self.exchange({i: inputs[i] for i in others}, {i: outputs[i] for i in others})
+        yield self._exchange(at, {i: inputs[i] for i in others}, {i: outputs[i] for i in others})
 
-    def barrier(self) -> None:
-        """Return when every member has entered."""
-        self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.Tensor.add_)
+    def barrier(self) -> Steps:
+        """End when every member has entered."""
+        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.Tensor.add_)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -157,28 +144,70 @@ class Group:
         return [i for i in range(self.size) if i != self.index]
 
     def _next(self) -> int:
+        """Place of the next operation among the group's; it may use ``_PHASES`` consecutive ones."""
         # Members are interrupted at different points, so the count restarts with each epoch.
         if self._epoch != self.transport.epoch:
             self._epoch, self._sequence = self.transport.epoch, 0
         self._sequence = (self._sequence + 1) % _SEQUENCES
-        return pair(self.ident, self._sequence)
+        return self._sequence * _PHASES
 
-    def _reduce_chunks(self, chunks: Sequence[torch.Tensor], output: torch.Tensor, combine: Combine) -> None:
-        me = self.index
-        mine = chunks[me]
+    def _exchange(self, at: int, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> list[Operation]:
+        """Start sending to and receiving from members by index. Tensors are contiguous; empty ones move nothing."""
+        coordinate, transport = pair(self.ident, at), self.transport
+        started: list[Operation] = []
+        for i, tensor in recvs.items():
+            if tensor.numel():
+                started.append(transport.recv(self.ranks[i], Channel.COLLECTIVE, coordinate, tensor))
+        for i, tensor in sends.items():
+            if tensor.numel():
+                started.append(transport.send(self.ranks[i], Channel.COLLECTIVE, coordinate, tensor))
+        return started
+
+    def _reduce(self, at: int, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
+        if self.index != to:
+            yield self._exchange(at, {to: tensor}, {})
+            return
+        parts = {i: torch.empty_like(tensor) for i in self._others()}
+        yield self._exchange(at, {}, parts)
+        self._combine_in_order(tensor, parts, combine)
+
+    def _broadcast(self, at: int, tensor: torch.Tensor, source: int) -> Steps:
+        if self.index == source:
+            yield self._exchange(at, dict.fromkeys(self._others(), tensor), {})
+        else:
+            yield self._exchange(at, {}, {source: tensor})
+
+    def _all_gather(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        own = outputs[self.index]
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor.view_as(own))
+        yield self._exchange(at, dict.fromkeys(self._others(), tensor), {i: outputs[i] for i in self._others()})
+
+    def _reduce_scatter(
+        self, at: int, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine
+    ) -> Steps:
+        mine = chunks[self.index]
         parts = {i: torch.empty_like(mine) for i in self._others()}
-        self.exchange({i: chunks[i] for i in self._others()}, parts)
+        yield self._exchange(at, {i: chunks[i] for i in self._others()}, parts)
         if output.data_ptr() != mine.data_ptr():
-            output.copy_(mine)
+            output.copy_(mine.view_as(output))
         self._combine_in_order(output, parts, combine)
 
     def _combine_in_order(self, own: torch.Tensor, parts: dict[int, torch.Tensor], combine: Combine) -> None:
-        me = self.index
-        if me == 0:
+        if self.index == 0:
             for i in range(1, self.size):
-                combine(own, parts[i])
+                combine(own, parts[i].view_as(own))
             return
-        total = parts[0]
+        total = parts[0].view_as(own)
         for i in range(1, self.size):
-            combine(total, own if i == me else parts[i])
+            combine(total, own if i == self.index else parts[i].view_as(own))
         own.copy_(total)
+
+
+def _nothing() -> Steps:
+    yield []
+
+
+def _both(first: Steps, second: Steps) -> Steps:
+    yield from first
+    yield from second

@@ -6,16 +6,18 @@ Python, and only then received. So an interrupted receive leaves no buffer behin
 overwrite, and messages of an older epoch are drained into scratch and dropped. Between ranks of one host the bytes of
 large messages go through shared memory (``comm.arena``), and the link carries their descriptors.
 
-The worker is used by one thread only, the one that trains.
+Work that was started and not yet waited for goes on while the rank computes: a background thread, which sleeps
+unless there is such work, makes it progress. Everything else happens in the thread that calls.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,6 +107,69 @@ class Recv:
         return self._copied or (self._request is not None and _completed(self._request, self.peer))
 
 
+Steps = Generator["Sequence[Operation]", None, None]
+"""A collective as a generator: it yields the operations it has to wait for before it goes on."""
+
+
+class Task:
+    """Steps under way. Itself an operation that can be waited for."""
+
+    __slots__ = ("_error", "_finished", "_pending", "_steps", "peer")
+
+    def __init__(self, steps: Steps, peer: int) -> None:
+        self.peer = peer
+        self._steps = steps
+        self._pending: list[Operation] = []
+        self._finished = False
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done. Raises what a step raised."""
+        if self._error is not None:
+            raise self._error
+        return self._finished
+
+    def advance(self) -> bool:
+        """Go as far as the operations that are done allow. Returns whether the task has ended."""
+        try:
+            while not self._finished and self._error is None:
+                self._pending = [op for op in self._pending if not op.done]
+                if self._pending:
+                    return False
+                self._pending = list(next(self._steps))
+        except StopIteration:
+            self._finished = True
+        except Exception as error:
+            self._error = error
+        return True
+
+    def abandon(self, error: Exception) -> None:
+        """End without a result."""
+        if not self._finished:
+            self._error = error
+
+
+class _Arrival:
+    """Done when a message of one of the tags is here, not yet received."""
+
+    __slots__ = ("_arrived", "_tags", "peer")
+
+    def __init__(self, arrived: Mapping[int, object], tags: Mapping[int, int]) -> None:
+        self._arrived = arrived
+        self._tags = tags
+        self.peer = -1
+
+    @property
+    def done(self) -> bool:
+        """Whether there is one; ``peer`` is its source then."""
+        self.peer = next((peer for tag, peer in self._tags.items() if tag in self._arrived), -1)
+        return self.peer >= 0
+
+
+Operation = Send | Recv | Task | _Arrival
+
+
 def _completed(request: Any, peer: int) -> bool:
     if not request.completed:
         return False
@@ -156,6 +221,13 @@ class Transport:
         self._unfinished: list[tuple[Any, Any]] = []
         """Requests that were not complete at once, with their buffers; the completed ones are pruned now and then."""
         self._prune_at = 64
+        self._tasks: list[Task] = []
+        self._lock = threading.RLock()
+        self._background: threading.Thread | None = None
+        self._work = threading.Event()
+        """Set while there are tasks and nobody waits: then the background thread makes them progress."""
+        self._waiting = 0
+        self._closing = False
         self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         if interrupt.fd >= 0:
@@ -173,7 +245,15 @@ class Transport:
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
         """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
+        with self._lock:
+            self._advance(epoch, lost)
+
+    def _advance(self, epoch: int, lost: Iterable[int]) -> None:
         self.epoch = epoch
+        for task in self._tasks:
+            task.abandon(Interrupted(epoch))
+        self._tasks.clear()
+        self._work.clear()
         self._expected.clear()
         for tag in [t for t in self._arrived if is_older(t, epoch)]:
             for message in self._arrived.pop(tag):
@@ -189,7 +269,10 @@ class Transport:
 
     def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
-        tag = make_tag(self.epoch, channel, coordinate, self.rank)
+        with self._lock:
+            return self._send(peer, make_tag(self.epoch, channel, coordinate, self.rank), buffer)
+
+    def _send(self, peer: int, tag: int, buffer: torch.Tensor) -> Send:
         self.bytes_sent += buffer.nbytes
         if buffer.nbytes >= _ARENA_FROM and self._view(peer) is not None:
             start = self._arena.put(_flat(buffer), peer)
@@ -200,8 +283,11 @@ class Transport:
 
     def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
         """Expect a message from ``peer`` into a contiguous tensor of exactly its size."""
-        tag = make_tag(self.epoch, channel, coordinate, peer)
-        recv = Recv(peer, tag, buffer)
+        with self._lock:
+            return self._expect(Recv(peer, make_tag(self.epoch, channel, coordinate, peer), buffer))
+
+    def _expect(self, recv: Recv) -> Recv:
+        tag = recv.tag
         arrived = self._arrived.get(tag)
         if arrived:
             self._begin(recv, arrived.popleft())
@@ -211,31 +297,69 @@ class Transport:
             self._expected[tag].append(recv)
         return recv
 
-    def wait(self, *operations: Send | Recv) -> None:
-        """Block until all are done.
+    def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
+        """The peer whose message of this coordinate is here first; blocks until there is one."""
+        tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
+        arrival = _Arrival(self._arrived, tags)
+        self.wait(arrival)
+        return arrival.peer
+
+    def start(self, steps: Steps) -> Task:
+        """Start a collective that goes on while the caller computes; wait for it with ``wait``."""
+        with self._lock:
+            task = Task(steps, self.rank)
+            if not task.advance():
+                self._tasks.append(task)
+                self._work.set()
+                if self._background is None:
+                    self._background = threading.Thread(target=self._progress_in_background, daemon=True, name="links")
+                    self._background.start()
+            return task
+
+    def run(self, steps: Steps) -> None:
+        """Run a collective to its end."""
+        for operations in steps:
+            self.wait(*operations)
+
+    def wait(self, *operations: Operation, limit: float | None = None) -> None:
+        """Block until all are done, at most ``limit`` seconds (default: the transport's).
 
         Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks, and TimeoutError
         naming the peers waited for when the limit passes. An interrupted wait leaves its operations to ``advance``.
         """
         pending = [op for op in operations if not op.done]
-        deadline = 0.0
-        while pending:
-            for _ in range(self._spins):
-                self.progress()
-                pending = [op for op in pending if not op.done]
-                if not pending:
-                    return
-            self._check()
-            if not deadline:
-                deadline = time.monotonic() + self._wait_timeout
-            elif time.monotonic() > deadline:
+        if not pending:
+            return
+        with self._lock:
+            self._waiting += 1
+            self._work.clear()
+        try:
+            self._wait(pending, self._wait_timeout if limit is None else limit)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                if self._tasks and not self._waiting:
+                    self._work.set()
+
+    def _wait(self, pending: list[Operation], limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while True:
+            with self._lock:
+                for _ in range(self._spins):
+                    self.progress()
+                    pending = [op for op in pending if not op.done]
+                    if not pending:
+                        return
+                self._check()
+                idle = self._worker.arm()
+            if idle:
+                self._epoll.poll(min(1.0, limit))
+            if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in pending})
                 raise TimeoutError(
-                    f"rank {self.rank} waited {self._wait_timeout:g} s for rank(s) {peers} in epoch {self.epoch}; "
+                    f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
                     "raise --elastic-wait-timeout if the step is that slow"
                 )
-            if self._worker.arm():
-                self._epoll.poll(1.0)
 
     def progress(self) -> None:
         """Let UCX work and hand arrived messages to those who expect them."""
@@ -256,9 +380,38 @@ class Transport:
             else:
                 self._arrived[tag].append(message)
             probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
+        if self._tasks:
+            self._tasks = [task for task in self._tasks if not task.advance()]
+            if not self._tasks:
+                self._work.clear()
+
+    def _progress_in_background(self) -> None:
+        poller = select.epoll()
+        poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        while True:
+            self._work.wait()
+            with self._lock:
+                if self._closing:
+                    poller.close()
+                    return
+                if self._waiting:
+                    continue  # who waits makes everything progress, and would miss events taken from under it
+                self.progress()
+                idle = self._worker.arm()
+            if idle:
+                poller.poll(0.1)
+
+    def poll(self) -> None:
+        """Let everything under way progress, without waiting."""
+        with self._lock:
+            self.progress()
 
     def close(self) -> None:
         """Close every link and the worker. The transport cannot be used afterwards."""
+        if self._background is not None:
+            self._closing = True
+            self._work.set()
+            self._background.join()
         self._epoll.close()
         for link in self._links.values():
             link.remove_close_callback()

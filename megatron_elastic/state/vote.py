@@ -47,7 +47,7 @@ def vote(layout: Layout, group: Group, tp_index: int, ballot: Ballot) -> Outcome
     for grain, (loss, tokens) in ballot.losses.items():
         numbers[norms + 2 * grain] = loss
         numbers[norms + 2 * grain + 1] = tokens
-    group.all_reduce(numbers, torch.Tensor.add_)
+    group.transport.run(group.all_reduce(numbers, torch.Tensor.add_))
     values: Sequence[float] = numbers.tolist()
     tokens = math.fsum(values[norms + 1 :: 2])
     return Outcome(
