@@ -126,9 +126,13 @@ class ArenaView:
             return None
         return cls(memory)
 
+    def bytes(self, start: int, length: int) -> torch.Tensor:
+        """A block's bytes where they lie, flat uint8; to be released after use."""
+        return self._bytes[start + _HEADER : start + _HEADER + length]
+
     def take(self, start: int, into: torch.Tensor) -> None:
         """Copy a block's bytes out and release it. ``into`` is flat uint8 of the message's size."""
-        into.copy_(self._bytes[start + _HEADER : start + _HEADER + into.numel()])
+        into.copy_(self.bytes(start, into.numel()))
         self.release(start)
 
     def release(self, start: int) -> None:

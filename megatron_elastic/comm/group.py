@@ -19,6 +19,8 @@ from megatron_elastic.comm.transport import Operation, Recv, Send, Steps, Transp
 
 _SMALL = 16 * 1024
 """Below this many bytes a star through the first member beats exchanging chunks."""
+_FEW = 3
+"""Up to this many members, small messages go from each to each: one hop instead of two."""
 _PHASES = 2
 _SEQUENCES = (1 << 14) // _PHASES
 _TAGS = 1 << 14
@@ -87,6 +89,8 @@ class Group:
         if self.size == 1 or not tensor.numel():
             return _nothing()
         at = self._next()
+        if self.size <= _FEW and tensor.nbytes <= _SMALL:
+            return self._exchange_and_reduce(at, tensor, combine)
         if tensor.nbytes <= _SMALL or tensor.numel() < self.size:
             return _both(self._reduce(at, tensor, combine, 0), self._broadcast(at + 1, tensor, 0))
         chunks = list(tensor.view(-1).tensor_split(self.size))
@@ -167,8 +171,13 @@ class Group:
         if self.index != to:
             yield self._exchange(at, {to: tensor}, {})
             return
-        parts = {i: torch.empty_like(tensor) for i in self._others()}
-        yield self._exchange(at, {}, parts)
+        parts = self._borrow(at, tensor)
+        yield list(parts.values())
+        self._combine_in_order(tensor, parts, combine)
+
+    def _exchange_and_reduce(self, at: int, tensor: torch.Tensor, combine: Combine) -> Steps:
+        parts = self._borrow(at, tensor)
+        yield [*parts.values(), *self._exchange(at, dict.fromkeys(self._others(), tensor), {})]
         self._combine_in_order(tensor, parts, combine)
 
     def _broadcast(self, at: int, tensor: torch.Tensor, source: int) -> Steps:
@@ -187,21 +196,38 @@ class Group:
         self, at: int, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine
     ) -> Steps:
         mine = chunks[self.index]
-        parts = {i: torch.empty_like(mine) for i in self._others()}
-        yield self._exchange(at, {i: chunks[i] for i in self._others()}, parts)
+        parts = self._borrow(at, mine)
+        yield [*parts.values(), *self._exchange(at, {i: chunks[i] for i in self._others()}, {})]
         if output.data_ptr() != mine.data_ptr():
             output.copy_(mine.view_as(output))
         self._combine_in_order(output, parts, combine)
 
-    def _combine_in_order(self, own: torch.Tensor, parts: dict[int, torch.Tensor], combine: Combine) -> None:
-        if self.index == 0:
-            for i in range(1, self.size):
-                combine(own, parts[i].view_as(own))
+    def _borrow(self, at: int, like: torch.Tensor) -> dict[int, Recv]:
+        """Expect every other member's tensor, to be read once."""
+        coordinate = pair(self.ident, at)
+        return {
+            i: self.transport.borrow(self.ranks[i], Channel.COLLECTIVE, coordinate, like.numel(), like.dtype)
+            for i in self._others()
+            if like.numel()
+        }
+
+    def _combine_in_order(self, own: torch.Tensor, parts: dict[int, Recv], combine: Combine) -> None:
+        """``own`` becomes ((part 0 + part 1) + part 2) + ..., with itself in its place."""
+        if not parts:
             return
-        total = parts[0].view_as(own)
-        for i in range(1, self.size):
-            combine(total, own if i == self.index else parts[i].view_as(own))
-        own.copy_(total)
+        flat, me = own.view(-1), self.index
+        if me <= 1:
+            # Every reduction is commutative, so beginning with one's own is the same for the first two.
+            combine(flat, parts[1 - me].buffer)
+            order = range(2, self.size)
+        else:
+            mine = flat.clone()
+            flat.copy_(parts[0].buffer)
+            order = range(1, self.size)
+        for i in order:
+            combine(flat, mine if i == me else parts[i].buffer)
+        for recv in parts.values():
+            recv.release()
 
 
 def _nothing() -> Steps:

@@ -43,6 +43,7 @@ _CONFIG = {
 _SOURCE_MASK = (1 << SOURCE_BITS) - 1
 
 
+_MANY = 256
 _ARENA_SIZE = 64 << 20
 _ARENA_FROM = 8 << 10
 """Bytes from which two copies and a descriptor beat the link (TCP on one host)."""
@@ -74,6 +75,23 @@ def _array(tensor: torch.Tensor) -> Any:
     return Array(_flat(tensor).numpy())
 
 
+@dataclass(frozen=True, slots=True)
+class _InArena:
+    """An arrived message whose bytes are in its sender's arena."""
+
+    view: ArenaView
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a borrowing receive expects: a flat tensor."""
+
+    numel: int
+    dtype: torch.dtype
+
+
 class Send:
     """A message on its way to ``peer``. Once it is done its buffer may be reused."""
 
@@ -90,16 +108,52 @@ class Send:
 
 
 class Recv:
-    """A message expected from ``peer`` into ``buffer``."""
+    """A message expected from ``peer``.
 
-    __slots__ = ("_copied", "_request", "buffer", "peer", "tag")
+    ``buffer`` is where it goes. A borrowing receive has none before it is done, and then, if it can, one that lies in
+    the sender's memory; it must be released as soon as it is read.
+    """
 
-    def __init__(self, peer: int, tag: int, buffer: torch.Tensor) -> None:
+    __slots__ = ("_block", "_copied", "_request", "_shape", "buffer", "peer", "tag")
+
+    def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: _Shape | None = None) -> None:
         self.peer = peer
         self.tag = tag
-        self.buffer = buffer
+        self.buffer: torch.Tensor = buffer  # type: ignore[assignment]  # set when a borrowing receive begins
+        self._shape = shape
         self._request: Any = None
         self._copied = False
+        self._block: _InArena | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message that is expected."""
+        return self.buffer.nbytes if self._shape is None else self._shape.numel * self._shape.dtype.itemsize
+
+    def place(self, block: _InArena | None) -> None:
+        """The message is here, in ``block`` of its sender's arena or not: find room for it, or take it as it lies."""
+        if self._shape is not None:
+            if block is not None:
+                self._block = block
+                self.buffer = block.view.bytes(block.start, block.length).view(self._shape.dtype)
+                self._copied = True
+                return
+            self.buffer = torch.empty(self._shape.numel, dtype=self._shape.dtype)
+        if block is not None:
+            block.view.take(block.start, _flat(self.buffer))
+            self._copied = True
+
+    @property
+    def held(self) -> bool:
+        """Whether a borrowed buffer is still to be released, or to come."""
+        return self._block is not None or not self._copied
+
+    def release(self) -> None:
+        """Give a borrowed buffer back. Idempotent."""
+        block, self._block = self._block, None
+        if block is not None:
+            del self.buffer
+            block.view.release(block.start)
 
     @property
     def done(self) -> bool:
@@ -181,15 +235,6 @@ def _completed(request: Any, peer: int) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _InArena:
-    """An arrived message whose bytes are in its sender's arena."""
-
-    view: ArenaView
-    start: int
-    length: int
-
-
 class Transport:
     """Point-to-point messages between ranks, addressed by (epoch, channel, coordinate, peer).
 
@@ -222,6 +267,8 @@ class Transport:
         """Requests that were not complete at once, with their buffers; the completed ones are pruned now and then."""
         self._prune_at = 64
         self._tasks: list[Task] = []
+        self._borrowed: list[Recv] = []
+        """Borrowing receives, those that are over too until they are pruned: an interrupted reader releases nothing."""
         self._lock = threading.RLock()
         self._background: threading.Thread | None = None
         self._work = threading.Event()
@@ -254,6 +301,9 @@ class Transport:
             task.abandon(Interrupted(epoch))
         self._tasks.clear()
         self._work.clear()
+        for recv in self._borrowed:
+            recv.release()
+        self._borrowed.clear()
         self._expected.clear()
         for tag in [t for t in self._arrived if is_older(t, epoch)]:
             for message in self._arrived.pop(tag):
@@ -271,6 +321,16 @@ class Transport:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
         with self._lock:
             return self._send(peer, make_tag(self.epoch, channel, coordinate, self.rank), buffer)
+
+    def borrow(self, peer: int, channel: Channel, coordinate: int, numel: int, dtype: torch.dtype) -> Recv:
+        """Expect a flat tensor, to be read where it lies and released (see ``Recv``)."""
+        with self._lock:
+            tag = make_tag(self.epoch, channel, coordinate, peer)
+            recv = Recv(peer, tag, None, _Shape(numel, dtype))
+            if len(self._borrowed) > _MANY:
+                self._borrowed = [each for each in self._borrowed if each.held]
+            self._borrowed.append(recv)
+            return self._expect(recv)
 
     def _send(self, peer: int, tag: int, buffer: torch.Tensor) -> Send:
         self.bytes_sent += buffer.nbytes
@@ -473,15 +533,15 @@ class Transport:
         return _InArena(view, start, length)
 
     def _begin(self, recv: Recv, message: Any) -> None:
-        if message.length != recv.buffer.nbytes:
+        if message.length != recv.nbytes:
             raise RuntimeError(
                 f"rank {self.rank} got {message.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where it "
-                f"expected {recv.buffer.nbytes}: the two ranks disagree about the layout"
+                f"expected {recv.nbytes}: the two ranks disagree about the layout"
             )
         if isinstance(message, _InArena):
-            message.view.take(message.start, _flat(recv.buffer))
-            recv._copied = True
+            recv.place(message)
             return
+        recv.place(None)
         recv._request = self._worker.tag_recv_with_handle(_array(recv.buffer), message)
         if not recv._request.completed:
             self._keep(recv._request, recv.buffer)

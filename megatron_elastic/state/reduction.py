@@ -51,6 +51,7 @@ class Reduction:
             # In holder order, so that float sums do not depend on arrival either.
             for recv in recvs:
                 total.add_(recv.buffer)
+                recv.release()
             self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_grains))
         self._transport.wait(*sends)
 
@@ -103,9 +104,7 @@ class Reduction:
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
         buffer = self._units[unit]
         return [
-            self._transport.recv(
-                rank, Channel.GRADIENT, pair(unit, k), torch.empty(buffer.slice_size, dtype=buffer.sums.dtype)
-            )
+            self._transport.borrow(rank, Channel.GRADIENT, pair(unit, k), buffer.slice_size, buffer.sums.dtype)
             for rank in (cell.ranks[self._tp] for cell in self._layout.holders(unit))
             if rank != self._transport.rank
         ]
