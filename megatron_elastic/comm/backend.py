@@ -143,19 +143,21 @@ class ElasticProcessGroup(dist.ProcessGroup):
                     target.copy_(buffer)
         return ElasticWork([t for out in outputs for t in out])
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ElasticWork:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ElasticWork:
+        """Gather a tensor of each member into one (``dist.all_gather_into_tensor``)."""
+
         def gather(flat: torch.Tensor) -> None:
             self.group.all_gather(list(flat.view(-1).chunk(self.group.size)), tensor.contiguous().view(-1))
 
         self._on_contiguous(output, gather)
         return ElasticWork([output])
 
-    def allgather_into_tensor_coalesced(
+    def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> ElasticWork:
         """Gather several tensors, each into one."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, tensor)
+            self.all_gather_single(output, tensor)
         return ElasticWork(outputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> ElasticWork:
@@ -167,16 +169,17 @@ class ElasticProcessGroup(dist.ProcessGroup):
             self._average(output, opts.reduceOp)
         return ElasticWork(outputs)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> ElasticWork:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> ElasticWork:
+        """Reduce a tensor over all members; each gets its part (``dist.reduce_scatter_tensor``)."""
         chunks = [c.view_as(output) for c in tensor.contiguous().view(-1).chunk(self.group.size)]
         return self.reduce_scatter([output], [chunks], opts)
 
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> ElasticWork:
         """Reduce and scatter several tensors."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
+            self.reduce_scatter_single(output, tensor, opts)
         return ElasticWork(outputs)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> ElasticWork:

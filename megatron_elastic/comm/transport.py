@@ -148,6 +148,7 @@ class Transport:
         self._arena = Arena(_ARENA_SIZE)
         self._peers: dict[int, PeerAddress] = {}
         self._views: dict[int, ArenaView | None] = {}
+        """Arenas of peers; None for one on another host. Both sides find the same, so who sends looks here too."""
         self._links: dict[int, Any] = {}
         self._broken: set[int] = set()
         self._lost: set[int] = set()
@@ -170,6 +171,8 @@ class Transport:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
         for peer, address in addresses.items():
             self._peers[peer] = msgspec.msgpack.decode(address, type=PeerAddress)
+            # At once: what a peer sent before it died can only be read in memory that was open by then.
+            self._views[peer] = ArenaView.open(self._peers[peer].arena)
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
         """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
@@ -191,7 +194,7 @@ class Transport:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
         tag = make_tag(self.epoch, channel, coordinate, self.rank)
         self.bytes_sent += buffer.nbytes
-        if buffer.nbytes >= _ARENA_FROM and self._view(peer) is not None:
+        if buffer.nbytes >= _ARENA_FROM and self._views.get(peer) is not None:
             start = self._arena.put(_flat(buffer), peer)
             if start is not None:
                 self._push(peer, tag | DESCRIPTOR, torch.tensor((start, buffer.nbytes)))
@@ -296,12 +299,6 @@ class Transport:
         if peer not in self._lost:
             self._broken.add(peer)
 
-    def _view(self, peer: int) -> ArenaView | None:
-        """The peer's arena; None if it is on another host. Both sides find the same, so sending asks as well."""
-        if peer not in self._views:
-            self._views[peer] = ArenaView.open(self._peers[peer].arena) if peer in self._peers else None
-        return self._views[peer]
-
     def _push(self, peer: int, tag: int, buffer: torch.Tensor) -> Any:
         request = self._link(peer).tag_send(_array(buffer), tag=ucx.UCXXTag(tag))
         if not request.completed:
@@ -313,7 +310,7 @@ class Transport:
         request = self._worker.tag_recv_with_handle(_array(descriptor), probe)
         while not request.completed:  # its 16 bytes are here; only the copy may be left to do
             self._worker.progress()
-        view = self._view(peer)
+        view = self._views.get(peer)
         if view is None:
             raise RuntimeError(f"rank {self.rank} cannot open the shared memory of rank {peer}, which can open its own")
         start, length = descriptor.tolist()
