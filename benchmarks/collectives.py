@@ -128,7 +128,7 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="an even number (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument("--max-size", type=int, default=SIZES[-1], help="largest message in bytes (default: %(default)s)")
+    parser.add_argument("--max-size", type=int, default=SIZES[-1], help="largest message, bytes (default: %(default)s)")
     args = parser.parse_args()
     if args.ranks < 2 or args.ranks % 2:
         parser.error(f"--ranks {args.ranks}: an even number is needed, send and recv work in pairs")

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from common import emit, load_average, progress
 
 from megatron_elastic.cluster.control import InterruptFlag
-from megatron_elastic.comm import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.device import cpu
@@ -66,7 +65,8 @@ class Bench:
         """Milliseconds of each measure, and the ratios to the edit."""
         at = ("loss", "return").index(event) * len(MEASURES)
         width = self.ranks + 1
-        figures = {m: round(max(self.times[(at + i) * width : (at + i + 1) * width]), 2) for i, m in enumerate(MEASURES)}
+        slowest = [max(self.times[(at + i) * width : (at + i + 1) * width]) for i in range(len(MEASURES))]
+        figures = {measure: round(value, 2) for measure, value in zip(MEASURES, slowest, strict=True)}
         edit = figures["in_place_ms"]
         figures["full_ratio"] = round(figures["full_rebuild_ms"] / edit, 1)
         figures["partial_ratio"] = round(figures["partial_rebuild_ms"] / edit, 1)
@@ -120,9 +120,8 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
     without = [[rank for rank in ranks if rank != bench.lost] for ranks in lists]
 
     def partial() -> None:
-        held = [ranks for ranks in lists if bench.lost in ranks]
-        made = [dist.new_group([r for r in [*range(bench.ranks)] if r != bench.lost], timeout=_LIMIT)]
-        made += [dist.new_group([r for r in ranks if r != bench.lost], timeout=_LIMIT) for ranks in held if len(ranks) > 1]
+        held = [list(range(bench.ranks)), *(ranks for ranks in lists if bench.lost in ranks and len(ranks) > 1)]
+        made = [dist.new_group([r for r in ranks if r != bench.lost], timeout=_LIMIT) for ranks in held]
         reduce_on([group for group in made if isinstance(group, dist.ProcessGroup)])
 
     def full(event: str, rank: int, size: int, members: list[list[int]]) -> Callable[[], None]:

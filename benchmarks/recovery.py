@@ -144,6 +144,9 @@ def main(argv: Sequence[str]) -> int:
             run_job(run_dir, options.nproc_per_node, [*flags, *injections])
             found = recoveries(run_dir, faults)
             events += found
+            # Steps before the first kill count as undisturbed: one job alone may meet a busy moment of the machine.
+            before = {step: line for step, line in read_metrics(run_dir).items() if step < FIRST_KILL}
+            undisturbed += step_times(before)
             difference = compare(reference, run_dir)
             if difference is not None:
                 different.append(f"{run_dir.name} ({' '.join(injections[1::2])}): {difference}")

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_elastic import __version__
+
 _COMMANDS = {
     "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launcher"),
     "data": ("make training data from text", ""),
@@ -25,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
-        from importlib.metadata import version
-
-        print(version("megatron-elastic"))
+        print(__version__)
         return 0
     if name not in _COMMANDS:
         print(f"megatron-elastic: error: there is no command {name!r}; one of {', '.join(_COMMANDS)}", file=sys.stderr)
@@ -59,13 +59,18 @@ def _data(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
 
     from megatron_elastic.adaptor.dataset import prepare as write
+    from megatron_elastic.config import UsageError
 
     try:
         prepared = write(options.out, options.text, options.vocab_size)
-    except (OSError, ValueError) as error:
+    except UsageError as error:
+        print(f"megatron-elastic: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
         print(f"megatron-elastic: error: {error}", file=sys.stderr)
         return 1
-    print(prepared)
+    print(f"{options.out}: {prepared.documents} documents, {prepared.tokens} tokens, "
+          f"vocabulary of {prepared.vocab_size}")
     return 0
 
 

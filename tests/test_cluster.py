@@ -549,3 +549,21 @@ def test_reports_that_contradict_each_other_are_refused() -> None:
         decide([report(0, 4), report(1, 6)], lambda _: None)
     with pytest.raises(ValueError, match="nobody reports its vote"):
         decide([report(0, 4), report(1, 5)], lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "commands:"),
+        (("--help",), 0, "commands:"),
+        (("--version",), 0, ""),
+        (("run", "--help"), 0, "examples:"),
+        (("data", "prepare", "--help"), 0, "--vocab-size"),
+        (("walk",), 2, "there is no command 'walk'"),
+    ],
+)
+def test_the_command_line_explains_itself(arguments: tuple[str, ...], code: int, message: str) -> None:
+    command = [sys.executable, "-m", "megatron_elastic.cli", *arguments]
+    done = subprocess.run(command, cwd=PROGRAMS.parents[1], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert message in done.stdout + done.stderr

@@ -200,7 +200,8 @@ class Fleet:
         return rank
 
     def _child(self, rank: int, orders: multiprocessing.connection.Connection,
-               other_end: multiprocessing.connection.Connection, reports: multiprocessing.connection.Connection) -> None:
+                other_end: multiprocessing.connection.Connection,
+               reports: multiprocessing.connection.Connection) -> None:
         other_end.close()
         for member in self.members.values():  # a sibling must see the end of its pipe
             member.orders.close()
@@ -213,7 +214,8 @@ class Fleet:
         for _ in range(GROUPS):
             chosen = self.draw.sample(alive, self.draw.randint(2, len(alive)))
             lists.append(chosen)
-        edit = Edit(epoch, lists, list(self.lost), {r: m.address for r, m in self.members.items()}, self.draw.getrandbits(30))
+        addresses = {rank: member.address for rank, member in self.members.items()}
+        edit = Edit(epoch, lists, list(self.lost), addresses, self.draw.getrandbits(30))
         for member in self.members.values():
             member.orders.send(edit)
 

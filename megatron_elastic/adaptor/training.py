@@ -150,7 +150,8 @@ class Trainer:
         random.install(args.seed)
         self.schedule = Schedule(args)
         self.layout = initial_layout(args, self.world_size)
-        self.accumulator = make_accumulator(self.config.consistency, self.layout.num_grains)
+        # Twice: a tied embedding gets a gradient from each of its two stages.
+        self.accumulator = make_accumulator(self.config.consistency, 2 * self.layout.num_grains)
         self.step = checkpoint.latest_step(args.load) + 1
         """The step in progress: committed steps plus one."""
         self.first_save = self.step

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
+import itertools
 import os
 import runpy
 import secrets
@@ -73,7 +74,8 @@ def _parser() -> _Parser:
     )
 
     def add(name: str, **keywords: Any) -> None:
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **keywords)
+        # torchrun spells its flags both ways.
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **keywords)
 
     add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, auto, cpu or gpu (default: 1)")
     add("nnodes", metavar="N", default="1", help="nodes of the job (default: 1)")
@@ -192,7 +194,7 @@ def _defines_check(path: Path) -> bool:
 
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
-    path = command.config.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    path = command.config.run_dir or _fresh_run_dir()
     taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
     if command.node_rank == 0 and taken is not None:
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
@@ -201,6 +203,12 @@ def _make_run_dir(command: _Command) -> Path:
     except OSError as error:
         raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}") from None
     return path.resolve()
+
+
+def _fresh_run_dir() -> Path:
+    stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    candidates = itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
+    return next(path for path in candidates if not path.exists())
 
 
 # ---- running -------------------------------------------------------------------------------

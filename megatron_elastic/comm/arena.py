@@ -99,7 +99,7 @@ class Arena:
 
 
 class ArenaView:
-    """A peer's arena, seen by a receiver."""
+    """A peer's arena, seen by a receiver. Unmapped when nothing refers to it any more."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -138,11 +138,6 @@ class ArenaView:
     def release(self, start: int) -> None:
         """Let the sender use the block again."""
         self._memory[start] = 1
-
-    def close(self) -> None:
-        """Unmap."""
-        del self._bytes
-        self._memory.close()
 
 
 def _boot() -> str:

@@ -332,7 +332,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def _chunks(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
         n = self.group.size
         if whole.numel() != part.numel() * n:
-            raise ValueError(f"{NAME}.{what}: {whole.numel()} elements are not {n} times the {part.numel()} of one part")
+            raise ValueError(f"{NAME}.{what}: {whole.numel()} elements are not {n} times {part.numel()}")
         if not part.numel():
             return [part] * n
         return [chunk.view(part.shape) for chunk in _contiguous(whole).view(-1).split(part.numel())]

@@ -258,6 +258,7 @@ class Transport:
         self._arena = Arena(_ARENA_SIZE)
         self._peers: dict[int, PeerAddress] = {}
         self._views: dict[int, ArenaView | None] = {}
+        """Arenas of peers; None for one on another host. Both sides find the same, so who sends looks here too."""
         self._links: dict[int, Any] = {}
         self._broken: set[int] = set()
         self._lost: set[int] = set()
@@ -288,7 +289,11 @@ class Transport:
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
         for peer, address in addresses.items():
+            if peer in self._peers or peer == self.rank:
+                continue
             self._peers[peer] = msgspec.msgpack.decode(address, type=PeerAddress)
+            # At once: what a peer sent before it died can only be read in memory that was open by then.
+            self._views[peer] = ArenaView.open(self._peers[peer].arena)
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
         """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
@@ -305,10 +310,11 @@ class Transport:
             recv.release()
         self._borrowed.clear()
         self._expected.clear()
-        for tag in [t for t in self._arrived if is_older(t, epoch)]:
+        gone = set(lost)
+        for tag in [t for t in self._arrived if is_older(t, epoch) or (t & _SOURCE_MASK) in gone]:
             for message in self._arrived.pop(tag):
                 self._drop(message)
-        for peer in set(lost) - self._lost:
+        for peer in gone - self._lost:
             self._lost.add(peer)
             self._broken.discard(peer)
             # The close callback must not outlive the link it reports on.
@@ -316,6 +322,7 @@ class Transport:
             if link is not None:
                 link.remove_close_callback()
             self._arena.forget(peer)
+            self._views.pop(peer, None)
 
     def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
@@ -334,7 +341,7 @@ class Transport:
 
     def _send(self, peer: int, tag: int, buffer: torch.Tensor) -> Send:
         self.bytes_sent += buffer.nbytes
-        if buffer.nbytes >= _ARENA_FROM and self._view(peer) is not None:
+        if buffer.nbytes >= _ARENA_FROM and self._views.get(peer) is not None:
             start = self._arena.put(_flat(buffer), peer)
             if start is not None:
                 self._push(peer, tag | DESCRIPTOR, torch.tensor((start, buffer.nbytes)))
@@ -426,24 +433,30 @@ class Transport:
         self._worker.progress()
         probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
         while probe.matched:
-            tag = int(probe.sender_tag.value)
-            message = probe
-            if tag & DESCRIPTOR:
-                tag ^= DESCRIPTOR
-                message = self._described(tag & _SOURCE_MASK, probe)
-            if is_older(tag, self.epoch) or (tag & _SOURCE_MASK) in self._lost:
-                self._drop(message)
-            elif expected := self._expected.get(tag):
-                self._begin(expected.popleft(), message)
-                if not expected:
-                    del self._expected[tag]
-            else:
-                self._arrived[tag].append(message)
+            self._sort(int(probe.sender_tag.value), probe)
             probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
         if self._tasks:
             self._tasks = [task for task in self._tasks if not task.advance()]
             if not self._tasks:
                 self._work.clear()
+
+    def _sort(self, tag: int, message: Any) -> None:
+        """Give an arrived message to who expects it, keep it, or drop it."""
+        source = tag & _SOURCE_MASK
+        if source in self._lost:
+            self._drop(message)
+            return
+        if tag & DESCRIPTOR:
+            tag ^= DESCRIPTOR
+            message = self._described(source, message)
+        if is_older(tag, self.epoch):
+            self._drop(message)
+        elif expected := self._expected.get(tag):
+            self._begin(expected.popleft(), message)
+            if not expected:
+                del self._expected[tag]
+        else:
+            self._arrived[tag].append(message)
 
     def _progress_in_background(self) -> None:
         poller = select.epoll()
@@ -480,9 +493,7 @@ class Transport:
         self._expected.clear()
         self._arrived.clear()
         self._unfinished.clear()
-        for view in self._views.values():
-            if view is not None:
-                view.close()
+        self._views.clear()
         self._arena.close()
         self._worker = self._context = None
 
@@ -509,12 +520,6 @@ class Transport:
         if peer not in self._lost:
             self._broken.add(peer)
 
-    def _view(self, peer: int) -> ArenaView | None:
-        """The peer's arena; None if it is on another host. Both sides find the same, so sending asks as well."""
-        if peer not in self._views:
-            self._views[peer] = ArenaView.open(self._peers[peer].arena) if peer in self._peers else None
-        return self._views[peer]
-
     def _push(self, peer: int, tag: int, buffer: torch.Tensor) -> Any:
         request = self._link(peer).tag_send(_array(buffer), tag=ucx.UCXXTag(tag))
         if not request.completed:
@@ -526,7 +531,7 @@ class Transport:
         request = self._worker.tag_recv_with_handle(_array(descriptor), probe)
         while not request.completed:  # its 16 bytes are here; only the copy may be left to do
             self._worker.progress()
-        view = self._view(peer)
+        view = self._views.get(peer)
         if view is None:
             raise RuntimeError(f"rank {self.rank} cannot open the shared memory of rank {peer}, which can open its own")
         start, length = descriptor.tolist()

@@ -1,8 +1,8 @@
 """Exact sums: gradients accumulated as fixed-point int64, where addition is associative.
 
 A contribution is scaled by 2^40 and truncated to an integer (below 1e-12 it is zero); integers then add up to the
-same total in any order and on any rank. Contributions are checked on the way in: with G of them in a sum, one of
-at most 2^23 / G cannot overflow it.
+same total in any order and on any rank. Contributions are checked on the way in: with G of them in a sum, ones
+below 2^23 / G cannot overflow it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExactAccumulator:
         Raises GradientOverflow when a value is not finite or beyond the limit.
         """
         low, high = torch.aminmax(value)
-        if not (low >= -self._limit and high <= self._limit):
+        if not (low > -self._limit and high < self._limit):
             raise GradientOverflow(
                 f"a gradient lies outside ±{self._limit:g} (smallest {low.item():g}, largest {high.item():g}); "
                 "the run has diverged, or needs --elastic-consistency fast"

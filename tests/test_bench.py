@@ -1,0 +1,100 @@
+"""The bench command, the plans of the benchmarks, and the page of flags."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_elastic import bench
+from megatron_elastic.config import add_elastic_arguments
+from megatron_elastic.layout import Layout
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(_CHECKOUT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", _CHECKOUT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmarks_of_the_issue_are_there() -> None:
+    assert {"overhead", "recovery"} <= set(bench.available())
+    assert "common" not in bench.available()
+
+
+@pytest.mark.parametrize("name", ["overhead", "recovery"])
+def test_bench_becomes_the_benchmark(name: str) -> None:
+    command = [sys.executable, "-m", "megatron_elastic.cli", "bench", name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: megatron-elastic bench {name}" in done.stdout
+
+
+def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["recovrey"]) == 2
+    assert f"no benchmark 'recovrey'; one of {', '.join(bench.available())}" in capsys.readouterr().err
+
+
+def test_without_a_checkout_it_says_where_benchmarks_come_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path / "benchmarks")
+    assert bench.main(["recovery"]) == 2
+    assert "clone the repository" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [4, 5, 8])
+def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recovery = _benchmark("recovery", monkeypatch)
+    layout = Layout.grid(tp=1, pp=2, dp=columns, stage_units=[[0], [1]], units=["a", "b"], num_grains=columns,
+                         num_slices=columns, replicas=1)
+    column = {cell.ranks[0]: i for stage in layout.stages for i, cell in enumerate(stage.cells)}
+    jobs = list(recovery.plan_jobs(3, columns))
+    for faults in jobs:
+        hit = [column[rank] for fault in faults for rank in fault.ranks]
+        assert len(set(hit)) == len(hit) <= columns - 2
+        steps = [fault.step for fault in faults]
+        assert all(later - earlier > 3 for earlier, later in itertools.pairwise(steps))
+    times = Counter(fault.phase for faults in jobs for fault in faults)
+    assert times == dict.fromkeys((*recovery.PHASES, recovery.NESTED), 3)
+
+
+def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    overhead = _benchmark("overhead", monkeypatch)
+    jobs = list(overhead.plan_jobs(3))
+    assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, 3)
+    assert {jobs[i][1] for i in (0, 3, 6)} == set(overhead.VARIANTS)
+
+
+def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    overhead = _benchmark("overhead", monkeypatch)
+    result = overhead.figures({"plain": [[10.0], [20.0]], "fast": [[11.0], [20.0]], "bitwise": [[12.0], [30.0]]})
+    assert result["ratio_fast"] == pytest.approx(15.5 / 15, abs=1e-4)
+    assert result["ratio_bitwise"] == pytest.approx(21 / 15, abs=1e-4)
+    assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    rows = []
+    for action in add_elastic_arguments(argparse.ArgumentParser(add_help=False))._actions:
+        value = "" if action.nargs == 0 else " " + ("{" + ",".join(map(str, action.choices)) + "}" if action.choices
+                                                    else str(action.metavar))
+        default = "" if action.default in (None, False) else f"`{action.default}`"
+        meaning = (action.help or "").replace(" (default: %(default)s)", "").replace("|", "\\|")
+        rows.append(f"| `{action.option_strings[0]}{value}` | {default} | {meaning} |")
+    page = (_CHECKOUT / "docs" / "flags.md").read_text()
+    assert "\n".join(rows) in page, "docs/flags.md should have this table:\n" + "\n".join(rows)

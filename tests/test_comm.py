@@ -1,0 +1,429 @@
+"""Links, groups and the torch backend, between real processes that also die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.comm import backend
+from megatron_elastic.comm.tag import Channel, is_older, make_tag, pair
+from tests import world
+from tests.world import Peer
+
+SIZES = [(0,), (1,), (3, 5), (4099,), (70_001,)]
+"""From nothing, over a star, to chunks that are uneven and go through shared memory."""
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def _value(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What ``rank`` contributes; known to all."""
+    generator = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 50, shape, generator=generator).to(dtype)
+
+
+def _world(body: Callable[[Peer], None]) -> None:
+    """Run ``body`` in four processes whose default group is the elastic backend."""
+
+    def with_backend(peer: Peer) -> None:
+        backend.initialize(peer.transport, peer.size, timedelta(seconds=60))
+        body(peer)
+        peer.leave()
+
+    world.run(with_backend)
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected), (found, expected)
+
+
+# ---- collectives --------------------------------------------------------------------------
+
+
+def test_all_reduce() -> None:
+    def body(peer: Peer) -> None:
+        combine: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+            dist.ReduceOp.SUM: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
+            dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum,
+        }  # fmt: skip
+        for shape in SIZES:
+            for dtype in DTYPES:
+                for op, function in combine.items():
+                    values = [_value(rank, shape, dtype) for rank in range(peer.size)]
+                    expected = values[0]
+                    for value in values[1:]:
+                        expected = function(expected, value)  # in member order: floats are equal bit for bit
+                    mine = values[peer.rank].clone()
+                    dist.all_reduce(mine, op=op)
+                    _equal(mine, expected)
+        mine = torch.full((5,), float(peer.rank))
+        dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+        _equal(mine, torch.full((5,), 1.5))
+
+    _world(body)
+
+
+def test_not_contiguous() -> None:
+    def body(peer: Peer) -> None:
+        mine = torch.arange(12.0).view(3, 4).t() + peer.rank
+        assert not mine.is_contiguous()
+        dist.all_reduce(mine)
+        _equal(mine, 4 * torch.arange(12.0).view(3, 4).t() + 6)
+        column = torch.full((4, 3), float(peer.rank))
+        dist.broadcast(column[:, 1], src=2)
+        _equal(column, torch.tensor([float(peer.rank), 2.0, float(peer.rank)]).expand(4, 3))
+        gathered = [torch.empty(4, 2).t() for _ in range(peer.size)]
+        dist.all_gather(gathered, torch.full((2, 4), float(peer.rank)))
+        for rank, tensor in enumerate(gathered):
+            _equal(tensor, torch.full((2, 4), float(rank)))
+
+    _world(body)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3), (5003, 7)], ids=str)
+def test_moving_collectives(shape: tuple[int, int]) -> None:
+    """broadcast, gather, scatter, all_gather, all_to_all, reduce, reduce_scatter and their one-tensor forms."""
+
+    def body(peer: Peer) -> None:
+        me, everybody = peer.rank, range(peer.size)
+        for dtype in DTYPES:
+            values = [_value(rank, shape, dtype) for rank in everybody]
+            total = values[0] + values[1] + values[2] + values[3]
+
+            mine = values[me].clone()
+            dist.broadcast(mine, src=3)
+            _equal(mine, values[3])
+            mine = values[me].clone()
+            dist.reduce(mine, dst=2)
+            _equal(mine, total if me == 2 else values[me])
+            gathered = [torch.empty(shape, dtype=dtype) for _ in everybody]
+            dist.all_gather(gathered, values[me])
+            for rank in everybody:
+                _equal(gathered[rank], values[rank])
+            flat = torch.empty(peer.size * shape[0], shape[1], dtype=dtype)
+            dist.all_gather_single(flat, values[me])
+            _equal(flat, torch.cat(values))
+            at_root = [torch.empty(shape, dtype=dtype) for _ in everybody]
+            dist.gather(values[me], at_root if me == 1 else None, dst=1)
+            if me == 1:
+                _equal(torch.cat(at_root), torch.cat(values))
+            out = torch.empty(shape, dtype=dtype)
+            dist.scatter(out, values if me == 0 else None, src=0)
+            _equal(out, values[me])
+            dist.reduce_scatter(out, [value + me for value in values])
+            expected = values[me] + 0
+            for rank in everybody[1:]:
+                expected = expected + (values[me] + rank)
+            _equal(out, expected)
+            dist.reduce_scatter_single(out, torch.cat([value + me for value in values]))
+            _equal(out, expected)
+            with dist._coalescing_manager():
+                dist.all_gather_single(flat, values[me])
+            _equal(flat, torch.cat(values))
+            dist.all_to_all(gathered, [value + me for value in values])
+            for rank in everybody:
+                _equal(gathered[rank], values[me] + rank)
+
+    _world(body)
+
+
+def test_uneven_collectives() -> None:
+    def body(peer: Peer) -> None:
+        me, everybody = peer.rank, range(peer.size)
+        # Rank i sends i + j elements to rank j.
+        send = [torch.full((me + j,), float(10 * me + j)) for j in everybody]
+        recv = [torch.empty(i + me) for i in everybody]
+        dist.all_to_all(recv, send)
+        for i in everybody:
+            _equal(recv[i], torch.full((i + me,), float(10 * i + me)))
+        whole = torch.empty(sum(i + me for i in everybody))
+        dist.all_to_all_single(whole, torch.cat(send), [i + me for i in everybody], [me + j for j in everybody])
+        _equal(whole, torch.cat(recv))
+        gathered = [torch.empty(3000 * i) for i in everybody]
+        dist.all_gather(gathered, torch.full((3000 * me,), float(me)))
+        for i in everybody:
+            _equal(gathered[i], torch.full((3000 * i,), float(i)))
+
+    _world(body)
+
+
+def test_objects() -> None:
+    def body(peer: Peer) -> None:
+        objects: list[Any] = [None] * peer.size
+        dist.all_gather_object(objects, {"rank": peer.rank, "text": "x" * 1000 * peer.rank})
+        assert [entry["rank"] for entry in objects] == [0, 1, 2, 3]
+        assert [len(entry["text"]) for entry in objects] == [0, 1000, 2000, 3000]
+        told: list[Any] = [("word", peer.rank), None]
+        dist.broadcast_object_list(told, src=1)
+        assert told == [("word", 1), None]
+
+    _world(body)
+
+
+def test_groups() -> None:
+    """Sub-groups that overlap, do not contain everybody, and have another order of their own."""
+
+    def body(peer: Peer) -> None:
+        me = peer.rank
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        outer = dist.new_group([0, 3])
+        mine = torch.tensor([float(me)])
+        dist.all_reduce(mine, group=pairs[me // 2])
+        assert mine.item() == (1 if me < 2 else 5)
+        if me in (0, 3):
+            assert dist.get_rank(outer) == (0 if me == 0 else 1)
+            mine = torch.tensor([float(me)])
+            dist.broadcast(mine, src=3, group=outer)
+            assert mine.item() == 3
+        else:
+            assert dist.get_rank(outer) == -1
+        dist.barrier()
+
+    _world(body)
+
+
+def test_point_to_point() -> None:
+    """Messages are matched by tag, not by order, and may be large, strided or empty."""
+
+    def body(peer: Peer) -> None:
+        if peer.rank == 0:
+            works = [dist.isend(torch.full((n,), float(n)), 1, tag=n) for n in (3, 7_000, 5)]
+            works.append(dist.isend(torch.arange(6.0).view(2, 3).t(), 1, tag=9))
+            for work in works:
+                assert work is not None
+                work.wait()
+        if peer.rank == 1:
+            for n in (5, 3, 7_000):
+                got = torch.empty(n)
+                work = dist.irecv(got, 0, tag=n)
+                assert work is not None
+                work.wait()
+                _equal(got, torch.full((n,), float(n)))
+            wide = torch.zeros(2, 3).t()
+            dist.recv(wide, 0, tag=9)
+            _equal(wide, torch.arange(6.0).view(2, 3).t())
+        left, right = (peer.rank - 1) % peer.size, (peer.rank + 1) % peer.size
+        got = torch.empty(2)
+        ring = [dist.P2POp(dist.isend, torch.full((2,), float(peer.rank)), right), dist.P2POp(dist.irecv, got, left)]
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+        _equal(got, torch.full((2,), float(left)))
+
+    _world(body)
+
+
+# ---- faults -------------------------------------------------------------------------------
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _reduce_for_ever(tensor: torch.Tensor) -> None:
+    while True:
+        dist.all_reduce(tensor)
+
+
+def test_edit_after_a_death() -> None:
+    """Those blocked in a collective unwind; the same group objects then work without the dead rank."""
+
+    def body(peer: Peer) -> None:
+        default = backend.initialize(peer.transport, peer.size, timedelta(seconds=60))
+        upper = dist.new_group([2, 3])
+        reversed_ = dist.new_group([1, 3, 2])
+        big = torch.ones(100_000)
+        dist.all_reduce(big)
+        if peer.rank == 3:
+            _die()
+        with pytest.raises(Interrupted) as caught:
+            _reduce_for_ever(big)
+        assert caught.value.suspects == (3,)
+        peer.transport.advance(1, [3])
+        backend.keep([0, 1, 2])
+        assert (default.size(), dist.get_world_size(), dist.get_rank()) == (3, 3, peer.rank)
+        for shape in SIZES:
+            mine = torch.full(shape, float(peer.rank))
+            dist.all_reduce(mine)
+            _equal(mine, torch.full(shape, 3.0))
+        if peer.rank == 2:
+            mine = torch.ones(3)
+            dist.all_reduce(mine, group=upper)
+            _equal(mine, torch.ones(3))
+        if peer.rank != 0:
+            mine = torch.ones(3)
+            dist.all_reduce(mine, group=reversed_)
+            _equal(mine, torch.full((3,), 2.0))
+        peer.leave()
+
+    world.run(body, killed=[3])
+
+
+def test_older_epochs_are_dropped() -> None:
+    """A message of an epoch that is over is never taken for one of the present; an early one is kept."""
+
+    def body(peer: Peer) -> None:
+        transport, sizes = peer.transport, (10, 50_000)
+        if peer.rank == 0:
+            for size in sizes:
+                transport.wait(transport.send(1, Channel.ACTIVATION, size, torch.full((size,), 1.0)))
+            transport.advance(1)
+            for size in sizes:
+                transport.wait(transport.send(1, Channel.ACTIVATION, size, torch.full((size,), 2.0)))
+            transport.wait(transport.send(1, Channel.ACTIVATION, 3, torch.zeros(1)))
+        if peer.rank == 1:
+            stale = torch.zeros(50_000)
+            transport.recv(0, Channel.ACTIVATION, 77, stale)  # what waits for an older epoch's message is forgotten
+            arrived = torch.zeros(10)
+            transport.wait(transport.recv(0, Channel.ACTIVATION, 10, arrived))
+            assert arrived[0] == 1  # the other one may be here or still under way
+            transport.advance(1)
+            for size in sizes:
+                got = torch.zeros(size)
+                transport.wait(transport.recv(0, Channel.ACTIVATION, size, got))
+                _equal(got, torch.full((size,), 2.0))
+            transport.wait(transport.recv(0, Channel.ACTIVATION, 3, torch.zeros(1)))
+            assert not transport._arrived
+            assert not stale.any()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+class RaisedWhileWaiting:
+    """An interrupt that comes right after the wait has looked and before it sleeps: only ``fd`` can wake it."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.looks = 0
+
+    @property
+    def raised(self) -> bool:
+        self.looks += 1
+        if self.looks == 1:
+            os.eventfd_write(self.fd, 1)
+        return self.looks > 1
+
+    @raised.setter
+    def raised(self, value: bool) -> None:
+        raise AssertionError("a wait does not write the flag")
+
+    def check(self) -> None:
+        raise Interrupted(1)
+
+
+def test_an_interrupt_wakes_a_wait() -> None:
+    def body(peer: Peer) -> None:
+        begun = time.monotonic()
+        with pytest.raises(Interrupted) as caught:
+            peer.transport.wait(peer.transport.recv(1 - peer.rank, Channel.ACTIVATION, 1, torch.empty(4)))
+        assert caught.value.epoch == 1
+        assert time.monotonic() - begun < 0.9  # without the descriptor it sleeps for a second
+        assert isinstance(peer.flag, RaisedWhileWaiting)
+        assert peer.flag.looks == 2
+        peer.leave()
+
+    world.run(body, size=2, make_flag=RaisedWhileWaiting)
+
+
+def test_the_flag_of_a_rank_interrupts() -> None:
+    def body(peer: Peer) -> None:
+        assert isinstance(peer.flag, InterruptFlag)
+        peer.flag.raise_for(2, frozenset({1}))
+        with pytest.raises(Interrupted) as caught:
+            peer.transport.wait(peer.transport.recv(1 - peer.rank, Channel.ACTIVATION, 1, torch.empty(4)))
+        assert caught.value.epoch == 2
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_half_a_message_never_counts() -> None:
+    """The sender dies while a message too large for shared memory is on its way."""
+    size = 40_000_000
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        _greet(peer)
+        if peer.rank == 0:
+            transport.send(1, Channel.STATE, 1, torch.ones(size))
+            _die()
+        got = torch.zeros(size)
+        recv = transport.recv(0, Channel.STATE, 1, got)
+        with pytest.raises(Interrupted) as caught:
+            transport.wait(recv)
+        assert caught.value.suspects == (0,)
+        assert got[-1] == 0
+        transport.advance(1, [0])
+        peer.leave()
+
+    world.run(body, size=2, killed=[0])
+
+
+def test_the_last_message_of_the_dead() -> None:
+    """It is read, although its bytes were in the memory of a process that is gone."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        _greet(peer)
+        if peer.rank == 0:
+            transport.wait(transport.send(1, Channel.STATE, 1, torch.ones(10_000)))
+            transport.progress()
+            _die()
+        peer.await_death(0)
+        got = torch.zeros(10_000)
+        transport.wait(transport.recv(0, Channel.STATE, 1, got))
+        _equal(got, torch.ones(10_000))
+        transport.advance(1, [0])
+        transport.progress()
+        peer.leave()
+
+    world.run(body, size=2, killed=[0])
+
+
+def _greet(peer: Peer) -> None:
+    """Exchange something small, so that the link is made."""
+    got = torch.zeros(1)
+    send = peer.transport.send(1 - peer.rank, Channel.ACTIVATION, 99, torch.ones(1))
+    peer.transport.wait(send, peer.transport.recv(1 - peer.rank, Channel.ACTIVATION, 99, got))
+    assert got.item() == 1
+    peer.meet()
+
+
+def test_sizes_that_disagree_are_an_error() -> None:
+    def body(peer: Peer) -> None:
+        if peer.rank == 0:
+            peer.transport.wait(peer.transport.send(1, Channel.VOTE, 1, torch.ones(4)))
+        else:
+            with pytest.raises(RuntimeError, match=r"got 16 bytes from rank 0 .* where it expected 12"):
+                peer.transport.wait(peer.transport.recv(0, Channel.VOTE, 1, torch.ones(3)))
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+# ---- tags ---------------------------------------------------------------------------------
+
+
+def test_tags() -> None:
+    tags = {
+        make_tag(epoch, channel, coordinate, source)
+        for epoch in (0, 1, 4095) for channel in Channel for coordinate in (0, pair(3, 5)) for source in (0, 65535)
+    }  # fmt: skip
+    assert len(tags) == 3 * len(Channel) * 2 * 2
+    assert is_older(make_tag(4095, Channel.VOTE, 0, 0), 4096)  # epochs wrap around
+    assert not is_older(make_tag(4096, Channel.VOTE, 0, 0), 4095)
+    with pytest.raises(ValueError, match="does not fit"):
+        make_tag(0, Channel.VOTE, 1 << 28, 0)
+    with pytest.raises(ValueError, match="does not fit"):
+        pair(1, 1 << 14)

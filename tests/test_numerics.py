@@ -1,0 +1,183 @@
+"""Numbers that do not depend on placement: exact sums and keyed random numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.numerics import keyed
+from megatron_elastic.numerics.exact import (
+    SCALE,
+    ExactAccumulator,
+    FloatAccumulator,
+    GradientOverflow,
+    make_accumulator,
+)
+
+FLOATS = st.floats(-1000, 1000, width=32)
+
+# ---- exact sums ---------------------------------------------------------------------------
+
+
+def _sum(values: list[torch.Tensor], contributions: int = 64) -> torch.Tensor:
+    accumulator = ExactAccumulator(contributions)
+    total = torch.zeros(values[0].numel(), dtype=torch.int64)
+    for value in values:
+        accumulator.add(total, value)
+    return total
+
+
+@given(st.lists(st.lists(FLOATS, min_size=5, max_size=5), min_size=2, max_size=12), st.data())
+@settings(deadline=None)
+def test_sums_have_no_order_and_no_grouping(rows: list[list[float]], data: st.DataObject) -> None:
+    values = [torch.tensor(row) for row in rows]
+    shuffled = data.draw(st.permutations(values))
+    cut = data.draw(st.integers(1, len(values) - 1))
+    whole = _sum(values)
+    assert torch.equal(whole, _sum(shuffled))
+    assert torch.equal(whole, _sum(shuffled[:cut]) + _sum(shuffled[cut:]))  # two ranks, added by the owner
+
+
+def test_float_sums_have_an_order() -> None:
+    """Why the exact ones are needed."""
+    values = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 3e-5)]
+    sums = set()
+    for order in itertools.permutations(values):
+        total = torch.zeros(1)
+        for value in order:
+            FloatAccumulator().add(total, value)
+        sums.add(total.item())
+    assert len(sums) > 1
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=8))
+@settings(deadline=None)
+def test_mean_is_rounded_once(numbers: list[float]) -> None:
+    """Each contribution is truncated to 2**-40; from there the mean is the true one, rounded to float64 and float32."""
+    accumulator = ExactAccumulator(8)
+    total = _sum([torch.tensor([number]) for number in numbers], 8)
+    true = sum((Fraction(math.trunc(Fraction(number) * int(SCALE))) for number in numbers), Fraction(0))
+    assert total.item() == true
+    mean = accumulator.mean(total, len(numbers))
+    assert mean.dtype == torch.float32
+    exact = float(true / int(SCALE) / len(numbers))
+    assert mean.item() == pytest.approx(exact, rel=2**-24 * 1.01, abs=2**-149)
+    assert abs(exact - math.fsum(numbers) / len(numbers)) <= 2**-40 * 1.01
+
+
+def test_precision_of_small_gradients() -> None:
+    small = torch.tensor([1e-9, -1e-9, 2.0**-40, 2.0**-41])
+    mean = ExactAccumulator(1).mean(_sum([small], 1), 1)
+    assert mean[:3].tolist() == pytest.approx(small[:3].tolist(), rel=1e-3)
+    assert mean[3] == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**23 / 4, -(2.0**23)])
+def test_what_cannot_be_summed_is_refused(bad: float) -> None:
+    value = torch.zeros(300_000)
+    value[299_999] = bad
+    total = torch.zeros(300_000, dtype=torch.int64)
+    with pytest.raises(GradientOverflow, match="or needs --elastic-consistency fast"):
+        ExactAccumulator(4).add(total, value)
+    assert not total.any()
+
+
+def test_the_largest_contributions_do_not_overflow() -> None:
+    largest = 2.0**21 * (1 - 2.0**-24)  # the float32 below the limit
+    total = _sum([torch.tensor([largest, -largest])] * 4, 4)
+    assert total.tolist() == [int(4 * largest * SCALE), -int(4 * largest * SCALE)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_long_tensors_of_any_float_type(dtype: torch.dtype) -> None:
+    value = torch.randn(300_001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    total = _sum([value, value], 2)
+    assert torch.equal(total, 2 * (value.to(torch.float64).to(torch.float32).to(torch.float64) * SCALE).to(torch.int64))
+
+
+def test_make_accumulator() -> None:
+    assert isinstance(make_accumulator("bitwise", 4), ExactAccumulator)
+    assert isinstance(make_accumulator("fast", 4), FloatAccumulator)
+
+
+# ---- keyed random numbers -----------------------------------------------------------------
+
+
+def _draw(*coordinates: int | str) -> list[float]:
+    keyed.seed_default_generator(*coordinates)
+    return torch.rand(3).tolist()
+
+
+def test_draws_are_a_function_of_their_coordinates() -> None:
+    first = _draw(1, 2, 3, "layer.0")
+    torch.rand(100)
+    assert _draw(1, 2, 3, "layer.0") == first
+    others = [_draw(*c) for c in ((2, 2, 3, "layer.0"), (1, 3, 3, "layer.0"), (1, 2, 4, "layer.0"), (1, 2, 3, "x"))]
+    assert len({tuple(draws) for draws in [first, *others]}) == 5
+
+
+@given(st.lists(st.integers(-(2**62), 2**62) | st.text(), max_size=4),
+       st.lists(st.integers(-(2**62), 2**62) | st.text(), max_size=4))  # fmt: skip
+def test_keys(first: list[int | str], second: list[int | str]) -> None:
+    """Other coordinates have another key, also where their text runs together."""
+    assert 0 <= keyed.key(*first) < 2**63
+    assert (keyed.key(*first) == keyed.key(*second)) == (first == second)
+
+
+def test_keys_stay_the_same() -> None:
+    """A checkpoint continues the draws of the job that wrote it, so keys must not change between versions."""
+    assert keyed.key(1234, 1, 0, "embedding") == 2129581158515847477
+    assert keyed.key("a", "b") != keyed.key("ab")
+
+
+def test_forks() -> None:
+    """They differ by index; what follows outside does not."""
+
+    def step(index: int) -> tuple[list[float], list[float]]:
+        keyed.seed_default_generator(7)
+        with keyed.forked("dropout", index):
+            inside = torch.rand(3).tolist()
+            torch.rand(10 * index)
+        return inside, torch.rand(3).tolist()
+
+    (inside0, after0), (inside1, after1) = step(0), step(1)
+    assert inside0 != inside1
+    assert after0 == after1
+    assert step(0) == (inside0, after0)
+
+
+def test_forks_of_one_place_differ() -> None:
+    keyed.seed_default_generator(7)
+    seen = []
+    for name in ("a", "a", "b"):
+        with keyed.forked(name, 0):
+            seen.append(tuple(torch.rand(3).tolist()))
+    assert len(set(seen)) == 3
+
+
+def test_recomputation_repeats_forks() -> None:
+    """Restoring the default generator, as recomputation does, brings the same draws inside."""
+    keyed.seed_default_generator(7)
+    state = torch.get_rng_state()
+    with keyed.forked("dropout", 1):
+        first = torch.rand(3)
+    torch.rand(5)
+    torch.set_rng_state(state)
+    with keyed.forked("dropout", 1):
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_a_fork_that_raises_restores_the_generator() -> None:
+    keyed.seed_default_generator(7)
+    torch.randint(0, 2**62, ())  # the one draw that a fork takes
+    expected = torch.rand(3)
+    keyed.seed_default_generator(7)
+    with pytest.raises(KeyError), keyed.forked("dropout", 1):
+        raise KeyError
+    assert torch.equal(torch.rand(3), expected)
