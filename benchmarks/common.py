@@ -39,6 +39,7 @@ def progress(text: str) -> None:
 def run_root() -> Iterator[Path]:
     """A folder for the runs of a benchmark. Removed at the end, but kept and named when the benchmark fails."""
     root = Path(tempfile.mkdtemp(prefix="megatron-elastic-bench-"))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the running job is ended, too
     try:
         yield root
     except BaseException:

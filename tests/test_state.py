@@ -1,0 +1,356 @@
+"""Slices of parameters and optimizer state: how they are cut, updated, voted on, and moved between processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.tag import Channel
+from megatron_elastic.layout import Layout, transfers
+from megatron_elastic.numerics.exact import ExactAccumulator, FloatAccumulator
+from megatron_elastic.state.buffer import Member, UnitBuffer
+from megatron_elastic.state.reduction import Reduction
+from megatron_elastic.state.slice import Adam, SliceState, Update
+from megatron_elastic.state.store import StateStore
+from megatron_elastic.state.vote import Ballot, vote
+from tests import world
+from tests.world import Peer
+
+ADAM = Adam(beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def _members(sizes: Sequence[tuple[int, bool, bool]], seed: int = 0) -> list[Member]:
+    """(elements, decay, sharded) -> parameters with values of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Member(torch.nn.Parameter(torch.randn(size, generator=generator)), decay, sharded)
+        for size, decay, sharded in sizes
+    ]
+
+
+# ---- buffers ------------------------------------------------------------------------------
+
+SIZES = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.booleans()), min_size=1, max_size=8)
+
+
+@given(SIZES, st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
+    members = _members(sizes)
+    values = [member.parameter.detach().clone() for member in members]
+    buffer = UnitBuffer(0, members, num_slices, 0, ExactAccumulator(1))
+    for member, value in zip(members, values, strict=True):
+        assert torch.equal(member.parameter, value)
+    assert buffer.params.numel() == num_slices * buffer.slice_size
+    # Mark each slice through its view; what the parameters show then says which slice they are in.
+    counts = torch.zeros_like(buffer.params)
+    for k in range(num_slices):
+        buffer.slice_of(counts, k).add_(1)
+    assert (counts == 1).all()
+    buffer.params.copy_(torch.arange(buffer.params.numel()))
+    seen = torch.cat([member.parameter.detach() for member in members])
+    assert len(set(seen.tolist())) == sum(size for size, _, _ in sizes)
+    for member, start in buffer.members:
+        assert start % 32 == 0
+        assert member.parameter[0] == start
+
+
+@given(SIZES, st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
+    """They treat every parameter as it wants, whoever asks; only who counts depends on the tensor-parallel index."""
+    buffers = [UnitBuffer(0, _members(sizes), num_slices, tp, ExactAccumulator(1)) for tp in (0, 1)]
+    decay = torch.full_like(buffers[0].params, math.nan)
+    for k in range(num_slices):
+        first, second = (buffer.segments(k) for buffer in buffers)
+        assert [(s.start, s.end, s.decay) for s in first] == [(s.start, s.end, s.decay) for s in second]
+        assert all(segment.counted for segment in first)
+        ends = [bound for segment in first for bound in (segment.start, segment.end)]
+        assert ends == sorted(ends)
+        assert all(0 <= bound <= buffers[0].slice_size for bound in ends)
+        for segment in first:
+            buffers[0].slice_of(decay, k)[segment.start : segment.end] = float(segment.decay)
+    for member, start in buffers[0].members:
+        assert (decay[start : start + member.parameter.numel()] == float(member.decay)).all()
+    counted = torch.zeros_like(buffers[1].params)
+    for k in range(num_slices):
+        for segment in buffers[1].segments(k):
+            buffers[1].slice_of(counted, k)[segment.start : segment.end] = float(segment.counted)
+    for member, start in buffers[1].members:
+        assert (counted[start : start + member.parameter.numel()] == float(member.sharded)).all()
+
+
+def test_gradients_are_summed() -> None:
+    members = _members([(40, True, False), (3, False, False)])
+    buffer = UnitBuffer(0, members, 2, 0, FloatAccumulator())
+    for factor in (1.0, 2.0):
+        (factor * sum(member.parameter.sum() for member in members)).backward()  # type: ignore[union-attr]
+    assert all(member.parameter.grad is None for member in members)
+    assert buffer.sums.sum() == 3 * 43
+    buffer.zero()
+    assert not buffer.sums.any()
+
+
+def test_buffers_keep_bf16() -> None:
+    members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), True, False)]
+    buffer = UnitBuffer(0, members, 2, 0, ExactAccumulator(1))
+    assert (buffer.params.dtype, buffer.sums.dtype) == (torch.bfloat16, torch.int64)
+
+
+# ---- the update ---------------------------------------------------------------------------
+
+
+def _trained(steps: int, clip: float = 1.0) -> tuple[SliceState, UnitBuffer]:
+    """A state after some steps, on gradients that depend on the step alone."""
+    buffer = UnitBuffer(0, _members([(70, True, False), (50, False, False)]), 1, 0, ExactAccumulator(1))
+    state = SliceState(buffer.params.clone())
+    for step in range(1, steps + 1):
+        state.grad = _gradient(step, state.master.numel())
+        state.apply(Update(step, clip, 0.01 * step, 0.1), ADAM, buffer.segments(0))
+    return state, buffer
+
+
+def _gradient(step: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.3, 5.0])
+def test_update_equals_adamw(clip: float) -> None:
+    """Clipping only ever makes gradients smaller; what is not to decay does not."""
+    steps = 12
+    state, buffer = _trained(steps, clip)
+    members = _members([(70, True, False), (50, False, False)])
+    decayed, plain = (member.parameter for member in members)
+    optimizer = torch.optim.AdamW(
+        [{"params": [decayed], "weight_decay": 0.1}, {"params": [plain], "weight_decay": 0.0}],
+        betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps,
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        flat = _gradient(step, state.master.numel()) * min(clip, 1.0)
+        for member, (_, start) in zip(members, buffer.members, strict=True):
+            member.parameter.grad = flat[start : start + member.parameter.numel()].clone()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * step
+        optimizer.step()
+    for member, (_, start) in zip(members, buffer.members, strict=True):
+        found = state.master[start : start + member.parameter.numel()]
+        torch.testing.assert_close(found, member.parameter.detach(), rtol=1e-6, atol=1e-6)
+    assert state.step == steps
+
+
+def test_update_is_done_once() -> None:
+    state, buffer = _trained(3)
+    before = state.sha256(buffer.params)
+    state.apply(Update(3, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+    state.grad = _gradient(3, state.master.numel())
+    state.apply(Update(2, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+    assert state.sha256(buffer.params) == before
+
+
+def test_update_out_of_turn_is_an_error() -> None:
+    state, buffer = _trained(3)
+    with pytest.raises(RuntimeError, match=r"at step 3 \(without a gradient\) cannot do step 4"):
+        state.apply(Update(4, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+    state.grad = _gradient(5, state.master.numel())
+    with pytest.raises(RuntimeError, match=r"at step 3 \(with a gradient\) cannot do step 5"):
+        state.apply(Update(5, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+
+
+def test_owner_and_replica_stay_equal() -> None:
+    """Bit for bit, wherever their memory lies."""
+    owner, buffer = _trained(8)
+    shifted = torch.zeros(owner.master.numel() + 1)[1:]
+    shifted.copy_(buffer.params)
+    replica = SliceState(shifted)
+    for step in range(1, 9):
+        replica.grad = _gradient(step, replica.master.numel())
+        replica.apply(Update(step, 1.0, 0.01 * step, 0.1), ADAM, buffer.segments(0))
+    for mine, theirs in zip(owner.tensors, replica.tensors, strict=True):
+        assert torch.equal(mine, theirs)
+    assert owner.sha256(buffer.params) == replica.sha256(buffer.params)
+    replica.exp_avg_sq[5] *= 1 + 2**-20
+    assert owner.sha256(buffer.params) != replica.sha256(buffer.params)
+
+
+def test_norm_counts_what_is_counted() -> None:
+    for tp, expected in ((0, 40.0 + 9.0), (1, 40.0)):
+        buffer = UnitBuffer(0, _members([(40, True, True), (9, False, False)]), 1, tp, ExactAccumulator(1))
+        state = SliceState(buffer.params.clone())
+        state.grad = torch.zeros_like(state.master)
+        for member, start in buffer.members:
+            state.grad[start : start + member.parameter.numel()] = 1.0
+        assert state.sum_of_squares(buffer.segments(0)) == expected
+
+
+# ---- between processes --------------------------------------------------------------------
+
+
+def _layout(dp: int = 2, replicas: int = 1) -> Layout:
+    return Layout.grid(
+        tp=1, pp=1, dp=dp, stage_units=[[0, 1]], units=["a", "b"], num_grains=4, num_slices=2, replicas=replicas
+    )
+
+
+def _rank_state(peer: Peer, layout: Layout) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
+    accumulator = ExactAccumulator(4)
+    units = {
+        unit: UnitBuffer(unit, _members([(70 + unit, True, False), (9, False, False)], unit), layout.num_slices, 0,
+                         accumulator)
+        for unit in (0, 1)
+    }  # fmt: skip
+    store = StateStore(units, ADAM, peer.transport)
+    return units, store, Reduction(layout, peer.transport, units, store, accumulator)
+
+
+def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduction: Reduction, rank: int,
+          step: int) -> None:  # fmt: skip
+    """One whole step: each grain's gradient depends on step and grain alone, and goes in where the layout says."""
+    for unit, buffer in units.items():
+        buffer.zero()
+        for grain in layout.cell_of(rank).grains:
+            gradient = torch.randn(buffer.params.numel(), generator=torch.Generator().manual_seed(step * 10 + grain))
+            buffer.accumulator.add(buffer.sums, gradient + unit)
+    store.drop_gradients()
+    reduction.reduce_gradients()
+    reduction.replay()
+    store.apply(Update(step, 0.5, 0.01, 0.1))
+    reduction.gather_parameters()
+
+
+def test_two_ranks_do_what_one_does() -> None:
+    """Bit for bit; and owner and replica of every slice have the same state."""
+
+    def body(peer: Peer) -> None:
+        layout = _layout(dp=2)
+        units, store, reduction = _rank_state(peer, layout)
+        store.create(layout)
+        assert store.held() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        for step in (1, 2, 3):
+            _step(layout, units, store, reduction, peer.rank, step)
+        digests = [store[at].sha256(units[at[0]].params) for at in store.held()]
+        assert _exchange(peer, digests) == digests
+        if peer.rank == 0:
+            layout = _layout(dp=1)
+            alone, store, reduction = _rank_state(peer, layout)
+            store.create(layout)
+            for step in (1, 2, 3):
+                _step(layout, alone, store, reduction, 0, step)
+            for unit in (0, 1):
+                assert torch.equal(alone[unit].params, units[unit].params)
+            assert [store[at].sha256(alone[at[0]].params) for at in store.held()] == digests
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+@pytest.mark.parametrize("missed", [0, 1, 3])
+def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
+    """A replica that was copied before some steps and arrives after them catches up by replaying those."""
+
+    def body(peer: Peer) -> None:
+        bare = _layout(replicas=0)
+        units, store, reduction = _rank_state(peer, bare)
+        store.create(bare)
+        assert store.held() == list(bare.owned(peer.rank))
+        _step(bare, units, store, reduction, peer.rank, 1)
+
+        layout = replace(_layout(), epoch=1)
+        peer.transport.advance(1)
+        held = {rank: bare.owned(rank) for rank in (0, 1)}
+        moves = transfers(layout, held)
+        assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
+        store.replicate(moves)
+        reduction = Reduction(layout, peer.transport, units, store, reduction._accumulator)
+        for step in range(2, 2 + missed):
+            _step(layout, units, store, reduction, peer.rank, step)
+        assert store.replicating
+        assert store.held() == list(bare.owned(peer.rank))
+
+        peer.meet()
+        assert sorted(store.settle(1 + missed, wait=moves)) == list(layout.replicated(peer.rank))
+        store.flush()
+        assert not store.replicating
+        _step(layout, units, store, reduction, peer.rank, 2 + missed)
+        assert all(store[at].step == 2 + missed for at in store.held())
+        digests = [store[at].sha256(units[at[0]].params) for at in store.held()]
+        assert len(digests) == 4
+        assert _exchange(peer, digests) == digests
+        store.retire(layout.owned(peer.rank))
+        assert store.held() == list(layout.owned(peer.rank))
+        with pytest.raises(KeyError):
+            store[layout.replicated(peer.rank)[0]]
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_copies_under_way_can_be_abandoned() -> None:
+    """And begun anew in the next epoch, without mixing up the bytes of both."""
+
+    def body(peer: Peer) -> None:
+        bare = _layout(replicas=0)
+        _, store, _ = _rank_state(peer, bare)
+        store.create(bare)
+        held = {rank: bare.owned(rank) for rank in (0, 1)}
+        for epoch in (1, 2):
+            peer.transport.advance(epoch)
+            store.abandon_loading()
+            layout = replace(_layout(), epoch=epoch)
+            moves = transfers(layout, held)
+            for at in bare.owned(peer.rank):
+                store[at].exp_avg.fill_(epoch)
+            store.replicate(moves)
+        store.settle(0, wait=moves)
+        for at in layout.replicated(peer.rank):
+            assert (store[at].exp_avg == 2).all()
+        store.flush()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+# ---- the vote -----------------------------------------------------------------------------
+
+
+def test_vote() -> None:
+    """Everybody learns the same numbers, which are those of one rank that knows everything."""
+    norms = {(unit, k): 0.1 * (unit + 1) + 7.7 * k for unit in (0, 1) for k in (0, 1)}
+    losses = {grain: (1.1 * grain + 0.3, 10.0 + grain) for grain in range(4)}
+
+    def body(peer: Peer) -> None:
+        layout = _layout()
+        ballot = Ballot(
+            norms={at: norms[at] for at in layout.owned(peer.rank)},
+            losses={grain: losses[grain] for grain in layout.cell_of(peer.rank).grains},
+        )
+        outcome = vote(layout, Group(peer.transport, 7, layout.ranks), 0, ballot)
+        assert outcome.tokens == 46
+        assert outcome.grad_norm == math.sqrt(math.fsum(norms.values()))
+        assert outcome.loss == math.fsum(loss for loss, _ in losses.values()) / 46
+        if peer.rank == 0:
+            alone = _layout(dp=1)
+            assert vote(alone, Group(peer.transport, 8, [0]), 0, Ballot(norms, losses)) == outcome
+        nothing = vote(layout, Group(peer.transport, 9, layout.ranks), 0, Ballot({}, {}))
+        assert (nothing.loss, nothing.tokens, nothing.grad_norm) == (0.0, 0, 0.0)
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def _exchange(peer: Peer, texts: list[str]) -> list[str]:
+    """The other one's texts, which are as long as ours."""
+    mine = torch.tensor(list("".join(texts).encode()), dtype=torch.uint8)
+    theirs = torch.empty_like(mine)
+    peer.transport.wait(
+        peer.transport.send(1 - peer.rank, Channel.POINT_TO_POINT, 1, mine),
+        peer.transport.recv(1 - peer.rank, Channel.POINT_TO_POINT, 1, theirs),
+    )
+    text, size = bytes(theirs.tolist()).decode(), len(texts[0])
+    return [text[i : i + size] for i in range(0, len(text), size)]
