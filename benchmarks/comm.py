@@ -10,10 +10,13 @@ The return is measured the same way; over ``elastic`` a new process joins, whose
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import multiprocessing.synchronize
 import os
+import signal
+import socket
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from megatron_elastic.device import cpu
 cpu.install()
 from megatron.core import parallel_state  # noqa: E402  after the CPU's answers are in place
 
+_PR_SET_PDEATHSIG = 1
 _LIMIT = timedelta(seconds=300)
 MEASURES = ("full_rebuild_ms", "partial_rebuild_ms", "in_place_ms")
 
@@ -41,9 +45,11 @@ MEASURES = ("full_rebuild_ms", "partial_rebuild_ms", "in_place_ms")
 class Bench:
     """What all ranks share: where to meet, and the times they measured."""
 
-    def __init__(self, ranks: int, tensor: int, pipeline: int, folder: Path) -> None:
+    def __init__(self, ranks: int, tensor: int, pipeline: int, folder: Path, port: int) -> None:
         fork = multiprocessing.get_context("fork")
         self.ranks, self.tensor, self.pipeline, self.folder = ranks, tensor, pipeline, folder
+        self.port = port
+        self.connection: dist.Store | None = None
         self.lost, self.joiner = ranks - 1, ranks
         self.everybody = fork.Barrier(ranks + 1)
         """All processes: the ranks and the one that joins."""
@@ -73,8 +79,10 @@ class Bench:
         return figures
 
     def store(self, name: str) -> dist.Store:
-        """A store of its own for each making of groups."""
-        return dist.FileStore(str(self.folder / name), -1)
+        """A store of its own for each making of groups; rank 0 serves them all."""
+        if self.connection is None:
+            self.connection = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=_LIMIT)
+        return dist.PrefixStore(name, self.connection)
 
 
 def megatron_groups(bench: Bench) -> list[list[int]]:
@@ -116,6 +124,8 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
         assert world is not None
         mine = [group for group in dist.distributed_c10d._world.pg_map]
         reduce_on(mine)
+        if me == 0:
+            progress("Megatron's groups are up over gloo")
     survivor = member and me != bench.lost
     without = [[rank for rank in ranks if rank != bench.lost] for ranks in lists]
 
@@ -211,7 +221,11 @@ def _reduce(transport: Transport, group: Group) -> None:
 def rank_main(bench: Bench, me: int) -> None:
     """One process."""
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)
+        if me == 0:
+            bench.connection = dist.TCPStore("127.0.0.1", bench.port, is_master=True, wait_for_workers=False)
+        bench.everybody.wait()
         lists = measure_gloo(bench, me)
         if me == 0:
             progress("gloo is measured")
@@ -230,6 +244,13 @@ def rank_main(bench: Bench, me: int) -> None:
     os._exit(0)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def main() -> int:
     """Run the benchmark and print its line."""
     parser = argparse.ArgumentParser(prog="megatron-elastic bench comm", description=__doc__,
@@ -242,7 +263,7 @@ def main() -> int:
         parser.error(f"--ranks {args.ranks} is not divisible by --tp {args.tp} times --pp {args.pp}")
     load = load_average()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.ranks, args.tp, args.pp, Path(folder))
+        bench = Bench(args.ranks, args.tp, args.pp, Path(folder), free_port())
         fork = multiprocessing.get_context("fork")
         progress(f"starting {args.ranks} ranks and one that joins")
         processes = [fork.Process(target=rank_main, args=(bench, rank)) for rank in range(args.ranks + 1)]
