@@ -107,7 +107,8 @@ def table(times: Any, ranks: int, rounds: int, sizes: list[int]) -> dict[str, di
     for name in OPERATIONS:
         result[name] = {}
         for size in sizes:
-            ours, gloos = [], []
+            ours: list[float] = []
+            gloos: list[float] = []
             for _ in range(rounds):
                 for series in (ours, gloos):
                     series.append(max(times[at : at + ranks]))

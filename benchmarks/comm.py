@@ -94,7 +94,7 @@ def megatron_groups(bench: Bench) -> list[list[int]]:
         lists.append(list(range(bench.ranks)) if ranks is None else list(ranks))
         return original(ranks, *args, **kwargs)  # type: ignore[arg-type]
 
-    dist.new_group = recorded  # type: ignore[assignment]
+    dist.new_group = recorded
     try:
         parallel_state.initialize_model_parallel(
             bench.tensor, bench.pipeline, create_gloo_process_groups=False, distributed_timeout_minutes=5
