@@ -24,7 +24,8 @@ PP2_DP4 = Grid(tp=1, pp=2, steps=9)
 STEP_POINTS = HOOK_POINTS[: HOOK_POINTS.index("commit") + 1]
 
 # Slice k is owned by column k and replicated in column k + 1. So whatever dies in every other column, and whenever,
-# the columns between hold every slice; within one column anything may die.
+# the columns between hold every slice; within one column anything may die. Who is to die in a recovery must be in the
+# step of the first kill: all are when somebody votes, and all that need the first one's parameters in param_sync.
 KILLS: dict[Grid, list[list[str]]] = {
     DP8: [
         ["0@2:data", "2@4:forward", "4@6:backward", "6@8:grad_sync"],
@@ -45,12 +46,12 @@ KILLS: dict[Grid, list[list[str]]] = {
     TP2_PP2: [
         *([f"{rank}@3:{point}"] for rank, point in zip((0, 1, 4, 5, 2, 3, 6, 7, 0), STEP_POINTS, strict=True)),
         ["4@3:vote", "0@3:interrupt", "1@3:edit", "5@3:replicate"],
-        ["3@3:param_sync", "6@3:report", "2@3:promote"],
+        ["3@3:vote", "6@3:report", "2@3:promote"],
     ],
     PP4: [
         *([f"{rank}@3:{point}"] for rank, point in zip((7, 4, 2, 1, 0, 3, 5, 6, 0), STEP_POINTS, strict=True)),
         ["1@3:vote", "5@3:interrupt", "3@3:edit", "7@3:replicate"],
-        ["6@3:param_sync", "0@3:report", "2@3:promote"],
+        ["6@3:vote", "0@3:report", "2@3:promote"],
     ],
 }
 CORE = {
