@@ -28,26 +28,37 @@ class ElasticConfig:
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
+    heartbeat_timeout: float = 2.5
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         limits = {
-            "--elastic-suspect-timeout": self.suspect_timeout,
-            "--elastic-report-timeout": self.report_timeout,
-            "--elastic-wait-timeout": self.wait_timeout,
+            "start": self.start_timeout,
+            "suspect": self.suspect_timeout,
+            "heartbeat": self.heartbeat_timeout,
+            "report": self.report_timeout,
+            "wait": self.wait_timeout,
         }
-        if min(limits.values()) <= 0 or self.start_timeout <= 0:
-            raise UsageError("--elastic-*-timeout: every limit must be positive")
-        names, values = list(limits), list(limits.values())
-        for i in range(len(values) - 1):
-            if values[i] >= values[i + 1]:
+        for name, limit in limits.items():
+            if not limit > 0:
+                raise UsageError(f"--elastic-{name}-timeout must be positive, got {limit:g}")
+        for inner, outer in (("suspect", "report"), ("heartbeat", "report"), ("report", "wait")):
+            if limits[inner] >= limits[outer]:
                 raise UsageError(
-                    f"{names[i]} ({values[i]:g} s) must be below {names[i + 1]} ({values[i + 1]:g} s): "
-                    "an outer wait may not end before the one it contains"
+                    f"--elastic-{inner}-timeout ({limits[inner]:g} s) must be below --elastic-{outer}-timeout "
+                    f"({limits[outer]:g} s): an outer wait may not end before the one it contains"
                 )
         if self.slices is not None and self.slices < 1:
             raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
+
+    @property
+    def cut_off(self) -> float:
+        """Seconds without a word from the coordinator after which a node counts itself as cut off and ends its ranks.
+
+        Longer than what the coordinator grants an agent: a coordinator that stands still for some seconds does no harm.
+        """
+        return 4 * self.heartbeat_timeout
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ElasticConfig:
@@ -83,7 +94,11 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,
                        help="limit for all ranks to come up (default: %(default)s)")
     group.add_argument("--elastic-suspect-timeout", type=float, metavar="S", default=d.suspect_timeout,
-                       help="how long a suspected rank has to turn out dead before it is killed (default: %(default)s)")
+                       help="how long a suspected or stopped rank (SIGSTOP, debugger, freezer) has to go on before it "
+                       "is killed (default: %(default)s)")
+    group.add_argument("--elastic-heartbeat-timeout", type=float, metavar="S", default=d.heartbeat_timeout,
+                       help="how long a node may be silent before its ranks count as lost; a node without a word from "
+                       "the coordinator for four times as long ends its ranks (default: %(default)s)")
     group.add_argument("--elastic-report-timeout", type=float, metavar="S", default=d.report_timeout,
                        help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
     group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,

@@ -11,16 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import (
     COORDINATOR_VARIABLE,
+    SILENCE_VARIABLE,
     Control,
     Interrupted,
     InterruptFlag,
@@ -38,113 +37,14 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.recovery import decide
-from megatron_elastic.observe.records import read_digest, read_events, read_metrics
-
-PROGRAMS = Path(__file__).parent / "cluster_programs"
-MARK = "MEGATRON_ELASTIC_TEST_MARK"
-TOKEN = "a token for tests"
-
-
-class Run:
-    """One launcher process and what it left behind."""
-
-    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
-        self.process = process
-        self.run_dir = run_dir
-        self.output = ""
-
-    def read_until(self, text: str) -> str:
-        """Read the launcher's output up to the line with ``text``, and return that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return line
-        raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
-
-    def finish(self, code: int = 0) -> str:
-        """Wait for the launcher and check its exit code; returns everything it printed."""
-        rest, _ = self.process.communicate(timeout=60)
-        self.output += rest
-        assert self.process.returncode == code, self.output
-        return self.output
-
-    def pid(self, rank: int) -> int:
-        """Process of a rank, as it printed it."""
-        return int((self.run_dir / "logs" / f"rank{rank}.log").read_text().split()[1])
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.run_dir) if event["kind"] == kind]
-
-    def steps(self) -> list[int]:
-        return list(read_metrics(self.run_dir))
-
-
-class Launch:
-    """Starts launchers; ``start`` takes the launcher's own flags in ``flags`` and the program's in ``arguments``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.mark = uuid.uuid4().hex
-        self.env = {**os.environ, MARK: self.mark, "PYTHONPATH": str(PROGRAMS.parents[1])}
-        self.env["MEGATRON_ELASTIC_PRELOAD"] = ""  # these programs need no torch
-        self.runs: list[Run] = []
-        (path / "meet").mkdir()
-        os.mkfifo(path / "meet" / "go")
-        os.mkfifo(path / "meet" / "told")
-        self.told = os.open(path / "meet" / "told", os.O_RDWR)
-
-    def start(self, program: str, *arguments: str, flags: tuple[str, ...] = (), name: str = "run") -> Run:
-        run_dir = self.path / name
-        command = [sys.executable, "-m", "megatron_elastic.cli", "run", *flags, str(PROGRAMS / program), *arguments,
-                   "--elastic-run-dir", str(run_dir)]
-        process = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
-        self.runs.append(Run(process, run_dir))
-        return self.runs[-1]
-
-    def members(self, *acts: str, ranks: int = 4, steps: int = 4, extra: tuple[str, ...] = ()) -> Run:
-        return self.start("member.py", "--elastic", *self.member_flags(*acts, steps=steps), *extra,
-                          flags=("--nproc-per-node", str(ranks)))
-
-    def member_flags(self, *acts: str, steps: int = 4) -> list[str]:
-        at = [flag for act in acts for flag in ("--at", act)]
-        return ["--meet", str(self.path / "meet"), "--steps", str(steps), *at]
-
-    def go(self) -> None:
-        """Let the rank with the act ``wait`` go on."""
-        (self.path / "meet" / "go").write_text("go")
-
-    def hear(self, count: int) -> None:
-        """Wait until ``count`` ranks have done the act ``tell``."""
-        while count:
-            count -= len(os.read(self.told, count))
-
-    def processes(self) -> list[int]:
-        """Processes of these launchers that are alive, found by their environment."""
-        found = []
-        for path in Path("/proc").iterdir():
-            if path.name.isdecimal():
-                try:
-                    if self.mark.encode() in (path / "environ").read_bytes():
-                        found.append(int(path.name))
-                except OSError:
-                    continue
-        return found
+from megatron_elastic.observe.records import read_digest, read_metrics
+from tests.launches import PROGRAMS, TOKEN, Launch, free_port, launches, start_nodes
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    launch = Launch(tmp_path)
-    yield launch
-    for run in launch.runs:
-        if run.process.poll() is None:
-            run.process.kill()
-        run.process.wait()
-        assert run.process.stdout is not None
-        run.process.stdout.close()  # ends only when every process that had it is gone
-    os.close(launch.told)
-    assert launch.processes() == []
+    with launches(tmp_path) as launch:
+        yield launch
 
 
 # ---- elastic jobs --------------------------------------------------------------------------
@@ -215,7 +115,7 @@ def test_a_second_rank_dies_while_the_first_is_recovered(launch: Launch, act: st
 
 
 def test_a_suspected_rank_is_fenced(launch: Launch) -> None:
-    run = launch.members("1:2:begin:freeze", "0:2:begin:suspect1", extra=("--elastic-suspect-timeout", "0.2"))
+    run = launch.members("1:2:begin:mute", "0:2:begin:suspect1", extra=("--elastic-suspect-timeout", "0.2"))
     run.finish()
     (event,) = run.events("recovered")
     assert (event["ranks"], event["cause"]) == ([1], "fenced")
@@ -224,7 +124,8 @@ def test_a_suspected_rank_is_fenced(launch: Launch) -> None:
 
 def test_a_rank_that_does_not_report_is_fenced(launch: Launch) -> None:
     run = launch.members("1:*:report:mute", "3:2:begin:kill",
-                         extra=("--elastic-report-timeout", "0.5", "--elastic-suspect-timeout", "0.2"))
+                         extra=("--elastic-report-timeout", "0.5", "--elastic-suspect-timeout", "0.2",
+                                "--elastic-heartbeat-timeout", "0.4"))
     run.finish()
     (event,) = run.events("recovered")
     assert event["ranks"] == [1, 3]
@@ -301,19 +202,13 @@ def test_a_killed_launcher_takes_its_ranks_along(launch: Launch) -> None:
                 os.close(key.fd)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def test_strangers_do_not_disturb(launch: Launch) -> None:
     port = free_port()
     run = launch.start("member.py", "--elastic", *launch.member_flags("1:2:begin:wait"),
                        flags=("--nproc-per-node", "2", "--master-port", str(port)))
     run.read_until("step   1/4")
     with pytest.raises(wire.WireError, match="job token"):
-        wire.connect("127.0.0.1", port, "another token", timeout=10)
+        wire.connect("127.0.0.1", port, "another token", timeout=10, silence=10)
     for garbage in (b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", wire.frame(b"x" * 32) + wire.frame(b"y" * 32)):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
             sock.sendall(garbage)
@@ -325,18 +220,6 @@ def test_strangers_do_not_disturb(launch: Launch) -> None:
 
 
 # ---- several nodes -------------------------------------------------------------------------
-
-
-def start_nodes(launch: Launch, *acts: str, ranks: int) -> tuple[Run, Run]:
-    launch.env[wire.TOKEN_VARIABLE] = TOKEN
-    port = str(free_port())
-    first, second = (
-        launch.start("member.py", "--elastic", *launch.member_flags(*acts), name=f"node{node}",
-                     flags=("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(ranks),
-                            "--master-addr", "127.0.0.1", "--master-port", port))
-        for node in (0, 1)
-    )
-    return first, second
 
 
 def test_two_nodes(launch: Launch) -> None:
@@ -413,6 +296,8 @@ def test_a_used_port_is_named(launch: Launch) -> None:
         ("plain.py", (), ("--nproc", "1"), "nproc"),
         ("plain.py", ("--elastic-inject", "kill:rank=1"), (), "lacks step"),
         ("plain.py", ("--elastic-report-timeout", "900"), (), "--elastic-report-timeout"),
+        ("plain.py", ("--elastic-heartbeat-timeout", "60"), (), "--elastic-heartbeat-timeout (60 s) must be below"),
+        ("plain.py", ("--elastic-suspect-timeout", "0"), (), "--elastic-suspect-timeout must be positive"),
         ("plain.py", (), ("-m",), "there is no module"),
     ],
 )
@@ -469,14 +354,14 @@ class Server:
     def __init__(self, *messages: Message) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._messages = messages
-        self.env = {"RANK": "3", wire.TOKEN_VARIABLE: TOKEN,
+        self.env = {"RANK": "3", wire.TOKEN_VARIABLE: TOKEN, SILENCE_VARIABLE: "10",
                     COORDINATOR_VARIABLE: f"127.0.0.1:{self._server.getsockname()[1]}"}
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = await wire.AsyncWire.accept(reader, writer, TOKEN)
+            connection = await wire.AsyncWire.accept(reader, writer, TOKEN, silence=10)
             for message in self._messages:
                 connection.send(message)
             connection.close()

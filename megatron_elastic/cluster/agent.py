@@ -1,4 +1,4 @@
-"""Agent: starts the ranks of one node through a zygote, and tells of each end at once."""
+"""Agent: starts the ranks of one node through a zygote, and tells at once when one ends, is stopped or goes on."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import COORDINATOR_VARIABLE
-from megatron_elastic.cluster.messages import RankExited
-from megatron_elastic.cluster.zygote import Broken, Exited, Kill, Program, Ready, Spawn, Spawned
+from megatron_elastic.cluster.control import COORDINATOR_VARIABLE, SILENCE_VARIABLE
+from megatron_elastic.cluster.messages import RankExited, RankNews, RankResumed, RankStopped
+from megatron_elastic.cluster.zygote import (
+    Broken,
+    Continued,
+    Exited,
+    Kill,
+    Program,
+    Ready,
+    Spawn,
+    Spawned,
+    Stopped,
+)
 
 GRACE = 10.0
 """Seconds that ranks have to end once the job is over, before they are killed."""
 _PATIENCE = 1.0
 """Seconds that ranks of a failed job have to end by themselves, before they get SIGTERM."""
 
-_answers: msgspec.msgpack.Decoder[Ready | Broken | Spawned | Exited] = msgspec.msgpack.Decoder(
-    Ready | Broken | Spawned | Exited)
+_Answer = Ready | Broken | Spawned | Exited | Stopped | Continued
+_answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class AgentError(Exception):
@@ -47,6 +57,8 @@ class Job:
     """Address of the coordinator, as every rank can reach it."""
     port: int
     token: str
+    silence: float
+    """Seconds after which a machine that does not answer counts as gone, for the connections of the ranks."""
 
     @property
     def world_size(self) -> int:
@@ -81,16 +93,17 @@ class Job:
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             "MEGATRON_ELASTIC_RUN_DIR": str(self.run_dir),
             COORDINATOR_VARIABLE: f"{self.host}:{self.port}",
+            SILENCE_VARIABLE: str(self.silence),
             wire.TOKEN_VARIABLE: self.token,
         }
 
 
 class Agent:
-    """One node's ranks. ``on_exit`` is called for each rank that ended, whatever the reason."""
+    """One node's ranks. ``tell`` is called with whatever happens to their processes; each end is told once."""
 
-    def __init__(self, job: Job, on_exit: Callable[[RankExited], None]) -> None:
+    def __init__(self, job: Job, tell: Callable[[RankNews], None]) -> None:
         self.job = job
-        self._on_exit = on_exit
+        self._tell = tell
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -190,7 +203,7 @@ class Agent:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.encode(request))
 
-    async def _receive(self) -> Ready | Broken | Spawned | Exited | None:
+    async def _receive(self) -> _Answer | None:
         assert self._reader is not None
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
@@ -200,8 +213,14 @@ class Agent:
 
     async def _listen(self) -> None:
         while (answer := await self._receive()) is not None:
-            if isinstance(answer, Exited):
-                self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
+            match answer:
+                case Exited():
+                    self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
+                case Stopped():
+                    how = signal.Signals(answer.signal).name
+                    self._tell(RankStopped(rank=answer.rank, how=how, time=answer.time))
+                case Continued():
+                    self._tell(RankResumed(rank=answer.rank, time=answer.time))
         for rank in list(self._running):  # the zygote died; its ranks die with it
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
 
@@ -209,4 +228,4 @@ class Agent:
         self._running.discard(exit_.rank)
         if not self._running:
             self._idle.set()
-        self._on_exit(exit_)
+        self._tell(exit_)

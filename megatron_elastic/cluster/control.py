@@ -20,6 +20,8 @@ from megatron_elastic.cluster.messages import AnyMessage, Commit, Failed, Interr
 
 COORDINATOR_VARIABLE = "MEGATRON_ELASTIC_COORDINATOR"
 """Environment variable with the coordinator's ``host:port``."""
+SILENCE_VARIABLE = "MEGATRON_ELASTIC_SILENCE"
+"""Environment variable with the seconds after which a coordinator's machine that does not answer is gone."""
 _CONNECT_LIMIT = 30.0
 _SEND_LIMIT = 60
 
@@ -225,12 +227,13 @@ def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
 
 
 def _connect(env: Mapping[str, str]) -> socket.socket:
-    missing = [name for name in ("RANK", COORDINATOR_VARIABLE, wire.TOKEN_VARIABLE) if name not in env]
+    names = ("RANK", COORDINATOR_VARIABLE, SILENCE_VARIABLE, wire.TOKEN_VARIABLE)
+    missing = [name for name in names if name not in env]
     if missing:
         raise JobStopped(f"{', '.join(missing)} not set: start this program with `megatron-elastic run`")
     host, _, port = env[COORDINATOR_VARIABLE].rpartition(":")
     try:
-        sock = wire.connect(host, int(port), env[wire.TOKEN_VARIABLE], _CONNECT_LIMIT)
+        sock = wire.connect(host, int(port), env[wire.TOKEN_VARIABLE], _CONNECT_LIMIT, float(env[SILENCE_VARIABLE]))
     except (OSError, wire.WireError) as error:
         raise JobStopped(f"rank {env['RANK']} cannot reach the coordinator at {host}:{port}: {error}") from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_LIMIT, 0))

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from megatron_elastic.cluster.ledger import Diverged, Ledger
 from megatron_elastic.cluster.messages import (
@@ -22,21 +20,24 @@ from megatron_elastic.cluster.messages import (
     Committed,
     Event,
     Failed,
-    Fence,
     Finished,
     Hello,
     Injected,
     Interrupt,
-    Launch,
     Message,
     RankExited,
+    RankNews,
+    RankResumed,
+    RankStopped,
     Recovered,
     Report,
     Start,
     Stop,
     Suspect,
 )
+from megatron_elastic.cluster.nodes import Node, RemoteNode
 from megatron_elastic.cluster.recovery import Recovery, cause_of, decide
+from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import AsyncWire, WireError
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.layout import Layout
@@ -44,7 +45,6 @@ from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.plan import NoLayout, lose
 
-_HANDSHAKE_LIMIT = 10.0
 _FENCE_LIMIT = 10.0
 """Seconds until a killed rank counts as lost although nobody saw its process end."""
 
@@ -57,32 +57,6 @@ class Outcome:
     reason: str
 
 
-class Node(Protocol):
-    """What the coordinator asks of the agent of a node."""
-
-    def launch(self, torch_port: int) -> None:
-        """Start the node's ranks."""
-
-    def kill(self, rank: int) -> None:
-        """End one rank at once."""
-
-
-class RemoteNode:
-    """The agent at the other end of a connection."""
-
-    def __init__(self, wire: AsyncWire, world_size: int) -> None:
-        self.wire = wire
-        self._world_size = world_size
-
-    def launch(self, torch_port: int) -> None:
-        """Start the node's ranks."""
-        self.wire.send(Launch(world_size=self._world_size, torch_port=torch_port))
-
-    def kill(self, rank: int) -> None:
-        """End one rank at once."""
-        self.wire.send(Fence(rank=rank))
-
-
 @dataclass(slots=True)
 class _Rank:
     node: Node | None = None
@@ -90,46 +64,29 @@ class _Rank:
     hello: Hello | None = None
     returncode: int | None = None
     lost: bool = False
-    fenced: bool = False
+    stopped: float | None = None
+    """Since when its process is there but does not run."""
+    fenced: str | None = None
+    """Why it was killed, in a word, if it was."""
     finished: Finished | None = None
 
 
-@dataclass(slots=True)
-class _Timers:
-    """Limits of the waits in progress, by name."""
-
-    handles: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
-
-    def set(self, name: str, delay: float, action: Callable[[], None]) -> None:
-        self.cancel(name)
-        self.handles[name] = asyncio.get_running_loop().call_later(delay, action)
-
-    def cancel(self, name: str) -> None:
-        if (handle := self.handles.pop(name, None)) is not None:
-            handle.cancel()
-
-    def cancel_all(self) -> None:
-        for name in list(self.handles):
-            self.cancel(name)
-
-
 class Coordinator:
-    """Serves the ranks and agents of one job until ``outcome`` is known.
+    """Leads the ranks and agents of one job until ``outcome`` is known.
 
     Args:
         config: limits, and whether the job is elastic. A plain job is only launched: any failure ends it.
         world_size: ranks of the job.
-        token: the job token that every client must know.
         records: where an elastic job is written down; None for a plain one.
         say: prints one line for people.
     """
 
-    def __init__(self, config: ElasticConfig, world_size: int, token: str, records: RunRecords | None,
+    def __init__(self, config: ElasticConfig, world_size: int, records: RunRecords | None,
                  say: Callable[[str], None]) -> None:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.epoch = 0
+        self.world_size = world_size
         self._config = config
-        self._token = token
         self._records = records
         self._say = say
         self._ranks = {rank: _Rank() for rank in range(world_size)}
@@ -142,16 +99,9 @@ class Coordinator:
         self._collecting = False
         self._recovery: Recovery | None = None
         self._injected: dict[int, float] = {}
-        self._timers = _Timers()
-        self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._timers = Timers()
 
     # ---- life ----------------------------------------------------------------------------
-
-    async def listen(self, host: str, port: int) -> int:
-        """Listen for ranks and agents; 0 takes a free port. Returns the port. Raises OSError if it is in use."""
-        self._server = await asyncio.start_server(self._connected, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
 
     def begin(self, torch_port: int) -> None:
         """From now on nodes may be added. ``torch_port``: MASTER_PORT of the ranks."""
@@ -184,93 +134,46 @@ class Coordinator:
         self._send(Stop(ok=outcome.ok, reason=outcome.reason), self._ranks)
         for node in self._nodes:
             if isinstance(node, RemoteNode):
-                node.wire.send(Stop(ok=outcome.ok, reason=outcome.reason))
+                node.stop(outcome.ok, outcome.reason)
         self.outcome.set_result(outcome)
 
-    async def close(self, timeout: float) -> None:
-        """Stop listening, and wait until all connections have ended; those left after ``timeout`` seconds are cut."""
-        self._timers.cancel_all()
-        if self._server is not None:
-            self._server.close()
-        if self._connections:
-            await asyncio.wait(set(self._connections), timeout=timeout)
-        for task, writer in list(self._connections.items()):
-            writer.close()
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+    # ---- ranks and agents come and go ------------------------------------------------------
 
-    # ---- connections ---------------------------------------------------------------------
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[task] = writer
-        try:
-            wire = await asyncio.wait_for(AsyncWire.accept(reader, writer, self._token), _HANDSHAKE_LIMIT)
-            await self._serve(wire)
-        except (WireError, TimeoutError) as error:
-            peer = writer.get_extra_info("peername")
-            self._say(f"closed a connection from {peer}: {error or 'it said nothing'}")
-        except asyncio.CancelledError:
-            pass  # close() ends connections that outlast the job
-        except Exception:
-            self.stop(Outcome(False, f"error in the coordinator, please report it:\n{traceback.format_exc()}"))
-        finally:
-            writer.close()
-            del self._connections[task]
-
-    async def _serve(self, wire: AsyncWire) -> None:
-        first = await asyncio.wait_for(wire.receive(), _HANDSHAKE_LIMIT)
-        match first:
-            case Hello():
-                await self._serve_rank(wire, first)
-            case AgentHello():
-                await self._serve_agent(wire, first)
-            case Failed():
-                self._handle(first)
-            case None:
-                pass
-            case _:
-                raise WireError(f"it began with {type(first).__name__} instead of Hello, AgentHello or Failed")
-
-    async def _serve_rank(self, wire: AsyncWire, hello: Hello) -> None:
+    def rank_connected(self, hello: Hello, wire: AsyncWire) -> None:
+        """A rank introduces itself. Raises WireError if there is no such rank, or it has been here before."""
         state = self._ranks.get(hello.rank)
         if state is None or state.hello is not None:
             raise WireError(f"rank {hello.rank} is outside the world of {len(self._ranks)} or has said Hello before")
         state.wire, state.hello = wire, hello
-        try:
-            if self.outcome.done():
-                wire.send(Stop(ok=self.outcome.result().ok, reason=self.outcome.result().reason))
-            self._start_if_complete()
-            while (message := await wire.receive()) is not None:
-                if getattr(message, "rank", None) != hello.rank:
-                    raise WireError(f"rank {hello.rank} sent {type(message).__name__} in another's name")
-                self._handle(message)
-        finally:
-            state.wire = None
-            self._rank_disconnected(hello.rank)
+        if self.outcome.done():
+            wire.send(Stop(ok=self.outcome.result().ok, reason=self.outcome.result().reason))
+        self._start_if_complete()
 
-    async def _serve_agent(self, wire: AsyncWire, hello: AgentHello) -> None:
-        try:
-            self.add_node(hello.ranks, RemoteNode(wire, len(self._ranks)))
-            while (message := await wire.receive()) is not None:
-                if not isinstance(message, RankExited) or message.rank not in hello.ranks:
-                    raise WireError(f"the agent of node {hello.node_rank} sent an unexpected {type(message).__name__}")
-                self.rank_exited(message)
-        finally:
-            self._agent_lost(hello)
+    def rank_disconnected(self, rank: int) -> None:
+        """Nothing more will come from a rank."""
+        state = self._ranks[rank]
+        state.wire = None
+        if self.outcome.done():
+            return
+        if state.lost:
+            self._decide_if_complete()
+        elif state.returncode is None:
+            self._suspect(rank, "fenced", "it closed its connection to the coordinator")
 
-    def _agent_lost(self, hello: AgentHello) -> None:
+    def node_lost(self, hello: AgentHello, cause: str, when: float) -> None:
+        """The agent of a node is gone, or silent, since ``when``: its ranks are lost with it."""
         alive = [rank for rank in hello.ranks if self._ranks[rank].returncode is None and not self._ranks[rank].lost]
         if self.outcome.done() or not alive:
             return
         if not self._config.elastic:
-            self.stop(Outcome(False, f"lost the agent of node {hello.node_rank} ({hello.host})"))
+            self.stop(Outcome(False, f"lost the agent of node {hello.node_rank} ({hello.host}): {cause}"))
             return
         for rank in alive:
             if (wire := self._ranks[rank].wire) is not None:
-                wire.abort()  # nothing more will come, and a decision must not wait for it
-        self._lose(alive, f"node {hello.node_rank} lost", time.time())
+                # One that is only cut off from its agent must end; and no decision may wait for what it has to say.
+                wire.send(Stop(ok=False, reason=f"{cause}: its ranks are no longer part of the job"))
+                wire.abort()
+        self._lose(alive, cause, when)
 
     def _send(self, message: Message, ranks: Collection[int]) -> None:
         for rank in ranks:
@@ -322,7 +225,8 @@ class Coordinator:
 
     # ---- messages ------------------------------------------------------------------------
 
-    def _handle(self, message: AnyMessage) -> None:
+    def handle(self, message: AnyMessage) -> None:
+        """Act on what a rank says. Raises WireError if a rank may not say this."""
         try:
             match message:
                 case Committed():
@@ -407,35 +311,60 @@ class Coordinator:
         if message.epoch < self.epoch:
             return
         for rank in message.suspects:
-            self._suspect(rank, f"rank {message.rank}: {message.reason}")
+            if rank in self._ranks:
+                self._suspect(rank, "fenced", f"rank {message.rank}: {message.reason}")
 
-    def _rank_disconnected(self, rank: int) -> None:
-        if self.outcome.done():
+    def _rank_stopped(self, message: RankStopped) -> None:
+        if self._ranks[message.rank].stopped is None:
+            self._ranks[message.rank].stopped = message.time
+            self._suspect(message.rank, "stopped", f"its process is stopped ({message.how})")
+
+    def _rank_resumed(self, message: RankResumed) -> None:
+        state = self._ranks[message.rank]
+        if state.stopped is None:
             return
-        if self._ranks[rank].lost:
-            self._decide_if_complete()
-        elif self._ranks[rank].returncode is None:
-            self._suspect(rank, "it closed its connection to the coordinator")
+        self._timers.cancel(f"stopped {message.rank}")
+        self._event("resumed", rank=message.rank, stopped_ms=round((message.time - state.stopped) * 1e3, 3))
+        self._say(f"rank {message.rank} runs again")
+        state.stopped = None
 
-    def _suspect(self, rank: int, reason: str) -> None:
-        name = f"suspect {rank}"
-        if rank in self._ranks and not self._ranks[rank].lost and name not in self._timers.handles:
-            self._timers.set(name, self._config.suspect_timeout, lambda: self._fence(rank, reason))
+    def _suspect(self, rank: int, cause: str, reason: str) -> None:
+        """Kill ``rank`` unless what clears it comes in time: a report if it seemed dead, going on if it is stopped."""
+        name = f"{cause} {rank}"
+        state = self._ranks[rank]
+        if not state.lost and state.fenced is None and name not in self._timers:
+            self._event("suspected", rank=rank, reason=reason)
+            self._say(f"rank {rank} is suspected: {reason}")
+            self._timers.set(name, self._config.suspect_timeout, lambda: self._fence(rank, cause, reason))
 
-    def _fence(self, rank: int, reason: str) -> None:
+    def _clear(self, rank: int) -> None:
+        for name in ("fenced", "stopped", "killed"):
+            self._timers.cancel(f"{name} {rank}")
+
+    def _fence(self, rank: int, cause: str, reason: str) -> None:
         state = self._ranks[rank]
         if state.lost or state.node is None:
             return
-        state.fenced = True
+        state.fenced = cause
         self._event("fenced", rank=rank, reason=reason)
         self._say(f"killing rank {rank}: {reason}")
         state.node.kill(rank)
-        self._timers.set(f"fence {rank}", _FENCE_LIMIT, lambda: self._lose([rank], "fenced", time.time()))
+        since = state.stopped or time.time()
+        self._timers.set(f"killed {rank}", _FENCE_LIMIT, lambda: self._lose([rank], cause, since))
 
     # ---- loss and recovery ---------------------------------------------------------------
 
-    def rank_exited(self, message: RankExited) -> None:
-        """A rank's process has ended, for whatever reason."""
+    def rank_news(self, message: RankNews) -> None:
+        """An agent tells what happened to the process of one of its ranks."""
+        if isinstance(message, RankExited):
+            self._rank_exited(message)
+        elif self._config.elastic and not self.outcome.done() and not self._ranks[message.rank].lost:
+            if isinstance(message, RankStopped):
+                self._rank_stopped(message)
+            else:
+                self._rank_resumed(message)
+
+    def _rank_exited(self, message: RankExited) -> None:
         rank, code = message.rank, message.returncode
         state = self._ranks[rank]
         state.returncode = code
@@ -444,7 +373,8 @@ class Coordinator:
         if not self._config.elastic:
             self._plain_exit(rank, code)
         elif code < 0:
-            self._lose([rank], "fenced" if state.fenced else cause_of(code), message.time)
+            since = state.stopped if state.fenced == "stopped" else None
+            self._lose([rank], state.fenced or cause_of(code), since or message.time)
         elif code == 0:
             self.stop(Outcome(False, f"rank {rank} ended with exit code 0 before training was finished; "
                                      "the script must train through megatron_elastic when --elastic is given"))
@@ -466,8 +396,7 @@ class Coordinator:
             return
         for rank in ranks:
             self._ranks[rank].lost = True
-            self._timers.cancel(f"suspect {rank}")
-            self._timers.cancel(f"fence {rank}")
+            self._clear(rank)
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         if self._layout is None:
             self.stop(Outcome(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs"))
@@ -499,7 +428,7 @@ class Coordinator:
     def _on_report(self, message: Report) -> None:
         if message.epoch != self.epoch or self._ledger is None or self._layout is None:
             return
-        self._timers.cancel(f"suspect {message.rank}")  # who reports is alive
+        self._timers.cancel(f"fenced {message.rank}")  # who reports is alive
         self._reports[message.rank] = message
         if message.last is not None:
             # The dead rank may have been the one whose word about that step we waited for.
@@ -512,8 +441,8 @@ class Coordinator:
     def _reports_late(self) -> None:
         silent = [rank for rank in self._alive if rank not in self._reports]
         for rank in silent:
-            self._fence(rank, f"it did not answer the interrupt of epoch {self.epoch} within "
-                              f"{self._config.report_timeout:g} s (--elastic-report-timeout)")
+            self._fence(rank, "fenced", f"it did not answer the interrupt of epoch {self.epoch} within "
+                                        f"{self._config.report_timeout:g} s (--elastic-report-timeout)")
 
     def _decide_if_complete(self) -> None:
         # What a dead rank said before it died must be read first: it may have committed the step.

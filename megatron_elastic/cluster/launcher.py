@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 
 from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
-from megatron_elastic.cluster.messages import AgentHello, Fence, Launch, Stop
+from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
+from megatron_elastic.cluster.pulse import Pulse
+from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
@@ -260,15 +262,16 @@ async def _lead(command: _Command, run_dir: Path) -> int:
     records = RunRecords(run_dir) if command.config.elastic else None
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
     world_size = command.nodes * command.ranks_per_node
-    coordinator = Coordinator(command.config, world_size, token, records, _say)
+    coordinator = Coordinator(command.config, world_size, records, _say)
+    server = Server(coordinator, command.config, token, _say)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: coordinator.stop(
         Outcome(False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}")))
     agent: Agent | None = None
     try:
-        port = await _listen(coordinator, command)
+        port = await _listen(server, command)
         _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
-        agent = Agent(_job(command, run_dir, port, token), coordinator.rank_exited)
+        agent = Agent(_job(command, run_dir, port, token), coordinator.rank_news)
         coordinator.begin(_free_port())
         await _prepare(agent, command.config)
         coordinator.add_node(agent.job.ranks, agent)
@@ -282,7 +285,7 @@ async def _lead(command: _Command, run_dir: Path) -> int:
         _complain(outcome.reason)
     if agent is not None:
         _name_stubborn(await agent.end(patient=outcome.ok))
-    await coordinator.close(GRACE + 1)
+    await server.close(GRACE + 1)
     if records is not None:
         records.close()
     if outcome.ok:
@@ -290,10 +293,10 @@ async def _lead(command: _Command, run_dir: Path) -> int:
     return 0 if outcome.ok else 1
 
 
-async def _listen(coordinator: Coordinator, command: _Command) -> int:
+async def _listen(server: Server, command: _Command) -> int:
     address = "127.0.0.1" if command.nodes == 1 else "0.0.0.0"
     try:
-        return await coordinator.listen(address, command.port)
+        return await server.listen(address, command.port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise AgentError(f"cannot listen on {address}:{command.port}: {error.strerror}") from None
@@ -311,8 +314,9 @@ async def _follow(command: _Command, run_dir: Path) -> int:
             wire = await _reach(command)
         agent = Agent(_job(command, run_dir, command.port, os.environ[TOKEN_VARIABLE]), wire.send)
         await _prepare(agent, command.config)
-        wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname()))
-        outcome = await _obey(wire, agent) or outcome
+        wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname(),
+                             heartbeat_timeout=command.config.heartbeat_timeout))
+        outcome = await _obey(wire, agent, command.config) or outcome
     except asyncio.CancelledError:
         outcome = Outcome(False, "interrupted; ending this node's ranks")
     except TimeoutError:
@@ -334,14 +338,38 @@ async def _follow(command: _Command, run_dir: Path) -> int:
 async def _reach(command: _Command) -> AsyncWire:
     while True:
         try:
-            return await AsyncWire.connect(command.host, command.port, os.environ[TOKEN_VARIABLE])
+            return await AsyncWire.connect(command.host, command.port, os.environ[TOKEN_VARIABLE],
+                                           command.config.cut_off)
         except OSError:
             await asyncio.sleep(0.2)  # node 0 may be started after this one
 
 
-async def _obey(wire: AsyncWire, agent: Agent) -> Outcome | None:
+async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome | None:
+    """Do what the coordinator says until the job is over for this node; None when its connection ended."""
+    silent = False
+
+    def cut_off() -> None:
+        nonlocal silent
+        silent = True
+        wire.abort()
+
+    pulse = Pulse(wire, config.heartbeat_timeout, config.cut_off, cut_off)
+    try:
+        outcome = await _follow_orders(wire, agent, pulse)
+    finally:
+        pulse.stop()
+    if silent:
+        return Outcome(False, f"the coordinator was silent for {config.cut_off:g} s (4 x --elastic-heartbeat-timeout), "
+                              "so this node counts itself as cut off; ending its ranks")
+    return outcome
+
+
+async def _follow_orders(wire: AsyncWire, agent: Agent, pulse: Pulse) -> Outcome | None:
     while (message := await wire.receive()) is not None:
+        pulse.heard()
         match message:
+            case Heartbeat():
+                pass
             case Launch():
                 if message.world_size != agent.job.world_size:
                     return Outcome(False, f"node 0 runs {message.world_size} ranks, this node was told "
@@ -366,7 +394,8 @@ async def _prepare(agent: Agent, config: ElasticConfig) -> None:
 
 def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
     return Job(program=command.program, nodes=command.nodes, node_rank=command.node_rank,
-               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token)
+               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token,
+               silence=command.config.cut_off)
 
 
 def _free_port() -> int:

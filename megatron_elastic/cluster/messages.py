@@ -176,6 +176,8 @@ class AgentHello(Message, frozen=True):
     node_rank: int
     ranks: list[int]
     host: str
+    heartbeat_timeout: float
+    """Must be the coordinator's: who sends more rarely than the other expects would seem dead."""
 
 
 class RankExited(Message, frozen=True):
@@ -184,6 +186,25 @@ class RankExited(Message, frozen=True):
     rank: int
     returncode: int
     time: float
+
+
+class RankStopped(Message, frozen=True):
+    """A rank's process was stopped and does not run, for instance by SIGSTOP; ``how`` is for people."""
+
+    rank: int
+    how: str
+    time: float
+
+
+class RankResumed(Message, frozen=True):
+    """A stopped rank's process runs again."""
+
+    rank: int
+    time: float
+
+
+class Heartbeat(Message, frozen=True):
+    """Both ways: the sender still runs. Sent whatever else is."""
 
 
 class Launch(Message, frozen=True):
@@ -203,5 +224,8 @@ class Fence(Message, frozen=True):
 AnyMessage = (
     Hello | Committed | Report | Recovered | Suspect | Injected | Event | Failed | Finished
     | Start | Interrupt | Commit | Stop
-    | AgentHello | RankExited | Launch | Fence
+    | AgentHello | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
 )
+
+RankNews = RankExited | RankStopped | RankResumed
+"""What an agent tells about the processes of its ranks."""

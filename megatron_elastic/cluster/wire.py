@@ -70,14 +70,20 @@ def _check(received: bytes, expected: bytes, who: str) -> None:
         raise WireError(f"the {who} does not know the job token ({TOKEN_VARIABLE}); is this another job's port?")
 
 
-def tune(sock: socket.socket) -> None:
-    """Send small messages at once, and notice within about 15 s a machine that vanished without a word."""
+def tune(sock: socket.socket, silence: float) -> None:
+    """Send small messages at once, and let the connection break after ``silence`` seconds without its other machine.
+
+    A machine that vanished, or was cut off, closes nothing. If something is on its way to it, TCP_USER_TIMEOUT bounds
+    how long it may stay unacknowledged; if nothing is, the keepalive probes are what stays unacknowledged, under the
+    same bound (they go out every quarter of it, in whole seconds as the kernel has it). Both are answered by the other
+    machine's kernel: a process that is merely stopped does not break its connections.
+    """
+    probe = max(1, int(silence / 4))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1e3))
 
 
 # ---- blocking sockets ----------------------------------------------------------------------
@@ -99,14 +105,15 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     return bytes(parts)
 
 
-def connect(host: str, port: int, token: str, timeout: float) -> socket.socket:
+def connect(host: str, port: int, token: str, timeout: float, silence: float) -> socket.socket:
     """Connect to the coordinator and prove each other the token; the socket comes back without a timeout.
 
+    It breaks when the coordinator's machine is gone for ``silence`` seconds.
     Raises WireError if the other end does not know the token, OSError if it cannot be reached in ``timeout`` seconds.
     """
     sock = socket.create_connection((host, port), timeout=timeout)
     try:
-        tune(sock)
+        tune(sock, silence)
         nonce = os.urandom(_NONCE)
         sock.sendall(frame(nonce))
         answer = receive_frame(sock, _HANDSHAKE_LIMIT)
@@ -137,12 +144,12 @@ class AsyncWire:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, host: str, port: int, token: str) -> AsyncWire:
+    async def connect(cls, host: str, port: int, token: str, silence: float) -> AsyncWire:
         """As ``connect``, without a limit of its own."""
         reader, writer = await asyncio.open_connection(host, port)
         wire = cls(reader, writer)
         try:
-            tune(writer.get_extra_info("socket"))
+            tune(writer.get_extra_info("socket"), silence)
             nonce = os.urandom(_NONCE)
             writer.write(frame(nonce))
             answer = await wire.receive_frame(_HANDSHAKE_LIMIT)
@@ -153,9 +160,10 @@ class AsyncWire:
         return wire
 
     @classmethod
-    async def accept(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> AsyncWire:
+    async def accept(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str,
+                     silence: float) -> AsyncWire:
         """The coordinator's side of ``connect``. Raises WireError; the caller closes ``writer`` then."""
-        tune(writer.get_extra_info("socket"))
+        tune(writer.get_extra_info("socket"), silence)
         wire = cls(reader, writer)
         theirs = await wire.receive_frame(_HANDSHAKE_LIMIT)
         if theirs is None or len(theirs) != _NONCE:

@@ -1,12 +1,14 @@
 """Zygote: one process that imports what every rank needs, and then forks the ranks.
 
 Importing torch and Megatron takes seconds; forking after it takes milliseconds and shares the memory. The zygote has
-one thread, so that forking is safe, waits for its children through pidfds, and dies with the agent that started it.
+one thread, so that forking is safe, waits for its children through pidfds, hears by SIGCHLD when one is stopped or goes
+on, and dies with the agent that started it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.util
@@ -18,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -102,6 +104,21 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     time: float
 
 
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: a signal stopped the rank's process; it is there but does not run."""
+
+    rank: int
+    signal: int
+    time: float
+
+
+class Continued(msgspec.Struct, frozen=True, tag=True):
+    """Zygote to agent: the stopped rank's process runs again."""
+
+    rank: int
+    time: float
+
+
 _requests: msgspec.msgpack.Decoder[Spawn | Kill] = msgspec.msgpack.Decoder(Spawn | Kill)
 
 
@@ -139,20 +156,27 @@ def _preload(name: str) -> None:
 
 
 class _Zygote:
-    """The loop that forks ranks on request and reports their ends."""
+    """The loop that forks ranks on request and reports when they end, are stopped or go on."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(agent, selectors.EVENT_READ)
+        # Pidfds tell of ends only. For the rest SIGCHLD makes a descriptor readable, if it has a handler in Python.
+        self._noticed, self._notice = socket.socketpair()
+        self._noticed.setblocking(False)
+        self._notice.setblocking(False)
+        signal.set_wakeup_fd(self._notice.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._noticed, selectors.EVENT_READ, data=self._tell_stops)
 
     def serve(self) -> Program | None:
         """Return None when the agent is gone and every rank has been killed; in a forked rank, its program."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
-                    self._reap(key.data, key.fd)
+                    key.data()
                     continue
                 payload = wire.receive_frame(self._agent)
                 if payload is None:
@@ -174,19 +198,38 @@ class _Zygote:
             return True
         os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
         self._pids[request.rank] = pid
-        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=(request.rank, pid))
+        pidfd = os.pidfd_open(pid)
+        reap: Callable[[], None] = functools.partial(self._reap, request.rank, pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, data=reap)
         self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
         return False
 
     def _forget(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        # Closed, never unregistered: the epoll instance is still the zygote's as well.
         for key in self._selector.get_map().values():
-            if key.data is not None:
-                os.close(key.fd)
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
         self._selector.close()
-        self._agent.close()
+        for sock in (self._noticed, self._notice, self._agent):
+            sock.close()
 
-    def _reap(self, child: tuple[int, int], pidfd: int) -> None:
-        rank, pid = child
+    def _tell_stops(self) -> None:
+        self._noticed.recv(4096)
+        now = time.time()
+        ranks = {pid: rank for rank, pid in self._pids.items()}
+        if not ranks:
+            return
+        # Ends are left for the pidfds. A child that was stopped and went on before we looked has only gone on.
+        while (status := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)) is not None:
+            rank = ranks.get(status.si_pid)
+            if rank is None:
+                continue  # something that an import started
+            went_on = status.si_code == os.CLD_CONTINUED
+            self._agent.sendall(wire.encode(Continued(rank, now) if went_on else Stopped(rank, status.si_status, now)))
+
+    def _reap(self, rank: int, pid: int, pidfd: int) -> None:
         now = time.time()
         self._signal_group(pid, signal.SIGKILL)  # data loader workers and the like; before the pid can be reused
         _, status = os.waitpid(pid, 0)
@@ -198,6 +241,8 @@ class _Zygote:
     def _kill(self, rank: int, number: int) -> None:
         if rank in self._pids:
             self._signal_group(self._pids[rank], number)
+            if number == signal.SIGTERM:  # a stopped process would only notice it when it goes on
+                self._signal_group(self._pids[rank], signal.SIGCONT)
 
     @staticmethod
     def _signal_group(pid: int, number: int) -> None:

@@ -1,0 +1,38 @@
+"""Nodes: what the coordinator asks of the agents that start the ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron_elastic.cluster.messages import Fence, Launch, Stop
+from megatron_elastic.cluster.wire import AsyncWire
+
+
+class Node(Protocol):
+    """The agent of a node. The coordinator's own agent is one as it is."""
+
+    def launch(self, torch_port: int) -> None:
+        """Start the node's ranks."""
+
+    def kill(self, rank: int) -> None:
+        """End one rank at once."""
+
+
+class RemoteNode:
+    """The agent at the other end of a connection."""
+
+    def __init__(self, wire: AsyncWire, world_size: int) -> None:
+        self._wire = wire
+        self._world_size = world_size
+
+    def launch(self, torch_port: int) -> None:
+        """Start the node's ranks."""
+        self._wire.send(Launch(world_size=self._world_size, torch_port=torch_port))
+
+    def kill(self, rank: int) -> None:
+        """End one rank at once."""
+        self._wire.send(Fence(rank=rank))
+
+    def stop(self, ok: bool, reason: str) -> None:
+        """Tell that the job is over for this node."""
+        self._wire.send(Stop(ok=ok, reason=reason))
