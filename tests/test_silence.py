@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -81,6 +82,50 @@ def test_a_rank_that_is_stopped_while_it_recovers_is_lost_too(launch: Launch) ->
     assert run.steps() == [1, 2, 3, 4]
     assert sorted(event["rank"] for event in run.events("fault")) == [1, 3]
     assert [event["reason"] for event in run.events("fenced")] == ["its process is stopped (SIGSTOP)"]
+
+
+def test_a_rank_in_a_debugger_is_lost(launch: Launch) -> None:
+    run = launch.members("0:2:begin:tell", "0:2:begin:wait")
+    launch.hear(1)
+    pid, stopped_at = run.pid(2), time.time()
+    attach, wait_all = 16, 0x40000000  # PTRACE_ATTACH, __WALL
+    assert ctypes.CDLL(None).ptrace(attach, pid, None, None) == 0
+    _, status = os.waitpid(pid, wait_all)
+    assert os.WIFSTOPPED(status)
+    _, status = os.waitpid(pid, wait_all)  # a debugger sees the end before the parent does
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    run.finish()
+    (fault,) = run.events("fault")
+    assert fault["time"] - stopped_at < RANK_LIMIT
+    assert run.events("fenced")[0]["reason"] == "its process is stopped (a debugger holds it)"
+
+
+@pytest.fixture
+def frozen_group() -> Iterator[Path]:
+    """A cgroup of version 2 of our own, to be frozen; thawed and removed in the end."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    line = next((line for line in lines if line.startswith("0::")), "0::/")
+    top = Path("/sys/fs/cgroup")
+    group = (top / "unified" if (top / "unified").is_dir() else top) / line[4:] / f"megatron-elastic-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup of version 2: {error}")
+    yield group
+    (group / "cgroup.freeze").write_text("0")
+    group.rmdir()
+
+
+def test_a_frozen_rank_is_lost(launch: Launch, frozen_group: Path) -> None:
+    run = launch.members("0:2:begin:tell", "0:2:begin:wait")
+    launch.hear(1)
+    stopped_at = time.time()
+    (frozen_group / "cgroup.procs").write_text(str(run.pid(2)))
+    (frozen_group / "cgroup.freeze").write_text("1")
+    run.finish()
+    (fault,) = run.events("fault")
+    assert fault["time"] - stopped_at < RANK_LIMIT
+    assert "is frozen" in run.events("fenced")[0]["reason"]
 
 
 def test_a_stopped_rank_does_not_delay_the_end(launch: Launch) -> None:

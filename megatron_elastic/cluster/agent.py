@@ -19,6 +19,7 @@ import msgspec
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import COORDINATOR_VARIABLE, SILENCE_VARIABLE
 from megatron_elastic.cluster.messages import RankExited, RankNews, RankResumed, RankStopped
+from megatron_elastic.cluster.standstill import standstill
 from megatron_elastic.cluster.zygote import (
     Broken,
     Continued,
@@ -59,6 +60,8 @@ class Job:
     token: str
     silence: float
     """Seconds after which a machine that does not answer counts as gone, for the connections of the ranks."""
+    look_every: float
+    """Seconds between two looks for ranks that are at a standstill which no signal caused."""
 
     @property
     def world_size(self) -> int:
@@ -109,6 +112,10 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._running: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._still: set[int] = set()
+        """Ranks that were at a standstill at the last look."""
+        self._look: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -171,6 +178,8 @@ class Agent:
                 self.kill_all(signal.SIGTERM)
                 await self._wait_idle(GRACE - _PATIENCE)
         stubborn = set(self._running)
+        if self._look is not None:
+            self._look.cancel()
         if self._writer is not None:
             self._writer.close()  # the zygote kills and reaps what is left, and ends
         if self._listener is not None:
@@ -214,6 +223,10 @@ class Agent:
     async def _listen(self) -> None:
         while (answer := await self._receive()) is not None:
             match answer:
+                case Spawned():
+                    self._pids[answer.rank] = answer.pid
+                    if self._look is None:
+                        self._look_for_standstills()
                 case Exited():
                     self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
                 case Stopped():
@@ -224,8 +237,21 @@ class Agent:
         for rank in list(self._running):  # the zygote died; its ranks die with it
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
 
+    def _look_for_standstills(self) -> None:
+        for rank, pid in self._pids.items():
+            how = standstill(pid)
+            if how is not None and rank not in self._still:
+                self._still.add(rank)
+                self._tell(RankStopped(rank=rank, how=how, time=time.time()))
+            elif how is None and rank in self._still:
+                self._still.remove(rank)
+                self._tell(RankResumed(rank=rank, time=time.time()))
+        self._look = asyncio.get_running_loop().call_later(self.job.look_every, self._look_for_standstills)
+
     def _ended(self, exit_: RankExited) -> None:
         self._running.discard(exit_.rank)
+        self._pids.pop(exit_.rank, None)
+        self._still.discard(exit_.rank)
         if not self._running:
             self._idle.set()
         self._tell(exit_)

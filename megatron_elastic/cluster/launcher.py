@@ -395,7 +395,7 @@ async def _prepare(agent: Agent, config: ElasticConfig) -> None:
 def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
     return Job(program=command.program, nodes=command.nodes, node_rank=command.node_rank,
                ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token,
-               silence=command.config.cut_off)
+               silence=command.config.cut_off, look_every=command.config.suspect_timeout / 4)
 
 
 def _free_port() -> int:
