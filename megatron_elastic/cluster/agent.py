@@ -18,7 +18,8 @@ import msgspec
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import COORDINATOR_VARIABLE, SILENCE_VARIABLE
-from megatron_elastic.cluster.messages import RankExited, RankNews, RankResumed, RankStopped
+from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.messages import RankDying, RankExited, RankNews, RankResumed, RankStopped
 from megatron_elastic.cluster.standstill import standstill
 from megatron_elastic.cluster.zygote import (
     Broken,
@@ -107,6 +108,7 @@ class Agent:
     def __init__(self, job: Job, tell: Callable[[RankNews], None]) -> None:
         self.job = job
         self._tell = tell
+        self._deathwatch = Deathwatch(job.ranks_per_node)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -131,11 +133,13 @@ class Agent:
             # Counting devices must not initialise CUDA before the fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
+        watch = self._deathwatch
         with theirs, log.open("ab") as output:
+            arguments = f"{theirs.fileno()}, {watch.fd}, {watch.slots}"
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({theirs.fileno()})"],
+                [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({arguments})"],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
-                pass_fds=[theirs.fileno()], process_group=0,
+                pass_fds=[theirs.fileno(), watch.fd], process_group=0,
             )
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
@@ -225,6 +229,7 @@ class Agent:
             match answer:
                 case Spawned():
                     self._pids[answer.rank] = answer.pid
+                    self._watch(answer.rank)
                     if self._look is None:
                         self._look_for_standstills()
                 case Exited():
@@ -236,6 +241,19 @@ class Agent:
                     self._tell(RankResumed(rank=answer.rank, time=answer.time))
         for rank in list(self._running):  # the zygote died; its ranks die with it
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
+
+    def _watch(self, rank: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def dying(when: float) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
+                loop.call_soon_threadsafe(self._dying, RankDying(rank=rank, time=when))
+
+        self._deathwatch.watch(self.job.ranks.index(rank), dying)
+
+    def _dying(self, news: RankDying) -> None:
+        if news.rank in self._running:
+            self._tell(news)
 
     def _look_for_standstills(self) -> None:
         for rank, pid in self._pids.items():

@@ -25,6 +25,7 @@ from megatron_elastic.cluster.messages import (
     Injected,
     Interrupt,
     Message,
+    RankDying,
     RankExited,
     RankNews,
     RankResumed,
@@ -45,6 +46,8 @@ from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.plan import NoLayout, lose
 
+_LOCAL_DRAIN = 0.01
+"""Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
 _FENCE_LIMIT = 10.0
 """Seconds until a killed rank counts as lost although nobody saw its process end."""
 
@@ -64,6 +67,8 @@ class _Rank:
     hello: Hello | None = None
     returncode: int | None = None
     lost: bool = False
+    dying: float | None = None
+    """Since when it is being taken down by the kernel, while what killed it is not known yet."""
     stopped: float | None = None
     """Since when its process is there but does not run."""
     fenced: str | None = None
@@ -260,12 +265,14 @@ class Coordinator:
         recovery = self._recovery
         if (recovery is not None and recovery.decision is not None and not self._collecting
                 and message.epoch == self.epoch and message.vote.step >= recovery.decision.step):
-            self._close_recovery(message.time)
+            recovery.back_at = recovery.back_at or message.time
+            if recovery.named:
+                self._close_recovery()
 
-    def _close_recovery(self, back_at: float) -> None:
+    def _close_recovery(self) -> None:
         recovery, self._recovery = self._recovery, None
         assert recovery is not None and self._layout is not None
-        fields = recovery.event(self._injected, back_at)
+        fields = recovery.event(self._injected)
         self._event("recovered", **fields)
         self._say(f"recovered from the loss of ranks {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
                   f"(step {fields['step']}, {fields['decision']}); {len(self._layout.ranks)} ranks train, "
@@ -288,8 +295,9 @@ class Coordinator:
         if waiting:
             self._timers.set("finish", self._config.wait_timeout, self._finish_late)
             return
-        if self._recovery is not None:  # nothing was left to redo
-            self._close_recovery(time.time())
+        if self._recovery is not None:
+            self._recovery.back_at = self._recovery.back_at or time.time()  # nothing was left to redo
+            self._close_recovery()
         finished = [self._ranks[rank].finished for rank in self._layout.ranks]
         steps = {each.step for each in finished if each is not None}
         if len(steps) > 1:
@@ -359,16 +367,34 @@ class Coordinator:
         if isinstance(message, RankExited):
             self._rank_exited(message)
         elif self._config.elastic and not self.outcome.done() and not self._ranks[message.rank].lost:
-            if isinstance(message, RankStopped):
-                self._rank_stopped(message)
-            else:
-                self._rank_resumed(message)
+            match message:
+                case RankDying():
+                    self._rank_dying(message)
+                case RankStopped():
+                    self._rank_stopped(message)
+                case RankResumed():
+                    self._rank_resumed(message)
+
+    def _rank_dying(self, message: RankDying) -> None:
+        state = self._ranks[message.rank]
+        if state.fenced is not None:
+            self._lose([message.rank], state.fenced, state.stopped or message.time)
+        else:
+            state.dying = message.time
+            self._lose([message.rank], None, message.time)
 
     def _rank_exited(self, message: RankExited) -> None:
         rank, code = message.rank, message.returncode
         state = self._ranks[rank]
         state.returncode = code
-        if self.outcome.done() or state.lost:
+        if self.outcome.done():
+            return
+        if state.dying is not None:
+            when, state.dying = state.dying, None
+            if code < 0:
+                self._name_loss([rank], cause_of(code), when)
+                return
+        elif state.lost:
             return
         if not self._config.elastic:
             self._plain_exit(rank, code)
@@ -388,8 +414,8 @@ class Coordinator:
         elif all(state.returncode == 0 for state in self._ranks.values()):
             self.stop(Outcome(True, "all ranks ended with exit code 0"))
 
-    def _lose(self, ranks: Collection[int], cause: str, when: float) -> None:
-        """``ranks`` are dead since ``when``: begin the next epoch."""
+    def _lose(self, ranks: Collection[int], cause: str | None, when: float) -> None:
+        """``ranks`` are dead since ``when``: begin the next epoch. A ``cause`` that is None will be named later."""
         now = time.time()
         ranks = [rank for rank in ranks if not self._ranks[rank].lost]
         if self.outcome.done() or not ranks:
@@ -399,26 +425,43 @@ class Coordinator:
             self._clear(rank)
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         if self._layout is None:
-            self.stop(Outcome(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs"))
+            if cause is not None:
+                self._name_loss(ranks, cause, when)
             return
         self.epoch += 1
         self._send(Interrupt(epoch=self.epoch, lost=lost), self._alive)  # first of all: everybody waits for this
+        if self._recovery is not None and self._recovery.back_at is not None:
+            self._close_recovery()
         if self._recovery is None:
-            self._recovery = Recovery(cause=cause, noticed=now)
+            self._recovery = Recovery(noticed=now)
         self._recovery.epochs.append(self.epoch)
         self._recovery.exits.update(dict.fromkeys(ranks, when))
+        self._recovery.causes.update(dict.fromkeys(ranks, cause))
         self._collecting = True
         self._reports.clear()
         self._timers.cancel("finish")
         for state in self._ranks.values():
             state.finished = None
         self._timers.set("report", self._config.report_timeout, self._reports_late)
-        self._timers.set("drain", self._config.suspect_timeout, self._cut_lost)
+        local = not any(isinstance(self._ranks[rank].node, RemoteNode) for rank in lost)
+        self._timers.set("drain", _LOCAL_DRAIN if local else self._config.suspect_timeout, self._cut_lost)
+        if cause is not None:
+            self._name_loss(ranks, cause, when)
+        if not self._alive:
+            self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
+
+    def _name_loss(self, ranks: Collection[int], cause: str, when: float) -> None:
+        """What killed ``ranks`` is known."""
+        if self._layout is None:
+            self.stop(Outcome(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs"))
+            return
         for rank in ranks:
             self._event("fault", rank=rank, signal=cause, exited_at=when)
         self._say(f"lost ranks {list(ranks)} ({cause}); epoch {self.epoch} begins with {len(self._alive)} ranks")
-        if not self._alive:
-            self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
+        if self._recovery is not None and not self._recovery.causes.keys().isdisjoint(ranks):
+            self._recovery.causes.update(dict.fromkeys(ranks, cause))
+            if self._recovery.back_at is not None and self._recovery.named:
+                self._close_recovery()
 
     def _cut_lost(self) -> None:
         for state in self._ranks.values():

@@ -180,6 +180,13 @@ class AgentHello(Message, frozen=True):
     """Must be the coordinator's: who sends more rarely than the other expects would seem dead."""
 
 
+class RankDying(Message, frozen=True):
+    """A rank's process has begun to die, by a signal or a crash; ``RankExited`` follows when it is gone."""
+
+    rank: int
+    time: float
+
+
 class RankExited(Message, frozen=True):
     """A rank's process ended. ``returncode`` as in ``subprocess``: negative means by that signal."""
 
@@ -224,8 +231,8 @@ class Fence(Message, frozen=True):
 AnyMessage = (
     Hello | Committed | Report | Recovered | Suspect | Injected | Event | Failed | Finished
     | Start | Interrupt | Commit | Stop
-    | AgentHello | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
+    | AgentHello | RankDying | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
 )
 
-RankNews = RankExited | RankStopped | RankResumed
+RankNews = RankDying | RankExited | RankStopped | RankResumed
 """What an agent tells about the processes of its ranks."""

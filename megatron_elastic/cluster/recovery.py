@@ -51,11 +51,14 @@ def cause_of(returncode: int) -> str:
 class Recovery:
     """From the first fault until a step commits again. Times are ``time.time()`` seconds."""
 
-    cause: str
     noticed: float
     """When the coordinator learnt of the first loss."""
     exits: dict[int, float] = field(default_factory=dict)
-    """Time at which each lost rank was seen to have ended."""
+    """Time at which each lost rank was seen to end."""
+    causes: dict[int, str | None] = field(default_factory=dict)
+    """What ended each, in the order of the losses; None while that is not known."""
+    back_at: float | None = None
+    """When a step committed again."""
     epochs: list[int] = field(default_factory=list)
     decision: Decision | None = None
     reported: float = 0.0
@@ -74,12 +77,17 @@ class Recovery:
         self.edit_ms = max(self.edit_ms, message.edit_ms)
         self.state_ms = max(self.state_ms, message.state_ms)
 
-    def event(self, injected: Mapping[int, float], back_at: float) -> dict[str, object]:
-        """Fields of the ``recovered`` event. ``back_at``: when a step committed again.
+    @property
+    def named(self) -> bool:
+        """Whether it is known what ended every lost rank."""
+        return None not in self.causes.values()
+
+    def event(self, injected: Mapping[int, float]) -> dict[str, object]:
+        """Fields of the ``recovered`` event, once a step has committed again.
 
         ``injected`` has the time at which a rank announced its own end; other faults count from the exit.
         """
-        assert self.decision is not None
+        assert self.decision is not None and self.back_at is not None
         fault = min(min(injected.get(rank, time), time) for rank, time in self.exits.items())
         parts = {
             "detect_ms": (self.noticed - fault) * 1e3,
@@ -88,10 +96,10 @@ class Recovery:
             "edit_ms": self.edit_ms,
             "state_ms": self.state_ms,
         }
-        total = (back_at - fault) * 1e3
+        total = (self.back_at - fault) * 1e3
         parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
         return {
-            "cause": self.cause,
+            "cause": next(iter(self.causes.values())) or "killed",
             "ranks": sorted(self.exits),
             "step": self.decision.step,
             "decision": self.decision.decision,

@@ -13,6 +13,7 @@ from megatron_elastic.cluster.messages import (
     Failed,
     Heartbeat,
     Hello,
+    RankDying,
     RankExited,
     RankResumed,
     RankStopped,
@@ -130,7 +131,7 @@ class Server:
                 match message:
                     case Heartbeat():
                         pass
-                    case RankExited() | RankStopped() | RankResumed() if message.rank in hello.ranks:
+                    case RankDying() | RankExited() | RankStopped() | RankResumed() if message.rank in hello.ranks:
                         self._coordinator.rank_news(message)
                     case _:
                         raise WireError(f"the agent of node {hello.node_rank} sent an unexpected "

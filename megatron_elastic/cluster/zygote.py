@@ -27,6 +27,7 @@ import msgspec
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import JobStopped, report_failure
+from megatron_elastic.cluster.deathwatch import Deathwatch
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
 """Environment variable with the modules to import before forking, separated by commas; empty for none."""
@@ -122,8 +123,11 @@ class Continued(msgspec.Struct, frozen=True, tag=True):
 _requests: msgspec.msgpack.Decoder[Spawn | Kill] = msgspec.msgpack.Decoder(Spawn | Kill)
 
 
-def main(descriptor: int) -> NoReturn:
-    """Serve the agent at the other end of the socket ``descriptor``; in a forked rank, run the program. Then exit."""
+def main(descriptor: int, deathwatch: int, slots: int) -> NoReturn:
+    """Serve the agent at the other end of the socket ``descriptor``; in a forked rank, run the program. Then exit.
+
+    ``deathwatch`` and ``slots``: the descriptor of the agent's ``Deathwatch``, and its size.
+    """
     _die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends us and the ranks in order
     agent = socket.socket(fileno=descriptor)
@@ -138,8 +142,13 @@ def main(descriptor: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so unshare, every page of the modules
     agent.sendall(wire.encode(Ready(time.monotonic() - started, len(os.listdir("/proc/self/task")))))
-    program = _Zygote(agent).serve()
-    sys.exit(0 if program is None else _run(program))
+    zygote = _Zygote(agent, Deathwatch(slots, deathwatch))
+    program = zygote.serve()
+    if program is None:
+        sys.exit(0)
+    code = _run(program)
+    zygote.leave()
+    sys.exit(code)
 
 
 def _preload_list() -> Sequence[str]:
@@ -158,8 +167,11 @@ def _preload(name: str) -> None:
 class _Zygote:
     """The loop that forks ranks on request and reports when they end, are stopped or go on."""
 
-    def __init__(self, agent: socket.socket) -> None:
+    def __init__(self, agent: socket.socket, deathwatch: Deathwatch) -> None:
         self._agent = agent
+        self._deathwatch = deathwatch
+        self._slot = -1
+        """In a rank: its mutex in the deathwatch."""
         self._pids: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(agent, selectors.EVENT_READ)
@@ -190,12 +202,20 @@ class _Zygote:
 
     def _fork(self, request: Spawn) -> bool:
         zygote = os.getpid()
+        held, hold = os.pipe()
         pid = os.fork()
         if pid == 0:
             _die_with_parent(zygote)
             self._forget()
             _become_rank(request)
+            self._slot = int(request.env["LOCAL_RANK"])
+            self._deathwatch.hold(self._slot)
+            os.close(held)
+            os.close(hold)
             return True
+        os.close(hold)
+        os.read(held, 1)  # ends when the rank holds its mutex, or is dead already
+        os.close(held)
         os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
         self._pids[request.rank] = pid
         pidfd = os.pidfd_open(pid)
@@ -203,6 +223,10 @@ class _Zygote:
         self._selector.register(pidfd, selectors.EVENT_READ, data=reap)
         self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
         return False
+
+    def leave(self) -> None:
+        """In a rank whose program is over: what comes now is no death."""
+        self._deathwatch.release(self._slot)
 
     def _forget(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
