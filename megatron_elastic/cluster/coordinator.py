@@ -46,7 +46,7 @@ from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.plan import NoLayout, lose
 
-_LOCAL_DRAIN = 0.01
+_LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
 _FENCE_LIMIT = 10.0
 """Seconds until a killed rank counts as lost although nobody saw its process end."""
