@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elastic.adaptor.model import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
+from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer

@@ -20,7 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.group import Combine, Group
-from megatron_elastic.comm.transport import Operation, Steps, Task, Transport
+from megatron_elastic.comm.operation import Operation, Steps, Task
+from megatron_elastic.comm.transport import Transport
 
 NAME = "elastic"
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_elastic.comm.operation import Operation, Recv, Send, Steps
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Operation, Recv, Send, Steps, Transport
+from megatron_elastic.comm.transport import Transport
 
 _SMALL = 16 * 1024
 """Below this many bytes a star through the first member beats exchanging chunks."""
@@ -115,28 +116,23 @@ class Group:
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, to: int) -> Steps:
         """Member ``to`` gets member i's tensor in outputs[i]; elsewhere outputs is not looked at."""
-        at = self._next()
         if self.index != to:
-            yield self._exchange(at, {to: tensor}, {})
-            return
+            return self._swap(self._next(), {to: tensor}, {})
         outputs[to].copy_(tensor.view_as(outputs[to]))
-        yield self._exchange(at, {}, {i: outputs[i] for i in self._others()})
+        return self._swap(self._next(), {}, {i: outputs[i] for i in self._others()})
 
     def scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], source: int) -> Steps:
         """Member i gets member ``source``'s chunks[i]; elsewhere chunks is not looked at."""
-        at = self._next()
         if self.index != source:
-            yield self._exchange(at, {}, {source: output})
-            return
+            return self._swap(self._next(), {}, {source: output})
         output.copy_(chunks[source].view_as(output))
-        yield self._exchange(at, {i: chunks[i] for i in self._others()}, {})
+        return self._swap(self._next(), {i: chunks[i] for i in self._others()}, {})
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
         """Member i's inputs[j] arrives in member j's outputs[i]."""
-        at = self._next()
         outputs[self.index].copy_(inputs[self.index].view_as(outputs[self.index]))
         others = self._others()
-        yield self._exchange(at, {i: inputs[i] for i in others}, {i: outputs[i] for i in others})
+        return self._swap(self._next(), {i: inputs[i] for i in others}, {i: outputs[i] for i in others})
 
     def barrier(self) -> Steps:
         """End when every member has entered."""
@@ -167,6 +163,9 @@ class Group:
                 started.append(transport.send(self.ranks[i], Channel.COLLECTIVE, coordinate, tensor))
         return started
 
+    def _swap(self, at: int, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Steps:
+        yield self._exchange(at, sends, recvs)
+
     def _reduce(self, at: int, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
         if self.index != to:
             yield self._exchange(at, {to: tensor}, {})
@@ -182,9 +181,8 @@ class Group:
 
     def _broadcast(self, at: int, tensor: torch.Tensor, source: int) -> Steps:
         if self.index == source:
-            yield self._exchange(at, dict.fromkeys(self._others(), tensor), {})
-        else:
-            yield self._exchange(at, {}, {source: tensor})
+            return self._swap(at, dict.fromkeys(self._others(), tensor), {})
+        return self._swap(at, {}, {source: tensor})
 
     def _all_gather(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
         own = outputs[self.index]

@@ -12,25 +12,31 @@ unless there is such work, makes it progress. Everything else happens in the thr
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
-
-# UCX reads this when it is loaded; ucxx sets variables that mean nothing to it on a machine without a GPU.
-os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 
 import msgspec
 import torch
 import ucxx._lib.libucxx as ucx
-from ucxx._lib.arr import Array
 
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.arena import Arena, ArenaAddress, ArenaView
+from megatron_elastic.comm.operation import (
+    Arrival,
+    InArena,
+    Operation,
+    Recv,
+    Send,
+    Shape,
+    Steps,
+    Task,
+    flat_bytes,
+    ucx_array,
+)
 from megatron_elastic.comm.tag import DESCRIPTOR, SOURCE_BITS, Channel, is_older, make_tag
 
 _ANY_TAG = ucx.UCXXTag(0)
@@ -41,9 +47,8 @@ _CONFIG = {
     "RNDV_THRESH": "inf",
 }
 _SOURCE_MASK = (1 << SOURCE_BITS) - 1
-
-
 _MANY = 256
+"""Borrowing receives that are remembered before those that are over are pruned."""
 _ARENA_SIZE = 64 << 20
 _ARENA_FROM = 8 << 10
 """Bytes from which two copies and a descriptor beat the link (TCP on one host)."""
@@ -63,176 +68,6 @@ class Interruptible(Protocol):
     fd: int
 
     def check(self) -> None: ...
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as bytes."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    """UCX's view of a contiguous tensor's memory."""
-    return Array(_flat(tensor).numpy())
-
-
-@dataclass(frozen=True, slots=True)
-class _InArena:
-    """An arrived message whose bytes are in its sender's arena."""
-
-    view: ArenaView
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a borrowing receive expects: a flat tensor."""
-
-    numel: int
-    dtype: torch.dtype
-
-
-class Send:
-    """A message on its way to ``peer``. Once it is done its buffer may be reused."""
-
-    __slots__ = ("_request", "peer")
-
-    def __init__(self, peer: int, request: Any) -> None:
-        self.peer = peer
-        self._request = request
-
-    @property
-    def done(self) -> bool:
-        """Whether the buffer is needed no more. Raises Interrupted when the link broke first."""
-        return self._request is None or _completed(self._request, self.peer)
-
-
-class Recv:
-    """A message expected from ``peer``.
-
-    ``buffer`` is where it goes. A borrowing receive has none before it is done, and then, if it can, one that lies in
-    the sender's memory; it must be released as soon as it is read.
-    """
-
-    __slots__ = ("_block", "_copied", "_request", "_shape", "buffer", "peer", "tag")
-
-    def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: _Shape | None = None) -> None:
-        self.peer = peer
-        self.tag = tag
-        self.buffer: torch.Tensor = buffer  # type: ignore[assignment]  # set when a borrowing receive begins
-        self._shape = shape
-        self._request: Any = None
-        self._copied = False
-        self._block: _InArena | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the message that is expected."""
-        return self.buffer.nbytes if self._shape is None else self._shape.numel * self._shape.dtype.itemsize
-
-    def place(self, block: _InArena | None) -> None:
-        """The message is here, in ``block`` of its sender's arena or not: find room for it, or take it as it lies."""
-        if self._shape is not None:
-            if block is not None:
-                self._block = block
-                self.buffer = block.view.bytes(block.start, block.length).view(self._shape.dtype)
-                self._copied = True
-                return
-            self.buffer = torch.empty(self._shape.numel, dtype=self._shape.dtype)
-        if block is not None:
-            block.view.take(block.start, _flat(self.buffer))
-            self._copied = True
-
-    @property
-    def held(self) -> bool:
-        """Whether a borrowed buffer is still to be released, or to come."""
-        return self._block is not None or not self._copied
-
-    def release(self) -> None:
-        """Give a borrowed buffer back. Idempotent."""
-        block, self._block = self._block, None
-        if block is not None:
-            del self.buffer
-            block.view.release(block.start)
-
-    @property
-    def done(self) -> bool:
-        """Whether the whole message is in the buffer. Raises Interrupted when the link broke first."""
-        return self._copied or (self._request is not None and _completed(self._request, self.peer))
-
-
-Steps = Generator["Sequence[Operation]", None, None]
-"""A collective as a generator: it yields the operations it has to wait for before it goes on."""
-
-
-class Task:
-    """Steps under way. Itself an operation that can be waited for."""
-
-    __slots__ = ("_error", "_finished", "_pending", "_steps", "peer")
-
-    def __init__(self, steps: Steps, peer: int) -> None:
-        self.peer = peer
-        self._steps = steps
-        self._pending: list[Operation] = []
-        self._finished = False
-        self._error: Exception | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether all steps are done. Raises what a step raised."""
-        if self._error is not None:
-            raise self._error
-        return self._finished
-
-    def advance(self) -> bool:
-        """Go as far as the operations that are done allow. Returns whether the task has ended."""
-        try:
-            while not self._finished and self._error is None:
-                self._pending = [op for op in self._pending if not op.done]
-                if self._pending:
-                    return False
-                self._pending = list(next(self._steps))
-        except StopIteration:
-            self._finished = True
-        except Exception as error:
-            self._error = error
-        return True
-
-    def abandon(self, error: Exception) -> None:
-        """End without a result."""
-        if not self._finished:
-            self._error = error
-
-
-class _Arrival:
-    """Done when a message of one of the tags is here, not yet received."""
-
-    __slots__ = ("_arrived", "_tags", "peer")
-
-    def __init__(self, arrived: Mapping[int, object], tags: Mapping[int, int]) -> None:
-        self._arrived = arrived
-        self._tags = tags
-        self.peer = -1
-
-    @property
-    def done(self) -> bool:
-        """Whether there is one; ``peer`` is its source then."""
-        self.peer = next((peer for tag, peer in self._tags.items() if tag in self._arrived), -1)
-        return self.peer >= 0
-
-
-Operation = Send | Recv | Task | _Arrival
-
-
-def _completed(request: Any, peer: int) -> bool:
-    if not request.completed:
-        return False
-    try:
-        request.check_error()
-    except ucx.UCXError:
-        # A link that breaks completes its requests too: half of this message may be garbage.
-        raise Interrupted(0, suspects=(peer,)) from None
-    return True
 
 
 class Transport:
@@ -333,7 +168,7 @@ class Transport:
         """Expect a flat tensor, to be read where it lies and released (see ``Recv``)."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, peer)
-            recv = Recv(peer, tag, None, _Shape(numel, dtype))
+            recv = Recv(peer, tag, None, Shape(numel, dtype))
             if len(self._borrowed) > _MANY:
                 self._borrowed = [each for each in self._borrowed if each.held]
             self._borrowed.append(recv)
@@ -342,7 +177,7 @@ class Transport:
     def _send(self, peer: int, tag: int, buffer: torch.Tensor) -> Send:
         self.bytes_sent += buffer.nbytes
         if buffer.nbytes >= _ARENA_FROM and self._views.get(peer) is not None:
-            start = self._arena.put(_flat(buffer), peer)
+            start = self._arena.put(flat_bytes(buffer), peer)
             if start is not None:
                 self._push(peer, tag | DESCRIPTOR, torch.tensor((start, buffer.nbytes)))
                 return Send(peer, None)
@@ -367,7 +202,7 @@ class Transport:
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
         tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
-        arrival = _Arrival(self._arrived, tags)
+        arrival = Arrival(self._arrived, tags)
         self.wait(arrival)
         return arrival.peer
 
@@ -521,21 +356,21 @@ class Transport:
             self._broken.add(peer)
 
     def _push(self, peer: int, tag: int, buffer: torch.Tensor) -> Any:
-        request = self._link(peer).tag_send(_array(buffer), tag=ucx.UCXXTag(tag))
+        request = self._link(peer).tag_send(ucx_array(buffer), tag=ucx.UCXXTag(tag))
         if not request.completed:
             self._keep(request, buffer)
         return request
 
-    def _described(self, peer: int, probe: Any) -> _InArena:
+    def _described(self, peer: int, probe: Any) -> InArena:
         descriptor = torch.empty(2, dtype=torch.int64)
-        request = self._worker.tag_recv_with_handle(_array(descriptor), probe)
+        request = self._worker.tag_recv_with_handle(ucx_array(descriptor), probe)
         while not request.completed:  # its 16 bytes are here; only the copy may be left to do
             self._worker.progress()
         view = self._views.get(peer)
         if view is None:
             raise RuntimeError(f"rank {self.rank} cannot open the shared memory of rank {peer}, which can open its own")
         start, length = descriptor.tolist()
-        return _InArena(view, start, length)
+        return InArena(view, start, length)
 
     def _begin(self, recv: Recv, message: Any) -> None:
         if message.length != recv.nbytes:
@@ -543,20 +378,20 @@ class Transport:
                 f"rank {self.rank} got {message.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where it "
                 f"expected {recv.nbytes}: the two ranks disagree about the layout"
             )
-        if isinstance(message, _InArena):
+        if isinstance(message, InArena):
             recv.place(message)
             return
         recv.place(None)
-        recv._request = self._worker.tag_recv_with_handle(_array(recv.buffer), message)
+        recv._request = self._worker.tag_recv_with_handle(ucx_array(recv.buffer), message)
         if not recv._request.completed:
             self._keep(recv._request, recv.buffer)
 
     def _drop(self, message: Any) -> None:
-        if isinstance(message, _InArena):
+        if isinstance(message, InArena):
             message.view.release(message.start)
             return
         scratch = torch.empty(max(message.length, 1), dtype=torch.uint8)
-        request = self._worker.tag_recv_with_handle(_array(scratch), message)
+        request = self._worker.tag_recv_with_handle(ucx_array(scratch), message)
         if not request.completed:
             self._keep(request, scratch)
 

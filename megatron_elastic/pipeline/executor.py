@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
+from megatron_elastic.comm.operation import Send
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Send, Transport
+from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op

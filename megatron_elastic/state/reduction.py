@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import UnitBuffer

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
-from megatron_elastic.comm.transport import Recv, Send, Transport
+from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.slice import Adam, SliceState, Update
