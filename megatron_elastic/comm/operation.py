@@ -45,7 +45,7 @@ class Shape:
 
 
 class Send:
-    """A message on its way to ``peer``. Once it is done its buffer may be reused."""
+    """A message on its way to ``peer``. Once it is done its buffer may be reused, and it needs no more progress."""
 
     __slots__ = ("_request", "peer")
 
@@ -56,7 +56,7 @@ class Send:
     @property
     def done(self) -> bool:
         """Whether the buffer is needed no more. Raises Interrupted when the link broke first."""
-        return self._request is None or completed(self._request, self.peer)
+        return completed(self._request, self.peer)
 
 
 class Recv:

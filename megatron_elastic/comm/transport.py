@@ -179,8 +179,8 @@ class Transport:
         if buffer.nbytes >= _ARENA_FROM and self._views.get(peer) is not None:
             start = self._arena.put(flat_bytes(buffer), peer)
             if start is not None:
-                self._push(peer, tag | DESCRIPTOR, torch.tensor((start, buffer.nbytes)))
-                return Send(peer, None)
+                # The buffer is free already; but who leaves before the descriptor is out leaves it behind for ever.
+                return Send(peer, self._push(peer, tag | DESCRIPTOR, torch.tensor((start, buffer.nbytes))))
         return Send(peer, self._push(peer, tag, buffer))
 
     def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
