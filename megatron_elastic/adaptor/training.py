@@ -7,7 +7,6 @@ scheduler do the work of a step; groups, gradients, optimizer state and random n
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import socket
 import time
@@ -349,7 +348,7 @@ class Trainer:
 
     def _recover(self, interrupted: Interrupted) -> None:
         """Report, get the new layout, make it true. A further fault meanwhile begins it again."""
-        for _ in itertools.count():
+        while True:
             try:
                 self.hooks.at("interrupt")
                 if interrupted.suspects:
