@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -245,8 +245,7 @@ class _Zygote:
         ranks = {pid: rank for rank, pid in self._pids.items()}
         if not ranks:
             return
-        # Ends are left for the pidfds. A child that was stopped and went on before we looked has only gone on.
-        while (status := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)) is not None:
+        for status in _stops():
             rank = ranks.get(status.si_pid)
             if rank is None:
                 continue  # something that an import started
@@ -280,6 +279,18 @@ class _Zygote:
             self._signal_group(pid, signal.SIGKILL)
         for pid in self._pids.values():
             os.waitpid(pid, 0)
+
+
+def _stops() -> Iterator[os.waitid_result]:
+    """Children that were stopped or went on since the last look. Ends are left for the pidfds.
+
+    A child that was stopped and went on before we looked has only gone on.
+    """
+    try:
+        while (status := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)) is not None:
+            yield status
+    except ChildProcessError:
+        return  # every child has ended and waits for its pidfd's turn
 
 
 def _die_with_parent(parent: int) -> None:
