@@ -17,7 +17,7 @@ import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
 
     ``model`` is the bare model (not wrapped for data parallelism), ``optimizer`` Megatron's.
     """
-    path = _path(folder, progress.iteration)
+    path = step_folder(folder, progress.iteration)
     if torch.distributed.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
@@ -43,10 +43,7 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
     dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=_METADATA)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        # Replaced at once: the tracker never names anything but a complete checkpoint.
-        partial = folder / f"{_TRACKER}.partial"
-        partial.write_text(str(progress.iteration))
-        os.replace(partial, folder / _TRACKER)
+        mark_newest(folder, progress.iteration)
     torch.distributed.barrier()
 
 
@@ -56,7 +53,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     The parallel sizes may differ from those of the job that saved; then the generators' states, which
     belong to its ranks, are left as they are.
     """
-    path = _path(folder, int((folder / _TRACKER).read_text()))
+    path = step_folder(folder, int((folder / TRACKER).read_text()))
     template = _sharded_state(model, optimizer, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(path))
     if common["grid"] != _grid():
@@ -75,8 +72,16 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 """How Megatron lays the optimizer's state out: by parameter, so that it can be loaded under other parallel sizes."""
 
 
-def _path(folder: Path, iteration: int) -> Path:
+def step_folder(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is."""
     return folder / f"iter_{iteration:07d}"
+
+
+def mark_newest(folder: Path, iteration: int) -> None:
+    """Let the tracker name a checkpoint that is complete. Replaced at once: it never names anything else."""
+    partial = folder / f"{TRACKER}.partial"
+    partial.write_text(str(iteration))
+    os.replace(partial, folder / TRACKER)
 
 
 def _grid() -> list[int]:

@@ -7,7 +7,6 @@ so a checkpoint can be loaded under any other layout.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_elastic.adaptor.checkpoint import TRACKER, mark_newest, step_folder
 from megatron_elastic.adaptor.model import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.operation import Recv, Send
@@ -30,7 +30,6 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _PARTS = ("fp32_param", "exp_avg", "exp_avg_sq")
 """Megatron's names of ``SliceState.tensors``."""
 
@@ -48,7 +47,7 @@ def save(
     transport: Transport, step: int,
 ) -> None:  # fmt: skip
     """Save the state after ``step`` steps. Every rank of the layout calls it between the same two steps."""
-    target = _folder(directory, step)
+    target = step_folder(Path(directory), step)
     if dist.get_rank() == 0:
         # What an interrupted attempt left behind was written by another set of ranks.
         shutil.rmtree(target, ignore_errors=True)
@@ -59,10 +58,7 @@ def save(
     state["optimizer"] = dict(_sharded_states(model, layout, units, whole, state["model"]))
     dist_checkpointing.save(state, str(target))
     if dist.get_rank() == 0:
-        # The tracker names a checkpoint only once it is complete.
-        partial = Path(directory) / f"{TRACKER}.partial"
-        partial.write_text(str(step))
-        os.replace(partial, Path(directory) / TRACKER)
+        mark_newest(Path(directory), step)
 
 
 def load(
@@ -75,7 +71,7 @@ def load(
     empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in _PARTS) for unit, buffer in _homed(layout, units)}
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = dict(_sharded_states(model, layout, units, empty, state["model"]))
-    folder = _folder(directory, step)
+    folder = step_folder(Path(directory), step)
     try:
         loaded = dist_checkpointing.load(state, str(folder))
     except (Interrupted, JobStopped):
@@ -100,10 +96,6 @@ def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates,
         for tensor, flat in zip(state.tensors, states[unit], strict=True):
             tensor.copy_(units[unit].slice_of(flat, k))
         state.step = step
-
-
-def _folder(directory: str | Path, step: int) -> Path:
-    return Path(directory) / f"iter_{step:07d}"
 
 
 def _homed(layout: Layout, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[int, UnitBuffer]]:
