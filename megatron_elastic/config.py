@@ -51,6 +51,8 @@ class ElasticConfig:
                 )
         if self.slices is not None and self.slices < 1:
             raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
+        if self.replicas < 0:
+            raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
 
     @property
     def cut_off(self) -> float:
@@ -87,8 +89,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "gradient sums); fast: float sums, whose order may differ after a fault (default: %(default)s)")
     group.add_argument("--elastic-slices", type=int, metavar="K", default=None,
                        help="slices of each unit's parameters and optimizer state (default: the data-parallel width)")
-    group.add_argument("--elastic-replicas", type=int, choices=(0, 1), default=d.replicas,
-                       help="live copies of every slice's optimizer state besides the owner's (default: %(default)s)")
+    group.add_argument("--elastic-replicas", type=int, metavar="N", default=d.replicas,
+                       help="live copies of every slice's optimizer state besides the owner's, on other hosts where "
+                       "there are any (default: %(default)s)")
     group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
                        help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,

@@ -91,7 +91,7 @@ def load(
 
 def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
     """Give every state held in the store what was loaded."""
-    for unit, k in store.held():
+    for unit, k, _ in store.held():
         state = store[unit, k]
         for tensor, flat in zip(state.tensors, states[unit], strict=True):
             tensor.copy_(units[unit].slice_of(flat, k))

@@ -43,7 +43,6 @@ from megatron_elastic.cluster.messages import (
     Suspect,
     VoteResult,
 )
-from megatron_elastic.comm import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
@@ -52,6 +51,7 @@ from megatron_elastic.layout import Layout, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.program import one_forward_one_backward
+from megatron_elastic.plan import everything
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.slice import Adam, Update
 from megatron_elastic.state.store import StateStore
@@ -117,6 +117,7 @@ def initial_layout(args: argparse.Namespace, world_size: int) -> Layout:
         num_grains=args.global_batch_size // args.micro_batch_size,
         num_slices=args.elastic_slices or dp,
         replicas=args.elastic_replicas,
+        ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )  # fmt: skip
 
 
@@ -142,8 +143,10 @@ class Trainer:
         self.hooks = Hooks(self.rank, self.config.inject, self._announce)
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
-        backend.initialize(self.transport, self.world_size, timedelta(seconds=self.config.wait_timeout))
-        groups.initialize(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        groups.initialize(
+            self.transport, tp, pp, self.world_size // (tp * pp), timedelta(seconds=self.config.wait_timeout)
+        )
         cpu.apply()
         checkpoint_writer.apply()
         random.install(args.seed)
@@ -214,7 +217,8 @@ class Trainer:
         wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
         self.train_data, self.valid_data, _ = self._datasets_provider(args)
-        store = StateStore(self.units, Adam(args.adam_beta1, args.adam_beta2, args.adam_eps), self.transport)
+        store = StateStore(self.units, Adam(args.adam_beta1, args.adam_beta2, args.adam_eps), self.transport,
+                           layout.tp_index(self.rank))
         if self.step > 1:
             states = checkpoint.load(args.load, model, layout, self.units, self.step - 1)
             store.create(layout)
@@ -384,12 +388,11 @@ class Trainer:
         self.hooks.at("report")
         return self.control.wait((Commit,), timeout=self.config.wait_timeout)
 
-    def _held(self) -> list[tuple[int, int]]:
+    def _held(self) -> list[tuple[int, int, int]]:
         if self.store is not None:
             return self.store.held()
         # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
-        units = self.layout.stages[self.layout.stage_of(self.rank)].units
-        return [(unit, k) for unit in units for k in range(self.layout.num_slices)]
+        return sorted(everything(self.layout).get(self.rank, ()))
 
     def _adopt(self, commit: Commit) -> None:
         """Make the committed layout true on this rank; afterwards it trains under it, or is a spare."""
@@ -399,7 +402,7 @@ class Trainer:
         self.transport.advance(layout.epoch, layout.lost)
         member = self.rank in layout.ranks
         if member:
-            groups.edit(layout)
+            groups.edit(layout, self.rank)
         if self.store is None:
             return
         if member:
@@ -408,7 +411,7 @@ class Trainer:
         edited = time.time()
         self.hooks.at("promote")
         # What a spare holds has been overtaken by the steps it did not take part in.
-        self.store.retire(commit.held.get(self.rank, ()))
+        self.store.retire((unit, k) for unit, k, _ in commit.held.get(self.rank, ()))
         if commit.decision == "forward":
             assert commit.vote is not None
             self.store.apply(self._update(commit.vote))

@@ -65,8 +65,8 @@ class Report(Message, frozen=True):
     """Result of the vote of ``step`` when the rank is past it."""
     last: VoteResult | None
     """Result of the vote of ``step - 1``, so that its record survives its reporter."""
-    held: list[tuple[int, int]]
-    """(unit, slice) of every live state this rank holds, at the state before ``step``, or after it if applied."""
+    held: list[tuple[int, int, int]]
+    """(unit, slice, tensor-parallel index) of every live state here, as before ``step``, or after it if applied."""
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
 
@@ -156,7 +156,7 @@ class Commit(Message, frozen=True):
     decision: str
     step: int
     vote: VoteResult | None
-    held: dict[int, list[tuple[int, int]]]
+    held: dict[int, list[tuple[int, int, int]]]
     """Live state of every reporting rank, so that all derive the same transfers."""
 
 

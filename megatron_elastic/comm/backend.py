@@ -390,14 +390,15 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
-_given: list[Transport] = []
-"""The transport that the next default group is to use, when somebody else owns it."""
+_given: list[tuple[Transport, Sequence[int]]] = []
+"""The transport and the members of the next default group, when somebody else owns the transport."""
 
 
 def _create(options: Any, _: Any) -> ElasticProcessGroup:
     rank, size = options.group_rank, options.group_size
     if _given:
-        return ElasticProcessGroup(Group(_given.pop(), 0, range(size)))
+        transport, ranks = _given.pop()
+        return ElasticProcessGroup(Group(transport, 0, ranks))
     crowded = size > len(os.sched_getaffinity(0))
     transport = Transport(rank, InterruptFlag(), options.timeout.total_seconds(), crowded)
     options.store.set(f"address/{rank}", transport.address)
@@ -405,12 +406,17 @@ def _create(options: Any, _: Any) -> ElasticProcessGroup:
     return ElasticProcessGroup(Group(transport, 0, range(size)), owner=True)
 
 
-def initialize(transport: Transport, world_size: int, timeout: timedelta) -> ElasticProcessGroup:
-    """Make ``transport`` torch.distributed's default group. The caller keeps it, and closes it."""
+def initialize(transport: Transport, ranks: Sequence[int], timeout: timedelta) -> ElasticProcessGroup:
+    """Make torch.distributed's default group over ``transport``, whose owner keeps and closes it. Talks to nobody.
+
+    ``ranks``: the members' global ids, in order; the transport's own among them.
+    """
     register()
-    _given.append(transport)
+    _given.append((transport, ranks))
     # Addresses come from the coordinator, so nothing needs a store that other processes can reach.
-    dist.init_process_group(NAME, store=dist.HashStore(), rank=transport.rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        NAME, store=dist.HashStore(), rank=ranks.index(transport.rank), world_size=len(ranks), timeout=timeout
+    )
     group = c10d._get_default_group()
     assert isinstance(group, ElasticProcessGroup)
     return group

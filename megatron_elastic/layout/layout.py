@@ -21,7 +21,11 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Ranks that compute one stage together for ``grains``; ``ranks`` are ordered by tensor-parallel index."""
+    """Ranks that compute one stage together for ``grains``; ``ranks`` are ordered by tensor-parallel index.
+
+    A cell without grains is a *shadow*: it follows the others, receiving the stage's parameters after every step, and
+    gets grains once it has caught up. That is how ranks join.
+    """
 
     ranks: tuple[int, ...]
     grains: tuple[int, ...]
@@ -30,6 +34,11 @@ class Cell:
     def leader(self) -> int:
         """The rank of tensor-parallel index 0, which names the cell."""
         return self.ranks[0]
+
+    @property
+    def shadow(self) -> bool:
+        """Whether it only follows."""
+        return not self.grains
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +58,22 @@ class Stage:
 class Layout:
     """Who computes and who owns what, at one epoch. Build the first one with ``Layout.grid``.
 
-    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` that of the cell with the live
-    copy (None: there is none). ``spares`` are live ranks in no cell; ``lost`` are the dead, for ever.
+    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` are those of the cells with a
+    live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
+    live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain.
     """
 
     epoch: int
     num_slices: int
+    num_replicas: int
     num_grains: int
     units: tuple[str, ...]
     stages: tuple[Stage, ...]
     owners: tuple[tuple[int, ...], ...]
-    replicas: tuple[tuple[int | None, ...], ...]
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
     spares: tuple[int, ...]
     lost: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
     _lookup: _Lookup | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -76,12 +88,13 @@ class Layout:
         num_grains: int,
         num_slices: int,
         replicas: int,
+        ranks_per_host: int | None = None,
     ) -> Layout:
         """The fault-free layout, in Megatron's rank order: rank = t + tp * (d + dp * p).
 
-        Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replica
-        (when ``replicas`` is 1 and dp > 1) is in cell (k + 1) % dp. Raises LayoutError when the arguments do not fit
-        together.
+        Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replicas are
+        in the cells after that one, on other hosts first. ``ranks_per_host`` is None where all ranks are on one host.
+        Raises LayoutError when the arguments do not fit together.
         """
         if min(tp, pp, dp, num_grains, num_slices) < 1:
             raise LayoutError(
@@ -89,8 +102,8 @@ class Layout:
             )
         if len(stage_units) != pp:
             raise LayoutError(f"units are given for {len(stage_units)} stages, but the pipeline has {pp}")
-        if replicas not in (0, 1):
-            raise LayoutError(f"replicas must be 0 or 1, got {replicas}")
+        if replicas < 0:
+            raise LayoutError(f"replicas must be 0 or more, got {replicas}")
         stages = tuple(
             Stage(
                 units=tuple(stage_units[p]),
@@ -107,20 +120,24 @@ class Layout:
         home = {unit: p for p in reversed(range(pp)) for unit in stage_units[p]}
         if set(home) != set(range(len(units))):
             raise LayoutError(f"the stages hold units {sorted(home)}, but there are units 0..{len(units) - 1}")
+        world = tp * pp * dp
+        per_host = ranks_per_host or world
+        hosts = tuple(tuple(range(at, min(at + per_host, world))) for at in range(0, world, per_host))
         leaders = [[cell.leader for cell in stages[home[unit]].cells] for unit in range(len(units))]
-        copies = replicas == 1 and dp > 1
         layout = cls(
             epoch=0,
             num_slices=num_slices,
+            num_replicas=replicas,
             num_grains=num_grains,
             units=tuple(units),
             stages=stages,
             owners=tuple(tuple(cells[k % dp] for k in range(num_slices)) for cells in leaders),
             replicas=tuple(
-                tuple(cells[(k + 1) % dp] if copies else None for k in range(num_slices)) for cells in leaders
+                tuple(tuple(_after(cells, k % dp, per_host)[:replicas]) for k in range(num_slices)) for cells in leaders
             ),
             spares=(),
             lost=(),
+            hosts=hosts,
         )
         layout.validate()
         return layout
@@ -151,9 +168,15 @@ class Layout:
         return self._place(rank)[1]
 
     def tp_index(self, rank: int) -> int:
-        """Tensor-parallel index of ``rank``; known for spares too, because Megatron counts it fastest."""
-        place = self._index().places.get(rank)
-        return place[2] if place else rank % self.cell_size
+        """Tensor-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[2]
+
+    def host_of(self, rank: int) -> int:
+        """Index of the failure domain that ``rank`` is in. Raises LayoutError for a rank that never was here."""
+        try:
+            return self._index().hosts[rank]
+        except KeyError:
+            raise LayoutError(f"rank {rank} is on no host at epoch {self.epoch}") from None
 
     def cell_for(self, stage: int, grain: int) -> Cell:
         """The cell of ``stage`` that computes ``grain``. Raises LayoutError if there is none."""
@@ -179,10 +202,9 @@ class Layout:
         """The rank that owns part ``tp`` of the slice."""
         return self._index().cells[self.owners[unit][slice]].ranks[tp]
 
-    def replica(self, unit: int, slice: int, tp: int) -> int | None:
-        """The rank with the live copy of part ``tp`` of the slice, or None."""
-        leader = self.replicas[unit][slice]
-        return None if leader is None else self._index().cells[leader].ranks[tp]
+    def copies(self, unit: int, slice: int, tp: int) -> tuple[int, ...]:
+        """The ranks with live copies of part ``tp`` of the slice, besides its owner."""
+        return tuple(self._index().cells[leader].ranks[tp] for leader in self.replicas[unit][slice])
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(unit, slice) of everything ``rank`` owns, ascending; empty for ranks in no cell."""
@@ -214,6 +236,8 @@ class Layout:
         sizes = {len(cell.ranks) for stage in self.stages for cell in stage.cells}
         if len(sizes) != 1 or 0 in sizes:
             yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
+        if sorted(rank for host in self.hosts for rank in host) != sorted([*members, *self.spares, *self.lost]):
+            yield f"hosts {self.hosts} must list each of the ranks in cells, the spares and the lost once"
         for index, stage in enumerate(self.stages):
             grains = sorted(grain for cell in stage.cells for grain in cell.grains)
             if grains != list(range(self.num_grains)):
@@ -240,13 +264,14 @@ class Layout:
         leaders = [{cell.leader for cell in stage.cells} for stage in self.stages]
         for unit, name in enumerate(self.units):
             home = leaders[self.home(unit)]
-            for k, (owner, replica) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
+            for k, (owner, copies) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
                 if owner not in home:
                     yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {self.home(unit)}"
-                if replica is not None and replica not in home:
-                    yield f"the replica of slice {k} of {name} is at {replica}, who leads no cell of its home stage"
-                if replica == owner:
-                    yield f"slice {k} of {name} has its owner and its replica in the same cell, {owner}"
+                for copy in copies:
+                    if copy not in home:
+                        yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell of its home stage"
+                if len({owner, *copies}) != 1 + len(copies):
+                    yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"
 
     # ---- text ------------------------------------------------------------------------------
 
@@ -263,6 +288,7 @@ class Layout:
         parts = {
             "epoch": json.dumps(self.epoch),
             "num_slices": json.dumps(self.num_slices),
+            "num_replicas": json.dumps(self.num_replicas),
             "num_grains": json.dumps(self.num_grains),
             "units": json.dumps(self.units),
             "stages": rows(stages),
@@ -270,6 +296,7 @@ class Layout:
             "replicas": rows(self.replicas),
             "spares": json.dumps(self.spares),
             "lost": json.dumps(self.lost),
+            "hosts": json.dumps(self.hosts),
         }
         return "{\n" + ",\n".join(f'  "{key}": {text}' for key, text in parts.items()) + "\n}\n"
 
@@ -281,6 +308,7 @@ class Layout:
             layout = cls(
                 epoch=int(data["epoch"]),
                 num_slices=int(data["num_slices"]),
+                num_replicas=int(data["num_replicas"]),
                 num_grains=int(data["num_grains"]),
                 units=tuple(str(name) for name in data["units"]),
                 stages=tuple(
@@ -291,9 +319,10 @@ class Layout:
                     for stage in data["stages"]
                 ),
                 owners=tuple(_ints(row) for row in data["owners"]),
-                replicas=tuple(tuple(None if at is None else int(at) for at in row) for row in data["replicas"]),
+                replicas=tuple(tuple(_ints(copies) for copies in row) for row in data["replicas"]),
                 spares=_ints(data["spares"]),
                 lost=_ints(data["lost"]),
+                hosts=tuple(_ints(host) for host in data["hosts"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None
@@ -334,7 +363,7 @@ class Layout:
 class _Lookup:
     """Maps derived from a layout. They are made on first use, because a step asks thousands of times."""
 
-    __slots__ = ("cells", "grains", "homes", "owned", "places", "ranks", "replicated")
+    __slots__ = ("cells", "grains", "homes", "hosts", "owned", "places", "ranks", "replicated")
 
     def __init__(self, layout: Layout) -> None:
         self.places: dict[int, tuple[int, Cell, int]] = {}
@@ -349,14 +378,15 @@ class _Lookup:
                 self.grains.update(((index, grain), cell) for grain in cell.grains)
                 self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
         self.ranks = tuple(sorted(self.places))
-        self.owned = self._by_rank(layout.owners)
+        self.hosts = {rank: index for index, host in enumerate(layout.hosts) for rank in host}
+        self.owned = self._by_rank([[(owner,) for owner in row] for row in layout.owners])
         self.replicated = self._by_rank(layout.replicas)
 
-    def _by_rank(self, table: Iterable[Iterable[int | None]]) -> dict[int, tuple[tuple[int, int], ...]]:
+    def _by_rank(self, table: Iterable[Iterable[Iterable[int]]]) -> dict[int, tuple[tuple[int, int], ...]]:
         by_leader: dict[int, list[tuple[int, int]]] = {}
         for unit, row in enumerate(table):
-            for k, leader in enumerate(row):
-                if leader is not None:
+            for k, leaders in enumerate(row):
+                for leader in leaders:
                     by_leader.setdefault(leader, []).append((unit, k))
         return {
             rank: tuple(pairs)
@@ -364,6 +394,23 @@ class _Lookup:
             if leader in self.cells
             for rank in self.cells[leader].ranks
         }
+
+
+def _after(leaders: Sequence[int], index: int, per_host: int) -> list[int]:
+    """The other cells, in the order in which they are to hold copies of what cell ``index`` owns.
+
+    One of each other host first, then a second one of each; those of the same host come last.
+    """
+    n, here = len(leaders), leaders[index] // per_host
+    # From as many steps on as the host has cells, so that the cells of a host spread over those of the next.
+    step = sum(leader // per_host == here for leader in leaders)
+    ring = [leaders[(index + step + i) % n] for i in range(n)]
+    seen = Counter({here: n})
+    turns = []
+    for leader in ring:
+        turns.append((seen[leader // per_host], leader))
+        seen[leader // per_host] += 1
+    return [leader for _, leader in sorted(turns, key=lambda turn: turn[0]) if leader != leaders[index]]
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

@@ -34,19 +34,21 @@ class Transfer:
     role: Role
 
 
-def transfers(layout: Layout, held: Mapping[int, Collection[tuple[int, int]]]) -> tuple[Transfer, ...]:
+Held = Mapping[int, Collection[tuple[int, int, int]]]
+"""For every live rank, spares too, the (unit, slice, tensor-parallel index) whose state it holds."""
+
+
+def transfers(layout: Layout, held: Held) -> tuple[Transfer, ...]:
     """Everything to copy so that each owner and replica of ``layout`` holds live state.
 
-    ``held`` maps every live rank, spares too, to the (unit, slice) whose state it holds. A source is the owner if it
-    holds the part, else the replica, else whichever other holder sends least so far (the lowest rank of those). All
+    A source is the owner if it holds the part, else a replica, else whichever other holder sends least so far; all
     ranks that call this with the same arguments get the same answer, in the same order. Raises SliceLost if nobody
     holds a part.
     """
     holders: dict[tuple[int, int, int], list[int]] = {}
     for rank in sorted(set(held).difference(layout.lost)):
-        tp = layout.tp_index(rank)
-        for unit, k in held[rank]:
-            holders.setdefault((unit, k, tp), []).append(rank)
+        for part in held[rank]:
+            holders.setdefault(part, []).append(rank)
     result: list[Transfer] = []
     sent: Counter[int] = Counter()
     for unit in range(len(layout.units)):
@@ -55,12 +57,12 @@ def transfers(layout: Layout, held: Mapping[int, Collection[tuple[int, int]]]) -
                 sources = holders.get((unit, k, tp))
                 if not sources:
                     raise SliceLost(unit, k, tp)
-                owner, replica = layout.owner(unit, k, tp), layout.replica(unit, k, tp)
-                roles: tuple[tuple[Role, int | None], ...] = (("owner", owner), ("replica", replica))
+                owner, copies = layout.owner(unit, k, tp), layout.copies(unit, k, tp)
+                roles: list[tuple[Role, int]] = [("owner", owner), *(("replica", copy) for copy in copies)]
                 for role, dst in roles:
-                    if dst is None or dst in sources:
+                    if dst in sources:
                         continue
-                    src = min(sources, key=lambda rank: (rank != owner, rank != replica, sent[rank], rank))
+                    src = min(sources, key=lambda rank: (rank != owner, rank not in copies, sent[rank], rank))
                     sent[src] += 1
                     result.append(Transfer(unit, k, tp, src, dst, role))
     return tuple(result)

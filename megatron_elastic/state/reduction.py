@@ -1,7 +1,7 @@
 """Reduction: gradients from those who computed them to the owners, replicas by replay, parameters back.
 
-Slice k of a unit is summed at its owner over every cell that holds the unit; the owner sends the reduced gradient
-on to the replica's holder. After the update, owners send the new parameters to all holders.
+Slice k of a unit is summed at its owner over every cell that computes the unit; the owner sends the reduced gradient
+on to the replicas' holders. After the update, owners send the new parameters to all holders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reduction:
         sends = [
             self._transport.send(owner, Channel.GRADIENT, pair(unit, k), buffer.slice_of(buffer.sums, k))
             for unit, k, owner, buffer in self._slices()
-            if owner != self._transport.rank
+            if owner != self._transport.rank and not self._layout.cell_of(self._transport.rank).shadow
         ]
         expected = [(unit, k, self._expect_gradient(unit, k)) for unit, k in self._layout.owned(self._transport.rank)]
         for unit, k, recvs in expected:
@@ -57,18 +57,17 @@ class Reduction:
         self._transport.wait(*sends)
 
     def replay(self) -> None:
-        """Send the gradients of owned slices to their replicas' holders, and receive those of the replicas held here.
+        """Send the gradients of owned slices to the holders of their replicas, and receive those of replicas held here.
 
         When it returns, every gradient this rank is to hold is here: it may enter the vote.
         """
         me = self._transport.rank
         sends: list[Send] = []
         for unit, k in self._layout.owned(me):
-            replica = self._layout.replica(unit, k, self._tp)
-            if replica is not None:
-                grad = self._store[unit, k].grad
-                assert grad is not None
-                sends.append(self._transport.send(replica, Channel.REPLAY, pair(unit, k), grad))
+            grad = self._store[unit, k].grad
+            assert grad is not None
+            for copy in self._layout.copies(unit, k, self._tp):
+                sends.append(self._transport.send(copy, Channel.REPLAY, pair(unit, k), grad))
         recvs: list[Recv] = []
         for unit, k in self._layout.replicated(me):
             grad = torch.empty(self._units[unit].slice_size)
@@ -106,6 +105,6 @@ class Reduction:
         buffer = self._units[unit]
         return [
             self._transport.borrow(rank, Channel.GRADIENT, pair(unit, k), buffer.slice_size, buffer.sums.dtype)
-            for rank in (cell.ranks[self._tp] for cell in self._layout.holders(unit))
+            for rank in (cell.ranks[self._tp] for cell in self._layout.holders(unit) if not cell.shadow)
             if rank != self._transport.rank
         ]

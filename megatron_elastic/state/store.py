@@ -35,7 +35,8 @@ class _Loading:
 class StateStore:
     """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each."""
 
-    def __init__(self, units: Mapping[int, UnitBuffer], adam: Adam, transport: Transport) -> None:
+    def __init__(self, units: Mapping[int, UnitBuffer], adam: Adam, transport: Transport, tp_index: int) -> None:
+        self._tp = tp_index
         self._units = units
         self._adam = adam
         self._transport = transport
@@ -47,9 +48,9 @@ class StateStore:
         """The live state of a slice. Raises KeyError if it is not live here."""
         return self._live[at]
 
-    def held(self) -> list[SliceId]:
-        """Everything live here, ascending."""
-        return sorted(self._live)
+    def held(self) -> list[tuple[int, int, int]]:
+        """(unit, slice, tensor-parallel index) of everything live here, ascending."""
+        return [(unit, k, self._tp) for unit, k in sorted(self._live)]
 
     def create(self, layout: Layout) -> None:
         """Make fresh states, from the model's weights, for every slice this rank owns or replicates."""

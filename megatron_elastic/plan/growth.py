@@ -1,0 +1,209 @@
+"""Growth: how ranks join and how slices spread, in steps that each cost no more than an ordinary step.
+
+First new cells enter as shadows and what they are to own is copied to them in the background, as replicas. When all
+copies are live, one more layout promotes them, gives the shadows grains, and drops the copies that are too many.
+Nothing bulky has to move between two steps. The same two layouts even out what owners hold after a loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_elastic.layout import Cell, Layout, Stage
+from megatron_elastic.plan.reroute import reroute
+
+
+def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
+    """The layout of ``epoch`` with the cells that ``newcomers`` and the spares can form, as shadows.
+
+    ``newcomers`` maps ranks that were never in the layout to the host each is on: an index into ``layout.hosts``, or
+    the next free one. A new cell is made of ranks of one host where that is possible, and goes to the narrowest stage;
+    ranks that are left over stay spares.
+    """
+    hosts = [list(host) for host in layout.hosts]
+    for rank, host in sorted(newcomers.items()):
+        hosts.extend([] for _ in range(len(hosts), host + 1))
+        hosts[host].append(rank)
+    free = {*newcomers, *layout.spares}
+    size = layout.cell_size
+    cells: list[tuple[int, ...]] = []
+    rest: list[int] = []
+    for members in hosts:
+        here = sorted(free.intersection(members))
+        whole = len(here) // size * size
+        cells += [tuple(here[at : at + size]) for at in range(0, whole, size)]
+        rest += here[whole:]
+    cells += [tuple(rest[at : at + size]) for at in range(0, len(rest) // size * size, size)]
+    stages = list(layout.stages)
+    for ranks in cells:
+        index = min(range(len(stages)), key=lambda i: (stages[i].width, i))
+        stages[index] = Stage(stages[index].units, (*stages[index].cells, Cell(ranks, ())))
+    used = {rank for ranks in cells for rank in ranks}
+    new = replace(
+        layout,
+        epoch=epoch,
+        stages=tuple(stages),
+        spares=tuple(sorted(free - used)),
+        hosts=tuple(tuple(host) for host in hosts),
+    )
+    new.validate()
+    return new
+
+
+def spread(layout: Layout, epoch: int) -> Layout:
+    """The layout of ``epoch`` with replicas wherever ``settle`` is to find state; they come after those there are."""
+    goal = _goal(layout)
+    replicas = []
+    for unit, row in enumerate(layout.replicas):
+        wanted = ((goal.owners[unit][k], *goal.replicas[unit][k]) for k in range(layout.num_slices))
+        replicas.append(
+            tuple(
+                (*copies, *(at for at in leaders if at not in copies and at != layout.owners[unit][k]))
+                for k, (copies, leaders) in enumerate(zip(row, wanted, strict=True))
+            )
+        )
+    new = replace(layout, epoch=epoch, replicas=tuple(replicas))
+    new.validate()
+    return new
+
+
+def settle(layout: Layout, epoch: int) -> Layout:
+    """The layout of ``epoch`` in which slices and grains are even over all cells. All replicas must be live before.
+
+    Raises ValueError if state would have to be where there is no replica: ``spread`` comes first.
+    """
+    goal = _goal(layout)
+    for unit, row in enumerate(layout.replicas):
+        for k, copies in enumerate(row):
+            if missing := {goal.owners[unit][k], *goal.replicas[unit][k]} - {layout.owners[unit][k], *copies}:
+                raise ValueError(f"slice {k} of {layout.units[unit]} has no copy at cells {sorted(missing)} yet")
+    stages = []
+    for stage in layout.stages:
+        grains = reroute([cell.grains for cell in stage.cells], layout.num_grains)
+        cells = (Cell(cell.ranks, share) for cell, share in zip(stage.cells, grains, strict=True))
+        stages.append(Stage(stage.units, tuple(cells)))
+    new = replace(layout, epoch=epoch, stages=tuple(stages), owners=goal.owners, replicas=goal.replicas)
+    new.validate()
+    return new
+
+
+def improve(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout | None:
+    """The next layout towards an even one over all ranks there are, or None if this one is.
+
+    Newcomers that cannot form a cell wait for more. All replicas of ``layout`` must be live, and its shadows must have
+    followed for a step.
+    """
+    grown = admit(layout, newcomers, epoch)
+    if grown.ranks != layout.ranks:
+        return spread(grown, epoch)
+    wider = spread(layout, epoch)
+    if wider.replicas != layout.replicas:
+        return wider
+    settled = settle(layout, epoch)
+    if (settled.stages, settled.owners, settled.replicas) != (layout.stages, layout.owners, layout.replicas):
+        return settled
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    owners: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def _goal(layout: Layout) -> _Goal:
+    """Owners and replicas evened out, moving few. Does not depend on replicas beyond those that are wanted."""
+    owners = [list(row) for row in layout.owners]
+    replicas = [[list(copies[: layout.num_replicas]) for copies in row] for row in layout.replicas]
+    for index, stage in enumerate(layout.stages):
+        slices = [(unit, k) for unit in stage.units if layout.home(unit) == index for k in range(layout.num_slices)]
+        leaders = [cell.leader for cell in stage.cells]
+        _even_owners(slices, leaders, owners, replicas)
+        _fill(layout, slices, leaders, owners, replicas)
+        _even_replicas(layout, slices, leaders, owners, replicas)
+    return _Goal(tuple(map(tuple, owners)), tuple(tuple(map(tuple, row)) for row in replicas))
+
+
+def _even_owners(
+    slices: Sequence[tuple[int, int]],
+    leaders: Sequence[int],
+    owners: list[list[int]],
+    replicas: list[list[list[int]]],
+) -> None:
+    """Move slices from the cell that owns most to the one that owns least, until all own the same to within one."""
+    owned = {leader: [at for at in slices if owners[at[0]][at[1]] == leader] for leader in leaders}
+    while True:
+        most = max(leaders, key=lambda leader: (len(owned[leader]), -leader))
+        least = min(leaders, key=lambda leader: (len(owned[leader]), leader))
+        if len(owned[most]) - len(owned[least]) <= 1:
+            return
+        per_unit = Counter(unit for unit, _ in owned[most])
+        # One that is there already, else one of the unit that the cell owns most of.
+        unit, k = min(owned[most], key=lambda at: (least not in replicas[at[0]][at[1]], -per_unit[at[0]], at))
+        owned[most].remove((unit, k))
+        owned[least].append((unit, k))
+        owners[unit][k] = least
+        copies = replicas[unit][k]
+        if least in copies:
+            copies[copies.index(least)] = most
+        elif copies:
+            copies[-1] = most  # it has the state
+
+
+def _fill(
+    layout: Layout,
+    slices: Sequence[tuple[int, int]],
+    leaders: Sequence[int],
+    owners: Sequence[Sequence[int]],
+    replicas: list[list[list[int]]],
+) -> None:
+    """Give every slice as many replicas as are wanted and possible."""
+    load = Counter(copy for unit, k in slices for copy in replicas[unit][k])
+    for unit, k in slices:
+        copies = replicas[unit][k]
+        while len(copies) < min(layout.num_replicas, len(leaders) - 1):
+            hosts = {layout.host_of(at) for at in (owners[unit][k], *copies)}
+            others = [leader for leader in leaders if leader != owners[unit][k] and leader not in copies]
+            copies.append(min(others, key=lambda leader: (layout.host_of(leader) in hosts, load[leader], leader)))
+            load[copies[-1]] += 1
+
+
+def _even_replicas(
+    layout: Layout,
+    slices: Sequence[tuple[int, int]],
+    leaders: Sequence[int],
+    owners: Sequence[Sequence[int]],
+    replicas: list[list[list[int]]],
+) -> None:
+    """Move replicas between cells until they hold the same to within one, or host separation forbids it."""
+    kept = {leader: [at for at in slices if leader in replicas[at[0]][at[1]]] for leader in leaders}
+
+    def hosts(at: tuple[int, int], without: int) -> set[int]:
+        return {layout.host_of(x) for x in (owners[at[0]][at[1]], *replicas[at[0]][at[1]]) if x != without}
+
+    def may_move(at: tuple[int, int], source: int, target: int) -> bool:
+        if target == owners[at[0]][at[1]] or target in replicas[at[0]][at[1]]:
+            return False
+        others = hosts(at, source)
+        return layout.host_of(target) not in others or layout.host_of(source) in others
+
+    while True:
+        by_load = sorted(leaders, key=lambda leader: (len(kept[leader]), leader))
+        moves = (
+            (source, target, at)
+            for target in by_load
+            for source in reversed(by_load)
+            if len(kept[source]) - len(kept[target]) > 1
+            for at in kept[source]
+            if may_move(at, source, target)
+        )
+        move = next(moves, None)
+        if move is None:
+            return
+        source, target, at = move
+        kept[source].remove(at)
+        kept[target].append(at)
+        copies = replicas[at[0]][at[1]]
+        copies[copies.index(source)] = target
