@@ -50,7 +50,7 @@ from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
-from megatron_elastic.pipeline.program import one_forward_one_backward
+from megatron_elastic.pipeline.schedule import one_forward_one_backward
 from megatron_elastic.plan import everything
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.slice import Adam, Update

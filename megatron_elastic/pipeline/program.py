@@ -1,8 +1,10 @@
 """Program: a pipeline schedule as data. For every cell an ordered list of operations on grains.
 
-Peers are not part of a program: the input of grain g at stage s comes from the cell of stage s-1 that has g in the
-layout, so re-routed grains and stages of different widths need nothing special. A new kind of operation needs an entry
-in ``KINDS`` and its dependencies in ``needs``.
+A stage's model may be cut into several *chunks*; a grain passes chunk 0 of all stages, then chunk 1 of all stages, and
+so on. Peers are not part of a program: the input of grain g at stage s comes from the cell of the stage before that has
+g in the layout, so re-routed grains and stages of different widths need nothing special.
+
+Generators are in ``schedule``; here are the text form and the checker.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_elastic.layout import Layout
 
-Kind = Literal["forward", "backward"]
-KINDS: dict[str, Kind] = {"F": "forward", "B": "backward"}
-"""Kinds of operations, by their letter in a program's text."""
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+"""Kinds of operations, by their letter in a program's text. A backward is one B, or an I and later a W."""
 _LETTERS = {kind: letter for letter, kind in KINDS.items()}
 
 
@@ -25,15 +27,15 @@ class ProgramError(Exception):
     """A program's text cannot be read, or the program cannot be executed as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation of a cell on one grain."""
+class Op(NamedTuple):
+    """One operation of a cell: a grain through one chunk of the cell's stage."""
 
     kind: Kind
     grain: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{_LETTERS[self.kind]}{self.grain}"
+        return f"{_LETTERS[self.kind]}{self.grain}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Program:
         return self.cells[leader]
 
     def text(self) -> str:
-        """One line a cell, for example ``4: F0 F2 B0 B2``; ``parse`` reads it."""
+        """One line a cell, for example ``4: F0 F2 B0 B2``, or ``4: F0.1 I0.1 W0.1`` in chunk 1; ``parse`` reads it."""
         return "".join(f"{leader}: {' '.join(map(str, ops))}".rstrip() + "\n" for leader, ops in self.cells.items())
 
     @classmethod
@@ -68,107 +70,132 @@ class Program:
 
 
 def _parse_op(word: str, line: int) -> Op:
-    match = re.fullmatch(r"([A-Z])(\d+)", word)
+    match = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", word)
     if match is None or match[1] not in KINDS:
         raise ProgramError(
-            f"line {line}: {word!r} is no operation: expected one of {', '.join(KINDS)} and a grain, as F3"
+            f"line {line}: {word!r} is no operation: expected one of {', '.join(KINDS)} and a grain, as F3, "
+            "or also a chunk, as F3.1"
         )
-    return Op(KINDS[match[1]], int(match[2]))
+    return Op(KINDS[match[1]], int(match[2]), int(match[3] or 0))
 
 
-def one_forward_one_backward(layout: Layout) -> Program:
-    """The 1F1B schedule: a cell of stage s runs ahead by as many forwards as stages follow, then alternates.
+class Result(NamedTuple):
+    """What an operation makes and others need: an activation, or the gradient of a chunk's input."""
 
-    It bounds the grains in flight in a cell of stage s by P - s. Meant for stages of equal widths with equal grains in
-    each column; for others ``check`` tells whether it can be executed.
-    """
-    cells: dict[int, tuple[Op, ...]] = {}
-    for index, stage in enumerate(layout.stages):
-        for cell in stage.cells:
-            warm_up = min(len(cell.grains), layout.pipeline_size - index - 1)
-            forwards = [Op("forward", grain) for grain in cell.grains]
-            backwards = [Op("backward", grain) for grain in cell.grains]
-            ops = forwards[:warm_up]
-            for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-                ops += [forward, backward]
-            cells[cell.leader] = (*ops, *backwards[len(forwards) - warm_up :])
-    return Program(cells)
+    what: Literal["output", "input gradient"]
+    stage: int
+    chunk: int
+    grain: int
+
+    def __str__(self) -> str:
+        return f"the {self.what} of grain {self.grain} at stage {self.stage}" + (
+            f", chunk {self.chunk}" if self.chunk else ""
+        )
 
 
-def needs(layout: Layout, stage: int, op: Op) -> Iterator[tuple[int, Op]]:
-    """(stage, operation) of everything that must be done before ``op`` at ``stage``."""
+def result(stage: int, op: Op) -> Result | None:
+    """What ``op`` at ``stage`` makes that other operations may need."""
+    if op.kind == "backward_weight":
+        return None
+    return Result("output" if op.kind == "forward" else "input gradient", stage, op.chunk, op.grain)
+
+
+def needs(stages: int, chunks: int, stage: int, op: Op) -> Iterator[Result]:
+    """What must be there before ``op`` at ``stage``, in a pipeline of ``stages`` stages of ``chunks`` chunks each."""
+    chunk, grain = op.chunk, op.grain
     if op.kind == "forward":
         if stage > 0:
-            yield stage - 1, op
+            yield Result("output", stage - 1, chunk, grain)
+        elif chunk > 0:
+            yield Result("output", stages - 1, chunk - 1, grain)
+    elif op.kind == "backward_weight":
+        yield Result("input gradient", stage, chunk, grain)
     else:
-        yield stage, Op("forward", op.grain)
-        if stage + 1 < layout.pipeline_size:
-            yield stage + 1, op
+        yield Result("output", stage, chunk, grain)
+        if stage + 1 < stages:
+            yield Result("input gradient", stage + 1, chunk, grain)
+        elif chunk + 1 < chunks:
+            yield Result("input gradient", 0, chunk + 1, grain)
 
 
-def check(program: Program, layout: Layout, max_in_flight: int | None = None) -> None:
-    """Raise ProgramError unless ``program`` computes a step of ``layout``.
+def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[int, int, Op]]:
+    """(leader, stage, operation) of the whole program in an order in which it can be executed.
 
-    Every grain is computed forward and backward exactly once at every stage, by the cell that has it; the cells' orders
-    and the operations' dependencies contain no cycle; and no cell has more than ``max_in_flight`` grains between their
-    forward and their backward at a time.
+    Each cell goes as far as it can before the next one. Raises ProgramError, naming what waits for what, when no cell
+    can go on before all have come to their ends.
     """
-    _check_complete(program, layout)
-    _check_order(program, layout)
-    if max_in_flight is not None:
-        for leader, ops in program.cells.items():
-            if (peak := _peak_in_flight(ops)) > max_in_flight:
-                raise ProgramError(
-                    f"cell {leader} holds {peak} grains in flight, more than the {max_in_flight} allowed"
-                )
-
-
-def _check_complete(program: Program, layout: Layout) -> None:
-    cells = {cell.leader: cell for stage in layout.stages for cell in stage.cells}
-    if set(program.cells) != set(cells):
-        raise ProgramError(f"the program is for cells {sorted(program.cells)}, but the layout has {sorted(cells)}")
-    for leader, ops in program.cells.items():
-        expected = Counter(Op(kind, grain) for kind in KINDS.values() for grain in cells[leader].grains)
-        actual = Counter(ops)
-        if actual == expected:
-            continue
-        missing = " ".join(map(str, expected - actual)) or "nothing"
-        surplus = " ".join(map(str, actual - expected)) or "nothing"
-        raise ProgramError(f"cell {leader} misses {missing} and has {surplus} too much")
-
-
-def _check_order(program: Program, layout: Layout) -> None:
-    """Execute the program symbolically, each cell as far as it can go, and see whether all come to their ends."""
+    stage_of = {cell.leader: index for index, stage in enumerate(layout.stages) for cell in stage.cells}
     position = dict.fromkeys(program.cells, 0)
-    done: set[tuple[int, Op]] = set()
-    waiting: dict[tuple[int, Op], list[int]] = {}
-    blocked: dict[int, tuple[int, Op]] = {}
+    done: set[Result] = set()
+    waiting: dict[Result, list[int]] = {}
+    blocked: dict[int, Result] = {}
     ready = deque(program.cells)
     while ready:
         leader = ready.popleft()
-        stage, ops = layout.stage_of(leader), program.cells[leader]
+        stage, ops = stage_of[leader], program.cells[leader]
         blocked.pop(leader, None)
         while position[leader] < len(ops):
             op = ops[position[leader]]
-            missing = next((need for need in needs(layout, stage, op) if need not in done), None)
+            missing = next((need for need in needs(len(layout.stages), chunks, stage, op) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(leader)
                 blocked[leader] = missing
                 break
-            done.add((stage, op))
+            yield leader, stage, op
             position[leader] += 1
-            ready.extend(waiting.pop((stage, op), ()))
+            if (made := result(stage, op)) is not None:
+                done.add(made)
+                ready.extend(waiting.pop(made, ()))
     if blocked:
         stuck = "; ".join(
-            f"cell {leader} cannot do {program.cells[leader][position[leader]]} before {op} at stage {stage}"
-            for leader, (stage, op) in sorted(blocked.items())
+            f"cell {leader} cannot do {program.cells[leader][position[leader]]} before {missing}"
+            for leader, missing in sorted(blocked.items())
         )
         raise ProgramError(f"the program has a cycle, so it never ends: {stuck}")
 
 
-def _peak_in_flight(ops: tuple[Op, ...]) -> int:
-    peak = now = 0
+def check(program: Program, layout: Layout, max_live: int | Mapping[int, int] | None = None, chunks: int = 1) -> None:
+    """Raise ProgramError unless ``program`` computes a step of ``layout``, whose stages have ``chunks`` chunks each.
+
+    Every grain goes forward and backward (at once, or in two parts) exactly once through every chunk of every stage, in
+    the cell that has it; the cells' orders and the operations' dependencies contain no cycle; and no cell ever has more
+    than ``max_live`` activations (for all cells, or by leader), counted as ``live`` does.
+    """
+    _check_complete(program, layout, chunks)
+    for _ in walk(program, layout, chunks):
+        pass
+    if max_live is not None:
+        for leader, ops in program.cells.items():
+            limit = max_live if isinstance(max_live, int) else max_live[leader]
+            if (peak := max(live(ops), default=0)) > limit:
+                raise ProgramError(
+                    f"cell {leader} has {peak} live activations at a time, more than the {limit} allowed: generate the "
+                    "program with a lower limit, or give the stage fewer units"
+                )
+
+
+def live(ops: tuple[Op, ...]) -> Iterator[int]:
+    """After each operation of a cell, how many (grain, chunk) have begun forward and not ended their whole backward."""
+    now = 0
     for op in ops:
-        now += 1 if op.kind == "forward" else -1
-        peak = max(peak, now)
-    return peak
+        now += 1 if op.kind == "forward" else 0 if op.kind == "backward_input" else -1
+        yield now
+
+
+def _check_complete(program: Program, layout: Layout, chunks: int) -> None:
+    cells = {cell.leader: cell for stage in layout.stages for cell in stage.cells}
+    if set(program.cells) != set(cells):
+        raise ProgramError(f"the program is for cells {sorted(program.cells)}, but the layout has {sorted(cells)}")
+    for leader, ops in program.cells.items():
+        actual = Counter(ops)
+        expected: Counter[Op] = Counter()
+        for grain in cells[leader].grains:
+            for chunk in range(chunks):
+                expected[Op("forward", grain, chunk)] = 1
+                halves = Op("backward_input", grain, chunk), Op("backward_weight", grain, chunk)
+                split = any(half in actual for half in halves)
+                expected.update(halves if split else [Op("backward", grain, chunk)])
+        if actual != expected:
+            missing = " ".join(map(str, expected - actual)) or "nothing"
+            surplus = " ".join(map(str, actual - expected)) or "nothing"
+            raise ProgramError(f"cell {leader} misses {missing} and has {surplus} too much")

@@ -1,0 +1,113 @@
+"""Schedule: generators of programs, for any layout: stages of any widths, whose cells have any grains.
+
+How a generator works. Every grain gets a *round*, so that no cell has two grains in one round. Round and stage give
+each operation a place in a timetable, in which whatever an operation needs has an earlier place; every cell does its
+operations in that order. So no program can have a cycle, and each cell's order is found without simulating the others.
+In a fault-free layout this is exactly the usual order. The distance between rounds bounds the live activations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+
+from megatron_elastic.layout import Layout
+from megatron_elastic.pipeline.program import Op, Program
+
+_Place = Callable[[Op, int, int], int]
+"""(operation, stage, round of its grain) -> place in the timetable."""
+
+
+def one_forward_one_backward(layout: Layout, leaders: Collection[int] | None = None) -> Program:
+    """The 1F1B schedule: a cell of stage s runs ahead by as many forwards as stages follow, then alternates.
+
+    A cell of stage s of P never has more than P - s live activations. ``leaders`` are the cells to make it for
+    (default: all).
+    """
+    stages = layout.pipeline_size
+
+    # A forward takes one unit of time, a backward two, so rounds are three apart.
+    def place(op: Op, stage: int, round: int) -> int:
+        return 3 * round + (stage if op.kind == "forward" else 3 * stages - 2 - 2 * stage)
+
+    return _by_timetable(layout, 1, place, leaders)
+
+
+def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = None) -> Program:
+    """The interleaved 1F1B schedule of stages that hold ``chunks`` chunks each; 1F1B for one chunk.
+
+    As many grains as there are stages pass chunk 0, then the same ones chunk 1, and so on. A cell of stage s of P never
+    has more than (chunks - 1) * P + 2 * (P - s) - 1 live activations of a chunk. With whole groups the order is
+    Megatron's; a last group may be smaller here. Raises ValueError unless ``chunks`` is positive.
+    """
+    if chunks < 1:
+        raise ValueError(f"a stage must have at least one chunk, got {chunks}")
+    if chunks == 1:
+        return one_forward_one_backward(layout, leaders)
+    stages = layout.pipeline_size
+
+    def place(op: Op, stage: int, round: int) -> int:
+        group, member = divmod(round, stages)
+        turn = group * chunks * stages + member
+        if op.kind == "forward":
+            return 2 * (turn + op.chunk * stages + stage)
+        # The last chunk's backward at the last stage comes right after its forward there.
+        return 2 * (turn + (2 * chunks - op.chunk) * stages - 2 - stage) + 1
+
+    return _by_timetable(layout, chunks, place, leaders)
+
+
+def split_backward(program: Program, layout: Layout) -> Program:
+    """The program with every backward in two: the input's gradient at once, the weights' gradient later.
+
+    The stage before waits only for the first half, and the second fills what would be a bubble. Stage s puts it off for
+    s other backwards, which raises its live activations by at most s: in a 1F1B program to P, what stage 0 has anyway.
+    """
+    stage_of = {cell.leader: index for index, stage in enumerate(layout.stages) for cell in stage.cells}
+    cells = {}
+    for leader, ops in program.cells.items():
+        later: deque[Op] = deque()
+        split: list[Op] = []
+        for op in ops:
+            if op.kind != "backward":
+                split.append(op)
+                continue
+            split.append(op._replace(kind="backward_input"))
+            later.append(op._replace(kind="backward_weight"))
+            if len(later) > stage_of[leader]:
+                split.append(later.popleft())
+        cells[leader] = (*split, *later)
+    return Program(cells)
+
+
+def rounds(layout: Layout) -> Mapping[int, int]:
+    """A round for every grain: the first in which all the cells that compute it are free, grain after grain."""
+    taken = {cell.leader: 0 for stage in layout.stages for cell in stage.cells}
+    cell_of = [{grain: cell.leader for cell in stage.cells for grain in cell.grains} for stage in layout.stages]
+    result = {}
+    for grain in range(layout.num_grains):
+        leaders = [of[grain] for of in cell_of]
+        busy = 0
+        for leader in leaders:
+            busy |= taken[leader]
+        free = ~busy & (busy + 1)  # the lowest bit that is not set
+        for leader in leaders:
+            taken[leader] |= free
+        result[grain] = free.bit_length() - 1
+    return result
+
+
+def _by_timetable(layout: Layout, chunks: int, place: _Place, leaders: Collection[int] | None) -> Program:
+    round_of = rounds(layout)
+    cells = {}
+    for index, stage in enumerate(layout.stages):
+        for cell in stage.cells:
+            if leaders is None or cell.leader in leaders:
+                ops = [
+                    (place(op, index, round_of[grain]), op)
+                    for grain in cell.grains
+                    for chunk in range(chunks)
+                    for op in (Op("forward", grain, chunk), Op("backward", grain, chunk))
+                ]
+                cells[cell.leader] = tuple(op for _, op in sorted(ops))
+    return Program(cells)

@@ -1,0 +1,196 @@
+"""Generated programs: the usual orders on fault-free layouts, and properties for layouts of any kind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.layout import Cell, Layout, Stage, gpt_units
+from megatron_elastic.pipeline.program import Op, Program, ProgramError, check
+from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward, rounds, split_backward
+from megatron_elastic.pipeline.simulate import Timeline, simulate
+
+UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+"""Milliseconds of an operation on one chunk of one."""
+
+
+def grid(pp: int, dp: int, grains: int) -> Layout:
+    units, stage_units = gpt_units(pp, pp, True, False)
+    return Layout.grid(
+        tp=1, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=dp, replicas=0
+    )
+
+
+def uneven(grains: int, widths: list[int], rng: random.Random) -> Layout:
+    """Stages of the given widths, with every grain at a random cell of each."""
+    layout = grid(len(widths), 1, grains)
+    stages, rank = [], 0
+    for width, stage in zip(widths, layout.stages, strict=True):
+        at = [rng.randrange(width) for _ in range(grains)]
+        cells = tuple(Cell((rank + i,), tuple(g for g in range(grains) if at[g] == i)) for i in range(width))
+        stages.append(Stage(stage.units, cells))
+        rank += width
+    return replace(layout, stages=tuple(stages))
+
+
+def run(program: Program, layout: Layout, chunks: int = 1) -> Timeline:
+    return simulate(program, layout, lambda leader, stage, op: UNITS[op.kind] / chunks, chunks=chunks)
+
+
+# ---- fault-free layouts ---------------------------------------------------------------------
+
+
+def test_one_forward_one_backward_by_hand() -> None:
+    program = one_forward_one_backward(grid(3, 2, 8))
+    assert program.text().splitlines() == [
+        "0: F0 F2 F4 B0 F6 B2 B4 B6",
+        "1: F1 F3 F5 B1 F7 B3 B5 B7",
+        "2: F0 F2 B0 F4 B2 F6 B4 B6",
+        "3: F1 F3 B1 F5 B3 F7 B5 B7",
+        "4: F0 B0 F2 B2 F4 B4 F6 B6",
+        "5: F1 B1 F3 B3 F5 B5 F7 B7",
+    ]
+    assert program[4][:2] == (Op("forward", 0), Op("backward", 0))
+
+
+def test_interleaved_by_hand() -> None:
+    """Megatron's order for 2 stages of 2 chunks and 4 micro-batches."""
+    assert interleaved(grid(2, 1, 4), 2).text().splitlines() == [
+        "0: F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
+        "1: F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
+    ]
+
+
+def test_split_backward_by_hand() -> None:
+    layout = grid(3, 1, 4)
+    assert split_backward(one_forward_one_backward(layout), layout).text().splitlines() == [
+        "0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "1: F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "2: F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(pp=st.integers(1, 7), dp=st.integers(1, 4), grains=st.integers(1, 40))
+def test_one_forward_one_backward_is_the_textbook_order(pp: int, dp: int, grains: int) -> None:
+    """As many forwards ahead as stages follow, then forward and backward in turn, then the backwards left."""
+    layout = grid(pp, dp, grains)
+    program = one_forward_one_backward(layout)
+    for index, stage in enumerate(layout.stages):
+        for cell in stage.cells:
+            ahead = min(len(cell.grains), pp - index - 1)
+            forwards = [Op("forward", grain) for grain in cell.grains]
+            backwards = [Op("backward", grain) for grain in cell.grains]
+            ops = forwards[:ahead]
+            for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+                ops += [forward, backward]
+            assert program[cell.leader] == (*ops, *backwards[len(forwards) - ahead :])
+
+
+@settings(max_examples=300, deadline=None)
+@given(pp=st.integers(1, 6), each=st.integers(1, 5), chunks=st.integers(1, 4))
+def test_the_bubbles_are_the_known_ones(pp: int, each: int, chunks: int) -> None:
+    """(P-1)(F+B) for 1F1B, 1/chunks of it interleaved, and (P-1)(F+I-W) with the backward split (ZB-H1)."""
+    grains = pp * each
+    layout = grid(pp, 1, grains)
+    plain = one_forward_one_backward(layout)
+    work = 3.0 * grains
+    assert run(plain, layout).makespan == work + 3 * (pp - 1)
+    assert run(interleaved(layout, chunks), layout, chunks).makespan == pytest.approx(work + 3 * (pp - 1) / chunks)
+    if each > 1:
+        assert run(split_backward(plain, layout), layout).makespan == work + (pp - 1)
+
+
+# ---- any layout -----------------------------------------------------------------------------
+
+layouts = st.builds(
+    lambda grains, widths, seed: uneven(grains, widths, random.Random(seed)),
+    grains=st.integers(1, 24),
+    widths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(layout=layouts, chunks=st.integers(1, 3), split=st.booleans(), seed=st.integers(0, 2**32))
+def test_every_generated_program_is_right_and_ends(layout: Layout, chunks: int, split: bool, seed: int) -> None:
+    """Whatever cells have which grains: the checker passes it within the promised memory; any operation times end."""
+    program = interleaved(layout, chunks)
+    stages = layout.pipeline_size
+    allowed = {}
+    for index, stage in enumerate(layout.stages):
+        live = stages - index if chunks == 1 else (chunks - 1) * stages + 2 * (stages - index) - 1
+        if split:
+            live += index
+        allowed.update({cell.leader: live for cell in stage.cells})
+    if split:
+        program = split_backward(program, layout)
+    check(program, layout, allowed, chunks)
+    rng = random.Random(seed)
+    timeline = simulate(
+        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2), chunks
+    )
+    for leader, ops in program.cells.items():
+        spans = timeline.spans[leader]
+        assert tuple(span.op for span in spans) == ops
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+        assert timeline.busy(leader) + timeline.idle(leader) == pytest.approx(timeline.makespan)
+        assert timeline.peak(leader) <= allowed[leader]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(layout=layouts)
+def test_a_step_ends_with_the_last_round(layout: Layout) -> None:
+    """With even times the timetable of 1F1B is itself a schedule: 3 ms a round, and 3 ms for each further stage."""
+    timeline = run(one_forward_one_backward(layout), layout)
+    last = max(rounds(layout).values())
+    assert timeline.makespan <= 3 * (last + 1) + 3 * (layout.pipeline_size - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pp=st.integers(1, 6), dp=st.integers(2, 6), each=st.integers(1, 8), data=st.data())
+def test_losing_one_cell_costs_no_more_rounds_than_its_heirs_have_grains(
+    pp: int, dp: int, each: int, data: st.DataObject
+) -> None:
+    layout = grid(pp, dp, dp * each)
+    at = data.draw(st.integers(0, pp - 1))
+    stage = layout.stages[at]
+    gone = stage.cells[data.draw(st.integers(0, dp - 1))]
+    heirs = [cell for cell in stage.cells if cell is not gone]
+    extra = {cell.leader: gone.grains[i :: len(heirs)] for i, cell in enumerate(heirs)}
+    cells = tuple(Cell(cell.ranks, (*cell.grains, *extra[cell.leader])) for cell in heirs)
+    layout = replace(layout, stages=(*layout.stages[:at], Stage(stage.units, cells), *layout.stages[at + 1 :]))
+    assert 1 + max(rounds(layout).values()) == max(len(cell.grains) for cell in cells)
+
+
+def test_one_cell_at_a_time_is_the_same_program() -> None:
+    layout = uneven(12, [2, 1, 3], random.Random(5))
+    for chunks in (1, 2):
+        whole = interleaved(layout, chunks)
+        for leader in whole.cells:
+            assert interleaved(layout, chunks, {leader}).cells == {leader: whole[leader]}
+
+
+def test_the_simulator_counts_transfers_between_stages_only() -> None:
+    layout = grid(2, 1, 1)
+    program = one_forward_one_backward(layout)
+    timeline = simulate(program, layout, lambda leader, stage, op: 1.0, lambda result: 10.0)
+    assert [(str(s.op), s.start, s.end) for s in timeline.spans[0]] == [("F0", 0, 1), ("B0", 23, 24)]
+    assert [(str(s.op), s.start, s.end) for s in timeline.spans[1]] == [("F0", 11, 12), ("B0", 12, 13)]
+    assert (timeline.makespan, timeline.busy(0), timeline.idle(0), timeline.peak(0)) == (24, 2, 22, 1)
+
+
+def test_the_simulator_refuses_a_cycle() -> None:
+    layout = grid(2, 1, 2)
+    with pytest.raises(ProgramError, match="cycle"):
+        simulate(Program.parse("0: F0 B0 F1 B1\n1: F1 F0 B1 B0"), layout, lambda leader, stage, op: 1.0)
+
+
+def test_a_stage_has_at_least_one_chunk() -> None:
+    with pytest.raises(ValueError, match="at least one chunk, got 0"):
+        interleaved(grid(1, 1, 1), 0)
