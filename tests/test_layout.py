@@ -19,6 +19,7 @@ def gpt_grid(
     grains: int = 8,
     slices: int | None = None,
     replicas: int = 1,
+    ranks_per_host: int | None = None,
 ) -> Layout:
     units, stage_units = gpt_units(layers, pp, tied, positions=True)
     return Layout.grid(
@@ -30,11 +31,15 @@ def gpt_grid(
         num_grains=grains,
         num_slices=slices or dp,
         replicas=replicas,
+        ranks_per_host=ranks_per_host,
     )
 
 
-def full_state(layout: Layout) -> dict[int, set[tuple[int, int]]]:
-    return {rank: {*layout.owned(rank), *layout.replicated(rank)} for rank in layout.ranks}
+def full_state(layout: Layout) -> dict[int, set[tuple[int, int, int]]]:
+    return {
+        rank: {(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))}
+        for rank in layout.ranks
+    }
 
 
 def test_gpt_units_name_what_moves() -> None:
@@ -70,7 +75,8 @@ def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None
     assert [cell.leader for cell in layout.holders(0)] == [0, 2, 4, 6]
     assert [cell.leader for cell in layout.holders(6)] == [4, 6]
     assert layout.owner(0, 1, 1) == 3
-    assert layout.replica(0, 1, 1) == 1
+    assert layout.copies(0, 1, 1) == (1,)
+    assert layout.replicas[0] == ((2,), (0,))
     assert layout.owned(3) == ((0, 1), (1, 1), (2, 1), (3, 1))
     assert layout.replicated(3) == ((0, 0), (1, 0), (2, 0), (3, 0))
     every = [pair for rank in layout.ranks if layout.tp_index(rank) == 0 for pair in layout.owned(rank)]
@@ -80,9 +86,29 @@ def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None
 @pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (4, 0)])
 def test_no_replicas_without_a_second_cell_or_when_unwanted(dp: int, replicas: int) -> None:
     layout = gpt_grid(1, 2, dp, replicas=replicas)
-    assert all(at is None for row in layout.replicas for at in row)
-    assert layout.replica(0, 0, 0) is None
+    assert all(copies == () for row in layout.replicas for copies in row)
+    assert layout.copies(0, 0, 0) == ()
     assert layout.replicated(0) == ()
+
+
+def test_replicas_are_on_other_hosts_first() -> None:
+    layout = gpt_grid(1, 1, 6, replicas=2, ranks_per_host=2)
+    assert layout.hosts == ((0, 1), (2, 3), (4, 5))
+    for owner, copies in zip(layout.owners[0], layout.replicas[0], strict=True):
+        assert {layout.host_of(rank) for rank in (owner, *copies)} == {0, 1, 2}
+    # More of them than there are other hosts: a second one on each, and the owner's own host last.
+    crowded = gpt_grid(1, 1, 6, replicas=5, ranks_per_host=2).replicas[0][0]
+    assert crowded == (2, 4, 3, 5, 1)
+    assert [layout.host_of(rank) for rank in (0, 3, 4)] == [0, 1, 2]
+
+
+def test_a_shadow_is_a_cell_without_grains() -> None:
+    layout = gpt_grid(1, 1, 2)
+    first, second = layout.stages[0].cells
+    cells = (replace(first, grains=tuple(range(8))), replace(second, grains=()))
+    followed = replace(layout, stages=(replace(layout.stages[0], cells=cells),))
+    followed.validate()
+    assert [cell.shadow for cell in followed.stages[0].cells] == [False, True]
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 2, 4)])
@@ -119,13 +145,17 @@ def test_a_rank_in_no_cell_is_refused_by_name() -> None:
     layout = gpt_grid(1, 1, 2)
     stage = Stage(layout.stages[0].units, (Cell((0,), tuple(range(8))),))
     owners = tuple(tuple(0 for _ in row) for row in layout.owners)
-    replicas = tuple(tuple(None for _ in row) for row in layout.replicas)
+    replicas = tuple(tuple(() for _ in row) for row in layout.replicas)
     small = replace(layout, epoch=1, stages=(stage,), owners=owners, replicas=replicas, spares=(1,))
     small.validate()
-    assert small.tp_index(1) == 0
     assert small.owned(1) == ()
+    assert small.host_of(1) == 0
     with pytest.raises(LayoutError, match="rank 1 is in no cell at epoch 1: it is a spare"):
         small.stage_of(1)
+    with pytest.raises(LayoutError, match="rank 1 is in no cell at epoch 1"):
+        small.tp_index(1)
+    with pytest.raises(LayoutError, match="rank 7 is on no host"):
+        small.host_of(7)
     with pytest.raises(LayoutError, match="no cell of stage 0 computes grain 99"):
         small.cell_for(0, 99)
     with pytest.raises(LayoutError, match="unit 99"):
@@ -147,8 +177,11 @@ GOOD = gpt_grid(1, 2, 2)
         ({"stages": GOOD.stages[::-1]}, "continue consecutively"),
         ({"owners": GOOD.owners[:-1]}, "owners must have"),
         ({"owners": ((2, 3), *GOOD.owners[1:])}, "who leads no cell of home stage 0"),
-        ({"owners": ((1, 1), *GOOD.owners[1:])}, "owner and its replica in the same cell"),
-        ({"replicas": ((3, 0), *GOOD.replicas[1:])}, "the replica of slice 0 of embedding is at 3"),
+        ({"owners": ((1, 1), *GOOD.owners[1:])}, "its owner 1 and its replicas \\(1,\\) not in different"),
+        ({"replicas": (((3,), (0,)), *GOOD.replicas[1:])}, "a replica of slice 0 of embedding is at 3"),
+        ({"replicas": (((1, 1), (0,)), *GOOD.replicas[1:])}, "slice 0 of embedding has its owner 0 and its replicas"),
+        ({"hosts": ((0, 1, 2),)}, "hosts .* must list each"),
+        ({"hosts": ((0, 1), (1, 2, 3))}, "hosts .* must list each"),
         ({"epoch": -1}, "out of range"),
     ],
 )
@@ -162,7 +195,7 @@ def test_validate_names_what_is_wrong(changes: dict[str, object], message: str) 
     [
         ({"dp": 0}, "must be positive"),
         ({"pp": 3}, "given for 2 stages"),
-        ({"replicas": 2}, "replicas must be 0 or 1"),
+        ({"replicas": -1}, "replicas must be 0 or more"),
         ({"units": ["a", "b"]}, "the stages hold units"),
     ],
 )
@@ -191,8 +224,8 @@ def test_nothing_to_transfer_where_all_hold_their_roles() -> None:
 def test_a_missing_replica_comes_from_the_owner_and_a_missing_owner_from_the_replica() -> None:
     layout = gpt_grid(2, 2, 2)
     held = full_state(layout)
-    held[2].remove((0, 0))
-    held[1].remove((0, 0))
+    held[2].remove((0, 0, 0))
+    held[1].remove((0, 0, 1))
     assert transfers(layout, held) == (Transfer(0, 0, 0, 0, 2, "replica"), Transfer(0, 0, 1, 3, 1, "owner"))
 
 
@@ -200,7 +233,7 @@ def test_other_holders_share_the_work_and_the_lost_are_no_source() -> None:
     units, stage_units = gpt_units(1, 1, True, False)
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=0)
     layout = replace(layout, spares=(5, 6), lost=(4,))
-    everything = {(unit, 0) for unit in range(3)}
+    everything = {(unit, 0, 0) for unit in range(3)}
     found = transfers(layout, {0: set(), 1: set(), 4: everything, 5: everything, 6: everything})
     assert [(t.src, t.dst) for t in found] == [(5, 0), (6, 0), (5, 0)]
 
@@ -208,7 +241,7 @@ def test_other_holders_share_the_work_and_the_lost_are_no_source() -> None:
 def test_the_owner_is_the_source_however_busy_it_is() -> None:
     units, stage_units = gpt_units(1, 1, True, False)
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=1)
-    everything = {(unit, 0) for unit in range(3)}
+    everything = {(unit, 0, 0) for unit in range(3)}
     layout = replace(layout, spares=(5,))
     assert [t.src for t in transfers(layout, {0: everything, 1: set(), 5: everything})] == [0, 0, 0]
     assert [t.src for t in transfers(layout, {0: set(), 1: everything, 5: everything})] == [1, 1, 1]
@@ -217,7 +250,7 @@ def test_the_owner_is_the_source_however_busy_it_is() -> None:
 def test_a_slice_that_nobody_holds_is_named() -> None:
     layout = gpt_grid(2, 2, 2)
     held = full_state(layout)
-    held[1].remove((2, 0))
-    held[3].remove((2, 0))
+    held[1].remove((2, 0, 1))
+    held[3].remove((2, 0, 1))
     with pytest.raises(SliceLost, match="slice 0 of unit 2, tensor-parallel index 1"):
         transfers(layout, held)

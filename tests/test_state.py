@@ -205,8 +205,13 @@ def _rank_state(peer: Peer, layout: Layout) -> tuple[dict[int, UnitBuffer], Stat
                          accumulator)
         for unit in (0, 1)
     }  # fmt: skip
-    store = StateStore(units, ADAM, peer.transport)
+    store = StateStore(units, ADAM, peer.transport, tp_index=0)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
+
+
+def _slices(store: StateStore) -> list[tuple[int, int]]:
+    """(unit, slice) of everything live."""
+    return [(unit, k) for unit, k, _ in store.held()]
 
 
 def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduction: Reduction, rank: int,
@@ -231,10 +236,10 @@ def test_two_ranks_do_what_one_does() -> None:
         layout = _layout(dp=2)
         units, store, reduction = _rank_state(peer, layout)
         store.create(layout)
-        assert store.held() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert store.held() == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
         for step in (1, 2, 3):
             _step(layout, units, store, reduction, peer.rank, step)
-        digests = [store[at].sha256(units[at[0]].params) for at in store.held()]
+        digests = [store[at].sha256(units[at[0]].params) for at in _slices(store)]
         assert _exchange(peer, digests) == digests
         if peer.rank == 0:
             layout = _layout(dp=1)
@@ -244,7 +249,7 @@ def test_two_ranks_do_what_one_does() -> None:
                 _step(layout, alone, store, reduction, 0, step)
             for unit in (0, 1):
                 assert torch.equal(alone[unit].params, units[unit].params)
-            assert [store[at].sha256(alone[at[0]].params) for at in store.held()] == digests
+            assert [store[at].sha256(alone[at[0]].params) for at in _slices(store)] == digests
         peer.leave()
 
     world.run(body, size=2)
@@ -258,12 +263,12 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         bare = _layout(replicas=0)
         units, store, reduction = _rank_state(peer, bare)
         store.create(bare)
-        assert store.held() == list(bare.owned(peer.rank))
+        assert _slices(store) == list(bare.owned(peer.rank))
         _step(bare, units, store, reduction, peer.rank, 1)
 
         layout = replace(_layout(), epoch=1)
         peer.transport.advance(1)
-        held = {rank: bare.owned(rank) for rank in (0, 1)}
+        held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         moves = transfers(layout, held)
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
         store.replicate(moves)
@@ -271,19 +276,19 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         for step in range(2, 2 + missed):
             _step(layout, units, store, reduction, peer.rank, step)
         assert store.replicating
-        assert store.held() == list(bare.owned(peer.rank))
+        assert _slices(store) == list(bare.owned(peer.rank))
 
         peer.meet()
         assert sorted(store.settle(1 + missed, wait=moves)) == list(layout.replicated(peer.rank))
         store.flush()
         assert not store.replicating
         _step(layout, units, store, reduction, peer.rank, 2 + missed)
-        assert all(store[at].step == 2 + missed for at in store.held())
-        digests = [store[at].sha256(units[at[0]].params) for at in store.held()]
+        assert all(store[at].step == 2 + missed for at in _slices(store))
+        digests = [store[at].sha256(units[at[0]].params) for at in _slices(store)]
         assert len(digests) == 4
         assert _exchange(peer, digests) == digests
         store.retire(layout.owned(peer.rank))
-        assert store.held() == list(layout.owned(peer.rank))
+        assert _slices(store) == list(layout.owned(peer.rank))
         with pytest.raises(KeyError):
             store[layout.replicated(peer.rank)[0]]
         peer.leave()
@@ -298,7 +303,7 @@ def test_copies_under_way_can_be_abandoned() -> None:
         bare = _layout(replicas=0)
         _, store, _ = _rank_state(peer, bare)
         store.create(bare)
-        held = {rank: bare.owned(rank) for rank in (0, 1)}
+        held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         for epoch in (1, 2):
             peer.transport.advance(epoch)
             store.abandon_loading()

@@ -122,6 +122,7 @@ def _goal(layout: Layout) -> _Goal:
         leaders = [cell.leader for cell in stage.cells]
         _even_owners(slices, leaders, owners, replicas)
         _fill(layout, slices, leaders, owners, replicas)
+        _separate(layout, slices, leaders, owners, replicas)
         _even_replicas(layout, slices, leaders, owners, replicas)
     return _Goal(tuple(map(tuple, owners)), tuple(tuple(map(tuple, row)) for row in replicas))
 
@@ -168,6 +169,26 @@ def _fill(
             others = [leader for leader in leaders if leader != owners[unit][k] and leader not in copies]
             copies.append(min(others, key=lambda leader: (layout.host_of(leader) in hosts, load[leader], leader)))
             load[copies[-1]] += 1
+
+
+def _separate(
+    layout: Layout,
+    slices: Sequence[tuple[int, int]],
+    leaders: Sequence[int],
+    owners: Sequence[Sequence[int]],
+    replicas: list[list[list[int]]],
+) -> None:
+    """Move replicas that share a host with the owner or with another replica to hosts that have none of them yet."""
+    load = Counter(copy for unit, k in slices for copy in replicas[unit][k])
+    for unit, k in slices:
+        copies = replicas[unit][k]
+        for i in reversed(range(len(copies))):
+            taken = {layout.host_of(at) for at in (owners[unit][k], *copies[:i], *copies[i + 1 :])}
+            free = [leader for leader in leaders if layout.host_of(leader) not in taken]
+            if free and layout.host_of(copies[i]) in taken:
+                load[copies[i]] -= 1
+                copies[i] = min(free, key=lambda leader: (load[leader], leader))
+                load[copies[i]] += 1
 
 
 def _even_replicas(
