@@ -36,7 +36,7 @@ def _world(body: Callable[[Peer], None]) -> None:
     """Run ``body`` in four processes whose default group is the elastic backend."""
 
     def with_backend(peer: Peer) -> None:
-        backend.initialize(peer.transport, peer.size, timedelta(seconds=60))
+        backend.initialize(peer.transport, range(peer.size), timedelta(seconds=60))
         body(peer)
         peer.leave()
 
@@ -239,7 +239,7 @@ def test_edit_after_a_death() -> None:
     """Those blocked in a collective unwind; the same group objects then work without the dead rank."""
 
     def body(peer: Peer) -> None:
-        default = backend.initialize(peer.transport, peer.size, timedelta(seconds=60))
+        default = backend.initialize(peer.transport, range(peer.size), timedelta(seconds=60))
         upper = dist.new_group([2, 3])
         reversed_ = dist.new_group([1, 3, 2])
         big = torch.ones(100_000)
