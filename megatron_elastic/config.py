@@ -25,6 +25,7 @@ class ElasticConfig:
     consistency: str = "bitwise"
     slices: int | None = None
     replicas: int = 1
+    respawn: bool = False
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -92,6 +93,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-replicas", type=int, metavar="N", default=d.replicas,
                        help="live copies of every slice's optimizer state besides the owner's, on other hosts where "
                        "there are any (default: %(default)s)")
+    group.add_argument("--elastic-respawn", action="store_true",
+                       help="start another rank in place of each that dies; it joins when it has caught up")
     group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
                        help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,

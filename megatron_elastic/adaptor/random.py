@@ -29,10 +29,14 @@ def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 def install(seed: int) -> None:
     """Make the tracker's forks keyed, and the initial weights of each unit a function of (seed, unit)."""
-    megatron_random.model_parallel_cuda_manual_seed(seed)
     megatron_random.CudaRNGStatesTracker.fork = _keyed_fork
     _key_construction(TransformerLayer, seed, lambda kwargs: f"layer.{kwargs.get('layer_number', 1) - 1}")
     _key_construction(LanguageModelEmbedding, seed, lambda _: "embedding")
+
+
+def name_streams(seed: int) -> None:
+    """Give Megatron's tracker the streams that its modules ask for by name. Needs Megatron's groups."""
+    megatron_random.model_parallel_cuda_manual_seed(seed)
 
 
 def _key_construction(module: type[torch.nn.Module], seed: int, unit: Callable[[dict[str, Any]], str]) -> None:

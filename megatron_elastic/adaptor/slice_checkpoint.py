@@ -42,6 +42,11 @@ def latest_step(directory: str | Path | None) -> int:
     return 0 if directory is None else int((Path(directory) / TRACKER).read_text().strip())
 
 
+def has_step(directory: str | Path, step: int) -> bool:
+    """Whether there is a checkpoint of ``step`` steps under ``directory``."""
+    return step_folder(Path(directory), step).is_dir()
+
+
 def save(
     directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
     transport: Transport, step: int,

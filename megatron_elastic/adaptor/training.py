@@ -35,12 +35,17 @@ from megatron_elastic.cluster.messages import (
     Finished,
     Hello,
     Injected,
+    Invite,
+    Plan,
+    Ready,
     Recovered,
     Report,
+    Settled,
     SliceDigest,
     Start,
     Stop,
     Suspect,
+    Switched,
     VoteResult,
 )
 from megatron_elastic.comm.group import Group
@@ -143,15 +148,13 @@ class Trainer:
         self.hooks = Hooks(self.rank, self.config.inject, self._announce)
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
-        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        groups.initialize(
-            self.transport, tp, pp, self.world_size // (tp * pp), timedelta(seconds=self.config.wait_timeout)
-        )
         cpu.apply()
         checkpoint_writer.apply()
         random.install(args.seed)
-        self.schedule = Schedule(args)
         self.layout = initial_layout(args, self.world_size)
+        if self.rank in self.layout.ranks:
+            self._make_groups()
+        self.schedule = Schedule(args)
         # Twice: a tied embedding gets a gradient from each of its two stages.
         self.accumulator = make_accumulator(self.config.consistency, 2 * self.layout.num_grains)
         self.step = checkpoint.latest_step(args.load) + 1
@@ -164,6 +167,14 @@ class Trainer:
         """Result of the newest vote whose step this rank has finished."""
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
+        self.built: tuple[tuple[int, ...], int] | None = None
+        """Units and tensor-parallel index that the model was built for."""
+        self.plan: Plan | None = None
+        """The layout that this rank is informed of and has not switched to."""
+        self.agreed = False
+        """Whether all ranks are informed of it: the switch is due after the step."""
+        self.settled = False
+        """Whether the coordinator knows that everything the layout asks for is live here."""
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -173,9 +184,9 @@ class Trainer:
         while True:
             try:
                 if self.rank not in self.layout.ranks:
-                    self.control.wait((Stop,), timeout=float("inf"))
-                    return
-                if self.store is None:
+                    if self._stand_by():
+                        return
+                elif self.store is None:
                     self._build()
                 elif self.step <= self.args.train_iters:
                     self._step()
@@ -196,12 +207,70 @@ class Trainer:
                 layout=self.layout.to_json(), start_step=self.step - 1, train_iters=self.args.train_iters,
             )
         )  # fmt: skip
-        start = self.control.wait((Start,), timeout=self.config.start_timeout)
-        self.transport.add_peers(start.addresses)
+        if self.rank in self.layout.ranks:
+            start = self.control.wait((Start,), timeout=self.config.start_timeout)
+            self.transport.add_peers(start.addresses)
+
+    def _make_groups(self, position: int | None = None) -> None:
+        tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
+        timeout = timedelta(seconds=self.config.wait_timeout)
+        groups.initialize(self.transport, tp, pp, self.world_size // (tp * pp), timeout, position)
+        random.name_streams(self.args.seed)
+
+    def _stand_by(self) -> bool:
+        """In no cell: wait to be invited into one, and be let in. Returns whether the job is over."""
+        message = self.control.wait((Stop, Invite, Commit), timeout=float("inf"))
+        match message:
+            case Invite():
+                self._prepare(message)
+            case Commit():
+                self._adopt(message)
+        return isinstance(message, Stop)
+
+    def _prepare(self, invite: Invite) -> None:
+        """Build this rank's part of the layout it is invited into, without the others, who are training."""
+        layout = Layout.from_json(invite.layout)
+        self.transport.add_peers(invite.addresses)
+        stage, tp = layout.stage_of(self.rank), layout.tp_index(self.rank)
+        if self.built != (layout.stages[stage].units, tp):
+            self.store = None
+            width = self.world_size // (layout.cell_size * self.args.pipeline_model_parallel_size)
+            self._make_groups(tp + layout.cell_size * width * stage)
+            with groups.alone():
+                self._build_model(layout)
+            self.store = self._empty_store(layout)
+        self.hooks.at("prepare")
+        self.control.send(Ready(rank=self.rank, epoch=invite.epoch))
 
     def _build(self) -> None:
-        """Model, data and optimizer state under the present layout. Uses collectives; redone if interrupted."""
-        args, layout = self.args, self.layout
+        """Model, data and optimizer state under the first layout. Uses collectives; redone if interrupted."""
+        self._build_model(self.layout)
+        store = self._empty_store(self.layout)
+        self._load(store, self.step - 1)
+        self._enter(store)
+        self.store = store
+
+    def _empty_store(self, layout: Layout) -> StateStore:
+        args = self.args
+        adam = Adam(args.adam_beta1, args.adam_beta2, args.adam_eps)
+        return StateStore(self.units, adam, self.transport, layout.tp_index(self.rank))
+
+    def _load(self, store: StateStore, step: int) -> None:
+        """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
+        if step == 0:
+            store.create(self.layout)
+            return
+        states = checkpoint.load(self._checkpoint_of(step), self.gpt, self.layout, self.units, step)
+        store.create(self.layout)
+        checkpoint.fill(store, self.units, states, step)
+
+    def _checkpoint_of(self, step: int) -> str:
+        """The directory with the checkpoint of a step: where this job saves, or where it was loaded from."""
+        save = self.args.save
+        return save if save and checkpoint.has_step(save, step) else self.args.load
+
+    def _build_model(self, layout: Layout) -> None:
+        args = self.args
         stage = layout.stage_of(self.rank)
         first, last = stage == 0, stage == layout.pipeline_size - 1
         model = self._model_provider(args, None, first, last)
@@ -217,21 +286,13 @@ class Trainer:
         wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
         self.train_data, self.valid_data, _ = self._datasets_provider(args)
-        store = StateStore(self.units, Adam(args.adam_beta1, args.adam_beta2, args.adam_eps), self.transport,
-                           layout.tp_index(self.rank))
-        if self.step > 1:
-            states = checkpoint.load(args.load, model, layout, self.units, self.step - 1)
-            store.create(layout)
-            checkpoint.fill(store, self.units, states, self.step - 1)
-        else:
-            store.create(layout)
-        self._enter()
-        self.store = store
-        self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
+        self.built = layout.stages[stage].units, layout.tp_index(self.rank)
 
-    def _enter(self) -> None:
+    def _enter(self, store: StateStore) -> None:
         """What the present layout alone determines."""
         layout = self.layout
+        self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
+        self.settled = False
         self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
         args = self.args
         self.executor = Executor(
@@ -262,14 +323,19 @@ class Trainer:
         self.hooks.at("apply")
         self.store.apply(self._update(self.vote))
         self._complete()
+        if self.agreed:
+            self._switch()
 
     def _cast_vote(self) -> VoteResult:
         assert self.store is not None
+        self.plan = self.control.take((Plan,)) or self.plan
         ballot = Ballot(
             norms={at: self.store.sum_of_squares(at) for at in self.layout.owned(self.rank)},
             losses=self.grains.losses if self.layout.tp_index(self.rank) == 0 else {},
+            informed=self.plan is not None and self.plan.epoch > self.layout.epoch,
         )
         outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
+        self.agreed = outcome.switch
         return VoteResult(
             step=self.step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=self.schedule.at(self.step).lr,
             consumed_samples=self.step * self.args.global_batch_size, tokens=outcome.tokens,
@@ -287,6 +353,24 @@ class Trainer:
         self.step += 1
         if self.store.settle(self.step - 1) and not self.store.replicating:
             self._event("replicated", step=self.step - 1)
+        if not self.settled and not self.store.replicating:
+            self.settled = True
+            self.control.send(Settled(rank=self.rank, epoch=self.layout.epoch))
+
+    def _switch(self) -> None:
+        """Between two steps: make the planned layout true, which all ranks do now."""
+        plan, self.agreed = self.plan, False
+        assert plan is not None
+        self.hooks.at("switch")
+        self.transport.add_peers(plan.addresses)
+        self._adopt(
+            Commit(
+                epoch=plan.epoch, layout=plan.layout, decision="switch", step=self.step, vote=None, held=plan.held,
+                saved=self.first_save - 1,
+            )
+        )  # fmt: skip
+        if self.rank == self.layout.ranks[0]:
+            self.control.send(Switched(rank=self.rank, epoch=plan.epoch, step=self.step))
 
     def _update(self, result: VoteResult) -> Update:
         at = self.schedule.at(result.step)
@@ -401,13 +485,14 @@ class Trainer:
         self.layout = layout = Layout.from_json(commit.layout)
         self.transport.advance(layout.epoch, layout.lost)
         member = self.rank in layout.ranks
+        self.plan, self.agreed = None, False
+        self.first_save = commit.saved + 1
         if member:
             groups.edit(layout, self.rank)
         if self.store is None:
             return
         if member:
-            self._enter()
-            self.reduction = Reduction(layout, self.transport, self.units, self.store, self.accumulator)
+            self._enter(self.store)
         edited = time.time()
         self.hooks.at("promote")
         # What a spare holds has been overtaken by the steps it did not take part in.
@@ -417,15 +502,27 @@ class Trainer:
             self.store.apply(self._update(commit.vote))
             # A spare's part in the step ends here.
             self.step, self.vote = (commit.step, commit.vote) if member else (commit.step + 1, None)
-        moves = transfers(layout, commit.held)
+        elif commit.decision == "switch":
+            self.step = commit.step  # new to a rank that enters
+        elif commit.decision == "reload":
+            self.hooks.at("reload")
+            self.store.retire(())
+            self.step, self.vote, self.last = commit.step, None, None
+            if member:
+                self._load(self.store, self.step - 1)
+        moves = transfers(layout, commit.held) if commit.decision != "reload" else ()
         done = commit.step if commit.decision == "forward" else commit.step - 1
         self.hooks.at("replicate")
         self.store.replicate(moves)
         self.store.settle(done, wait=[move for move in moves if move.role == "owner"])
         if not member:
             self.store.flush()
+            self.store.retire(())
+            self.control.send(Settled(rank=self.rank, epoch=layout.epoch))
             return
         self.store.retire((*layout.owned(self.rank), *layout.replicated(self.rank)))
+        if commit.decision == "switch":
+            return
         self.control.send(
             Recovered(
                 rank=self.rank, epoch=layout.epoch,

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def ranks(self) -> list[int]:
-        """Global ids of this node's ranks."""
+        """Global ids of this node's first ranks."""
         first = self.node_rank * self.ranks_per_node
         return list(range(first, first + self.ranks_per_node))
 
@@ -84,11 +84,11 @@ class Job:
         """Output of one rank."""
         return self.log_dir / f"rank{rank}.log"
 
-    def environment(self, rank: int, torch_port: int) -> dict[str, str]:
+    def environment(self, rank: int, local_rank: int, torch_port: int) -> dict[str, str]:
         """What a rank finds in its environment besides the launcher's; the names are torchrun's."""
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank % self.ranks_per_node),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "GROUP_RANK": str(self.node_rank),
@@ -115,6 +115,8 @@ class Agent:
         self._listener: asyncio.Task[None] | None = None
         self._running: set[int] = set()
         self._pids: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        """Local rank of every rank that was started here."""
         self._still: set[int] = set()
         """Ranks that were at a standstill at the last look."""
         self._look: asyncio.TimerHandle | None = None
@@ -154,12 +156,14 @@ class Agent:
         self._listener = asyncio.create_task(self._listen())
         return answer
 
-    def launch(self, torch_port: int) -> None:
-        """Start this node's ranks."""
-        for rank in self.job.ranks:
+    def launch(self, ranks: Mapping[int, int], torch_port: int) -> None:
+        """Start ranks, given by their local rank."""
+        for local_rank, rank in ranks.items():
             self._running.add(rank)
+            self._slots[rank] = local_rank
             self._idle.clear()
-            self._send(Spawn(rank, self.job.environment(rank, torch_port), str(self.job.log(rank)), self.job.program))
+            environment = self.job.environment(rank, local_rank, torch_port)
+            self._send(Spawn(rank, environment, str(self.job.log(rank)), self.job.program))
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank and whatever it started."""
@@ -249,7 +253,7 @@ class Agent:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
                 loop.call_soon_threadsafe(self._dying, RankDying(rank=rank, time=when))
 
-        self._deathwatch.watch(self.job.ranks.index(rank), dying)
+        self._deathwatch.watch(self._slots[rank], dying)
 
     def _dying(self, news: RankDying) -> None:
         if news.rank in self._running:

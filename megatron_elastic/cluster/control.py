@@ -161,6 +161,11 @@ class Control:
                     raise TimeoutError(f"rank {self.rank} got no {names} from the coordinator within {timeout:g} s")
                 self._arrived.wait(min(left, threading.TIMEOUT_MAX))
 
+    def take(self, types: tuple[type[M], ...]) -> M | None:
+        """The next message of one of ``types`` if it is here already."""
+        with self._arrived:
+            return self._take(types)
+
     def close(self) -> None:
         """Close the connection and end the reader thread."""
         self._closing = True

@@ -1,15 +1,16 @@
 """Coordinator: owns the epoch of a job. It starts the ranks, and after a death gives the survivors a new layout.
 
-A reconfiguration is: interrupt everybody alive, collect a report from each, plan, send the new layout. Another death at
+A recovery is: interrupt everybody who trains, collect a report from each, plan, send the new layout. Another death at
 any point starts the next epoch, from the last layout that was sent and with all ranks lost so far, so it converges.
-Everything runs in one event loop and every handler is synchronous: there is nothing to lock.
+When all is well, it looks for a better layout (ranks that came, slices that are uneven) and lets the ranks switch to it
+between two steps. Everything runs in one event loop and every handler is synchronous: there is nothing to lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from megatron_elastic.cluster.ledger import Diverged, Ledger
@@ -24,27 +25,33 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Injected,
     Interrupt,
+    Invite,
     Message,
+    Plan,
     RankDying,
     RankExited,
     RankNews,
     RankResumed,
     RankStopped,
+    Ready,
     Recovered,
     Report,
+    Settled,
     Start,
     Stop,
     Suspect,
+    Switched,
 )
 from megatron_elastic.cluster.nodes import Node, RemoteNode
-from megatron_elastic.cluster.recovery import Recovery, cause_of, decide
+from megatron_elastic.cluster.recovery import Decision, Recovery, cause_of, decide
+from megatron_elastic.cluster.reshape import Reshape
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import AsyncWire, WireError
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
-from megatron_elastic.plan import NoLayout, lose
+from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose
 
 _LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
@@ -63,6 +70,11 @@ class Outcome:
 @dataclass(slots=True)
 class _Rank:
     node: Node | None = None
+    local_rank: int = 0
+    host: int = 0
+    """Its failure domain: the node's number, counting nodes that came later on."""
+    standby: bool = False
+    """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
     wire: AsyncWire | None = None
     hello: Hello | None = None
     returncode: int | None = None
@@ -96,13 +108,24 @@ class Coordinator:
         self._say = say
         self._ranks = {rank: _Rank() for rank in range(world_size)}
         self._nodes: list[Node] = []
+        self._hosts = 0
+        self._launched = False
         self._torch_port = 0
         self._layout: Layout | None = None
         """The last one that was sent to the ranks; None until they all came up."""
+        self._first: Hello | None = None
+        """What the first rank said; all others must agree with it."""
         self._ledger: Ledger | None = None
         self._reports: dict[int, Report] = {}
         self._collecting = False
         self._recovery: Recovery | None = None
+        self._reshape: Reshape | None = None
+        self._newest_epoch = 0
+        """The highest one ever given to a layout; ``epoch`` stays behind it while a change is planned."""
+        self._settled: set[int] = set()
+        """Ranks at which everything that the present layout asks for is live."""
+        self._saved = 0
+        """Step of the newest complete checkpoint; 0 without one."""
         self._injected: dict[int, float] = {}
         self._timers = Timers()
 
@@ -114,7 +137,15 @@ class Coordinator:
         self._timers.set("start", self._config.start_timeout, self._start_late)
 
     def add_node(self, ranks: Collection[int], node: Node) -> None:
-        """An agent is ready to start ``ranks``. When every rank has one, all are launched."""
+        """An agent is ready to start ``ranks``. When every rank has one, all are launched.
+
+        The ranks of a node that comes to a running job join it, under new ids.
+        """
+        if self._launched and self._config.elastic:
+            self._nodes.append(node)
+            self._hosts += 1
+            self._spawn(node, range(len(ranks)), self._hosts - 1)
+            return
         taken = [rank for rank in ranks if rank not in self._ranks or self._ranks[rank].node is not None]
         if taken:
             self.stop(Outcome(False, f"an agent wants to start ranks {taken}, which are another node's or outside the "
@@ -122,11 +153,13 @@ class Coordinator:
                                      "--node-rank"))
             return
         self._nodes.append(node)
-        for rank in ranks:
-            self._ranks[rank].node = node
+        for local_rank, rank in enumerate(ranks):
+            state = self._ranks[rank]
+            state.node, state.local_rank, state.host = node, local_rank, min(ranks) // len(ranks)
         if all(state.node is not None for state in self._ranks.values()):
+            self._launched, self._hosts = True, len(self._nodes)
             for each in self._nodes:
-                each.launch(self._torch_port)
+                each.launch({s.local_rank: r for r, s in self._ranks.items() if s.node is each}, self._torch_port)
             if not self._config.elastic:
                 self._timers.cancel("start")
 
@@ -152,7 +185,10 @@ class Coordinator:
         state.wire, state.hello = wire, hello
         if self.outcome.done():
             wire.send(Stop(ok=self.outcome.result().ok, reason=self.outcome.result().reason))
-        self._start_if_complete()
+        if state.standby:
+            self._newcomer_connected(hello)
+        else:
+            self._start_if_complete()
 
     def rank_disconnected(self, rank: int) -> None:
         """Nothing more will come from a rank."""
@@ -165,9 +201,16 @@ class Coordinator:
         elif state.returncode is None:
             self._suspect(rank, "fenced", "it closed its connection to the coordinator")
 
-    def node_lost(self, hello: AgentHello, cause: str, when: float) -> None:
+    def runs_on(self, rank: int, node: Node) -> bool:
+        """Whether ``rank`` was started by this node's agent."""
+        return rank in self._ranks and self._ranks[rank].node is node
+
+    def node_lost(self, hello: AgentHello, node: Node, cause: str, when: float) -> None:
         """The agent of a node is gone, or silent, since ``when``: its ranks are lost with it."""
-        alive = [rank for rank in hello.ranks if self._ranks[rank].returncode is None and not self._ranks[rank].lost]
+        if node in self._nodes:
+            self._nodes.remove(node)
+        alive = [rank for rank, state in self._ranks.items()
+                 if state.node is node and state.returncode is None and not state.lost]
         if self.outcome.done() or not alive:
             return
         if not self._config.elastic:
@@ -191,7 +234,8 @@ class Coordinator:
 
     @property
     def _alive(self) -> list[int]:
-        return [rank for rank, state in self._ranks.items() if not state.lost]
+        """Ranks that have a part in the job."""
+        return [rank for rank, state in self._ranks.items() if not state.lost and not state.standby]
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -219,6 +263,8 @@ class Coordinator:
         assert self._records is not None
         self._ledger = Ledger(self._records, start_step=first.start_step, total=first.train_iters, started=time.time(),
                               say=self._say)
+        self._first = first
+        self._saved = first.start_step
         self._event("started", world_size=len(self._ranks), step=first.start_step, train_iters=first.train_iters)
         self._say(f"{len(hellos)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
         self._send(Start(layout=first.layout, addresses={hello.rank: hello.address for hello in hellos}), self._ranks)
@@ -247,7 +293,13 @@ class Coordinator:
                     self._injected[message.rank] = message.time
                     self._event("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
                 case Event():
-                    self._event(message.kind, rank=message.rank, **message.fields)
+                    self._on_event(message)
+                case Ready():
+                    self._on_ready(message)
+                case Switched():
+                    self._on_switched(message)
+                case Settled():
+                    self._on_settled(message)
                 case Failed():
                     self._on_failed(message)
                 case Finished():
@@ -277,11 +329,22 @@ class Coordinator:
         self._say(f"recovered from the loss of ranks {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
                   f"(step {fields['step']}, {fields['decision']}); {len(self._layout.ranks)} ranks train, "
                   f"{len(self._layout.spares)} spare")
+        self._consider()
+
+    def _on_event(self, message: Event) -> None:
+        self._event(message.kind, rank=message.rank, **message.fields)
+        if message.kind == "saved":
+            step = message.fields["step"]
+            assert isinstance(step, int)
+            self._saved = step
 
     def _on_failed(self, message: Failed) -> None:
         if self.outcome.done():
             return  # the program and the process that runs it may both tell
         self._event("error", rank=message.rank, traceback=message.traceback)
+        if self._ranks[message.rank].standby:
+            self._fence(message.rank, "failed", "the program raised before this rank had joined; see its log")
+            return
         text = message.traceback.rstrip()
         separator = "\n" if "\n" in text else " "
         self.stop(Outcome(False, f"the program raised on rank {message.rank}:{separator}{text}"))
@@ -392,15 +455,19 @@ class Coordinator:
         if state.dying is not None:
             when, state.dying = state.dying, None
             if code < 0:
-                self._name_loss([rank], cause_of(code), when)
+                if not state.standby or (self._recovery is not None and rank in self._recovery.causes):
+                    self._name_loss([rank], cause_of(code), when)
+                self._respawn(rank)
                 return
         elif state.lost:
+            self._respawn(rank)
             return
         if not self._config.elastic:
             self._plain_exit(rank, code)
-        elif code < 0:
+        elif code < 0 or state.standby:
             since = state.stopped if state.fenced == "stopped" else None
             self._lose([rank], state.fenced or cause_of(code), since or message.time)
+            self._respawn(rank)
         elif code == 0:
             self.stop(Outcome(False, f"rank {rank} ended with exit code 0 before training was finished; "
                                      "the script must train through megatron_elastic when --elastic is given"))
@@ -423,12 +490,19 @@ class Coordinator:
         for rank in ranks:
             self._ranks[rank].lost = True
             self._clear(rank)
+        if self._layout is not None and all(self._unneeded(rank) for rank in ranks):
+            self._drop_newcomers(ranks, cause or "killed")
+            return
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         if self._layout is None:
             if cause is not None:
                 self._name_loss(ranks, cause, when)
             return
-        self.epoch += 1
+        self._newest_epoch += 1
+        self.epoch = self._newest_epoch
+        self._reshape = None
+        self._settled.clear()
+        self._timers.cancel("ready")
         self._send(Interrupt(epoch=self.epoch, lost=lost), self._alive)  # first of all: everybody waits for this
         if self._recovery is not None and self._recovery.back_at is not None:
             self._close_recovery()
@@ -501,13 +575,19 @@ class Coordinator:
             self.stop(Outcome(False, "every rank of the layout is dead; restart the job from its newest checkpoint"))
             return
         try:
-            decision = decide(working, self._ledger.vote)
+            decision = self._decide(working)
             # A spare follows the job no more: what it holds is outdated once a step was voted without it.
             done = decision.step if decision.decision == "forward" else decision.step - 1
             held = {rank: report.held if rank in self._layout.ranks or report.step > done else []
                     for rank, report in self._reports.items()}
-            lost = [rank for rank, state in self._ranks.items() if state.lost]
-            layout = lose(self._layout, lost, held, self.epoch)
+            known = {*self._layout.ranks, *self._layout.spares, *self._layout.lost}
+            lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
+            try:
+                layout = lose(self._layout, lost, held, self.epoch)
+            except StateLost as error:
+                decision = self._fall_back(decision, error)
+            if decision.decision == "reload":
+                layout = lose(self._layout, lost, everything(self._layout), self.epoch)
         except NoLayout as error:
             self.stop(Outcome(False, f"training cannot go on: {error}"))
             return
@@ -516,8 +596,154 @@ class Coordinator:
             return
         plan_ms = (time.time() - reported) * 1e3
         self._send(Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                          vote=decision.vote, held=held), self._alive)
+                          vote=decision.vote, held=held, saved=self._saved), self._alive)
         self._collecting = False
         self._timers.cancel("report")
         self._recovery.committed(decision, reported, plan_ms)
         self._use(layout)
+
+    def _decide(self, working: Collection[Report]) -> Decision:
+        assert self._ledger is not None and self._recovery is not None
+        begun = self._recovery.decision
+        if begun is not None and begun.decision == "reload" and self._recovery.back_at is None:
+            return begun  # some have gone back to the checkpoint and some have not
+        return decide(working, self._ledger.vote)
+
+    def _fall_back(self, decision: Decision, lost: StateLost) -> Decision:
+        """Some state is gone for good: everybody goes back to the newest checkpoint. Raises ``lost`` without one."""
+        assert self._ledger is not None
+        if not self._saved:
+            raise lost
+        done = decision.step if decision.decision == "forward" else decision.step - 1
+        self._ledger.rewind(self._saved)
+        self._event("fallback", reason=str(lost), step=self._saved, lost_steps=list(range(self._saved + 1, done + 1)))
+        self._say(f"WARNING: {lost}. Going back to the checkpoint of step {self._saved}: "
+                  f"{done - self._saved} steps are done again")
+        return Decision("reload", self._saved + 1, None)
+
+    # ---- planned changes -----------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Plan the next layout on the way to an even one over all ranks there are, if nothing else is going on."""
+        layout = self._layout
+        if layout is None or self.outcome.done() or self._collecting or self._recovery or self._reshape is not None:
+            return
+        if not self._settled.issuperset(layout.ranks) or not all(self._ranks[rank].standby for rank in layout.spares):
+            return
+        newcomers = {rank: state.host for rank, state in self._ranks.items()
+                     if state.standby and state.hello and not state.lost and rank not in layout.spares}
+        better = improve(layout, newcomers, self._newest_epoch + 1)
+        if better is None:
+            return
+        self._newest_epoch += 1
+        self._reshape = Reshape(better, frozenset(better.ranks) - frozenset(layout.ranks))
+        if self._reshape.entrants:
+            self._send(Invite(epoch=better.epoch, layout=better.to_json(), addresses=self._addresses(better.ranks)),
+                       self._reshape.entrants)
+            self._timers.set("ready", self._config.start_timeout, self._ready_late)
+        self._announce_if_ready()
+
+    def _addresses(self, ranks: Collection[int]) -> dict[int, bytes]:
+        return {rank: hello.address for rank in ranks if (hello := self._ranks[rank].hello) is not None}
+
+    def _announce_if_ready(self) -> None:
+        reshape = self._reshape
+        assert reshape is not None and self._layout is not None
+        if reshape.missing:
+            return
+        self._timers.cancel("ready")
+        reshape.announced = True
+        self._send(Plan(epoch=reshape.layout.epoch, layout=reshape.layout.to_json(),
+                        addresses=self._addresses(reshape.entrants), held=self._held()), self._layout.ranks)
+
+    def _held(self) -> dict[int, list[tuple[int, int, int]]]:
+        """What every rank holds when all of the present layout is live."""
+        layout = self._layout
+        assert layout is not None
+        return {rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
+                for rank in layout.ranks}
+
+    def _ready_late(self) -> None:
+        assert self._reshape is not None
+        for rank in self._reshape.missing:
+            self._fence(rank, "fenced", f"it was not ready to join within {self._config.start_timeout:g} s "
+                                        "(--elastic-start-timeout)")
+
+    def _on_ready(self, message: Ready) -> None:
+        if self._reshape is not None and self._reshape.layout.epoch == message.epoch:
+            self._reshape.ready.add(message.rank)
+            self._announce_if_ready()
+
+    def _on_switched(self, message: Switched) -> None:
+        reshape = self._reshape
+        if reshape is None or reshape.layout.epoch != message.epoch:
+            return  # a loss has overtaken it
+        held = self._held()
+        self._reshape = None
+        self.epoch = reshape.layout.epoch
+        self._settled.clear()
+        self._use(reshape.layout)
+        for rank in reshape.entrants:
+            self._ranks[rank].standby = False
+        self._send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
+                          vote=None, held=held, saved=self._saved), reshape.entrants)
+        shadows = [rank for stage in reshape.layout.stages for cell in stage.cells if cell.shadow
+                   for rank in cell.ranks]
+        self._event("switched", step=message.step, entered=sorted(reshape.entrants), shadows=shadows,
+                    world_size=len(reshape.layout.ranks))
+        if reshape.entrants:
+            self._say(f"ranks {sorted(reshape.entrants)} follow from step {message.step} on, and will take part when "
+                      "they have caught up")
+        elif not shadows:
+            self._say(f"slices and grains are even over {len(reshape.layout.ranks)} ranks from step {message.step} on")
+
+    def _on_settled(self, message: Settled) -> None:
+        if message.epoch == self.epoch and self._layout is not None:
+            if message.rank in self._layout.ranks:
+                self._settled.add(message.rank)
+            else:
+                self._ranks[message.rank].standby = True
+            self._consider()
+
+    # ---- newcomers -----------------------------------------------------------------------
+
+    def _spawn(self, node: Node, local_ranks: Iterable[int], host: int) -> list[int]:
+        """Have ranks started that are to join; returns their ids."""
+        ranks = {}
+        for local_rank in local_ranks:
+            rank = ranks[local_rank] = len(self._ranks)
+            self._ranks[rank] = _Rank(node=node, local_rank=local_rank, host=host, standby=True)
+        self._event("spawned", ranks=list(ranks.values()), host=host)
+        node.launch(ranks, self._torch_port)
+        return list(ranks.values())
+
+    def _respawn(self, rank: int) -> None:
+        """Start a rank in place of one whose process has ended, if that is wanted."""
+        state = self._ranks[rank]
+        # One that ended before it had joined would probably do so again.
+        if self._config.respawn and self._layout is not None and state.node in self._nodes and not state.standby:
+            assert state.node is not None
+            new = self._spawn(state.node, [state.local_rank], state.host)
+            self._say(f"rank {new[0]} is started in place of rank {rank}")
+
+    def _newcomer_connected(self, hello: Hello) -> None:
+        assert self._first is not None
+        if hello.layout != self._first.layout or hello.train_iters != self._first.train_iters:
+            self._fence(hello.rank, "fenced", "its flags are not those of the running job")
+            return
+        self._consider()
+
+    def _unneeded(self, rank: int) -> bool:
+        """Whether a rank can die without anybody noticing: it has not been let in, and is not about to be."""
+        assert self._layout is not None
+        entering = self._reshape is not None and self._reshape.announced and rank in self._reshape.entrants
+        return self._ranks[rank].standby and rank not in self._layout.spares and not entering
+
+    def _drop_newcomers(self, ranks: Collection[int], cause: str) -> None:
+        for rank in ranks:
+            self._event("fault", rank=rank, signal=cause, exited_at=time.time())
+            self._say(f"rank {rank} ended ({cause}) before it had joined; see rank{rank}.log")
+        if self._reshape is not None and not self._reshape.entrants.isdisjoint(ranks):
+            self._timers.cancel("ready")
+            self._reshape = None
+            self._consider()

@@ -44,12 +44,17 @@ class Deathwatch:
         _check(_libc.pthread_mutex_unlock(self._mutex(slot)))
 
     def watch(self, slot: int, tell: Callable[[float], None]) -> None:
-        """In the agent, once the rank holds: call ``tell`` with the time, from another thread, if the rank dies."""
+        """In the agent, once the rank holds: call ``tell`` with the time, from another thread, if the rank dies.
+
+        Another rank can hold the slot afterwards.
+        """
 
         def wait() -> None:
             code = _libc.pthread_mutex_lock(self._mutex(slot))
             if code == errno.EOWNERDEAD:
                 tell(time.time())
+                _check(_libc.pthread_mutex_consistent(self._mutex(slot)))
+            _check(_libc.pthread_mutex_unlock(self._mutex(slot)))
 
         threading.Thread(target=wait, daemon=True, name=f"deathwatch {slot}").start()
 

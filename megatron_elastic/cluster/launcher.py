@@ -375,7 +375,7 @@ async def _follow_orders(wire: AsyncWire, agent: Agent, pulse: Pulse) -> Outcome
                     return Outcome(False, f"node 0 runs {message.world_size} ranks, this node was told "
                                           f"{agent.job.world_size}; give every node the same --nnodes and "
                                           "--nproc-per-node")
-                agent.launch(message.torch_port)
+                agent.launch(message.ranks, message.torch_port)
             case Fence():
                 agent.kill(message.rank)
             case Stop():

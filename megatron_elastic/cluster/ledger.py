@@ -56,6 +56,10 @@ class Ledger:
         for step in [s for s in self._votes if s <= self.written - _REMEMBERED]:
             del self._votes[step]
 
+    def rewind(self, step: int) -> None:
+        """Steps after ``step`` are done anew; their lines stay as they are."""
+        self._votes = {s: vote for s, vote in self._votes.items() if s <= step}
+
     def commit(self, vote: VoteResult, *, epoch: int, world_size: int, time: float) -> None:
         """A rank finished the step of ``vote`` at ``time``; write its line unless it is there already."""
         if vote.step <= self.written - _REMEMBERED:

@@ -80,6 +80,28 @@ class Recovered(Message, frozen=True):
     state_ms: float
 
 
+class Ready(Message, frozen=True):
+    """Answer to ``Invite``: this rank has built what it needs and waits to be let in."""
+
+    rank: int
+    epoch: int
+
+
+class Switched(Message, frozen=True):
+    """The lowest rank of a planned layout made it true between two steps; ``step`` is the first one under it."""
+
+    rank: int
+    epoch: int
+    step: int
+
+
+class Settled(Message, frozen=True):
+    """All copies from and to this rank that the layout asks for are live, and its parameters are up to date."""
+
+    rank: int
+    epoch: int
+
+
 class Suspect(Message, frozen=True):
     """A link failed or a wait reached its limit: these ranks may be dead."""
 
@@ -148,8 +170,30 @@ class Interrupt(Message, frozen=True):
     """Ranks known to be dead, all of them since the job began."""
 
 
+class Invite(Message, frozen=True):
+    """To a rank in no cell: it is to be in this layout, so it should build its part of the model and say ``Ready``."""
+
+    epoch: int
+    layout: str
+    addresses: dict[int, bytes]
+
+
+class Plan(Message, frozen=True):
+    """The layout to switch to as soon as everybody has this: the vote of a step finds out, and the step's end it is."""
+
+    epoch: int
+    layout: str
+    addresses: dict[int, bytes]
+    """Where the ranks that enter are."""
+    held: dict[int, list[tuple[int, int, int]]]
+    """Live state of every rank at that time."""
+
+
 class Commit(Message, frozen=True):
-    """The new layout. ``forward``: finish ``step`` with ``vote``. ``back``: redo ``step`` from its start."""
+    """The new layout. ``forward``: finish ``step`` with ``vote``. ``back``: redo ``step`` from its start.
+
+    ``switch``: it was planned, and ``step`` is the first one under it.
+    """
 
     epoch: int
     layout: str
@@ -158,6 +202,8 @@ class Commit(Message, frozen=True):
     vote: VoteResult | None
     held: dict[int, list[tuple[int, int, int]]]
     """Live state of every reporting rank, so that all derive the same transfers."""
+    saved: int
+    """Step of the newest checkpoint that is complete, 0 without one: the ranks may have learnt of it at different times."""
 
 
 class Stop(Message, frozen=True):
@@ -171,7 +217,10 @@ class Stop(Message, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """An agent of another node introduces itself and the ranks that it will start."""
+    """An agent of another node introduces itself and the ranks that it would start.
+
+    When it comes while the job runs, its ranks join, under ids that the coordinator gives them.
+    """
 
     node_rank: int
     ranks: list[int]
@@ -215,9 +264,12 @@ class Heartbeat(Message, frozen=True):
 
 
 class Launch(Message, frozen=True):
-    """Coordinator to agent: start your ranks now."""
+    """Coordinator to agent: start these ranks now."""
 
+    ranks: dict[int, int]
+    """Local rank -> rank. Ranks that are started while the job runs have ids that nobody had before."""
     world_size: int
+    """Ranks of the job at its start."""
     torch_port: int
     """MASTER_PORT of every rank: free on the first node, for programs that call ``init_process_group`` themselves."""
 
@@ -229,8 +281,8 @@ class Fence(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Committed | Report | Recovered | Suspect | Injected | Event | Failed | Finished
-    | Start | Interrupt | Commit | Stop
+    Hello | Committed | Report | Recovered | Ready | Switched | Settled | Suspect | Injected | Event | Failed | Finished
+    | Start | Interrupt | Invite | Plan | Commit | Stop
     | AgentHello | RankDying | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from megatron_elastic.cluster.messages import Fence, Launch, Stop
@@ -11,8 +12,8 @@ from megatron_elastic.cluster.wire import AsyncWire
 class Node(Protocol):
     """The agent of a node. The coordinator's own agent is one as it is."""
 
-    def launch(self, torch_port: int) -> None:
-        """Start the node's ranks."""
+    def launch(self, ranks: Mapping[int, int], torch_port: int) -> None:
+        """Start ranks, given by their local rank: at the start all of the node's, later some in place of dead ones."""
 
     def kill(self, rank: int) -> None:
         """End one rank at once."""
@@ -25,9 +26,9 @@ class RemoteNode:
         self._wire = wire
         self._world_size = world_size
 
-    def launch(self, torch_port: int) -> None:
-        """Start the node's ranks."""
-        self._wire.send(Launch(world_size=self._world_size, torch_port=torch_port))
+    def launch(self, ranks: Mapping[int, int], torch_port: int) -> None:
+        """Start ranks, given by their local rank."""
+        self._wire.send(Launch(ranks=dict(ranks), world_size=self._world_size, torch_port=torch_port))
 
     def kill(self, rank: int) -> None:
         """End one rank at once."""

@@ -110,7 +110,7 @@ class Server:
         def silent() -> None:
             node.stop(False, f"this node was silent for {limit:g} s and counts as lost (--elastic-heartbeat-timeout); "
                              "its ranks must end")
-            self._coordinator.node_lost(hello, f"node {hello.node_rank} silent", pulse.heard_at)
+            self._coordinator.node_lost(hello, node, f"node {hello.node_rank} silent", pulse.heard_at)
             wire.close()
 
         node = RemoteNode(wire, self._coordinator.world_size)
@@ -131,11 +131,13 @@ class Server:
                 match message:
                     case Heartbeat():
                         pass
-                    case RankDying() | RankExited() | RankStopped() | RankResumed() if message.rank in hello.ranks:
+                    case RankDying() | RankExited() | RankStopped() | RankResumed() if self._coordinator.runs_on(
+                        message.rank, node
+                    ):
                         self._coordinator.rank_news(message)
                     case _:
                         raise WireError(f"the agent of node {hello.node_rank} sent an unexpected "
                                         f"{type(message).__name__}")
         finally:
             pulse.stop()
-            self._coordinator.node_lost(hello, f"node {hello.node_rank} lost", time.time())
+            self._coordinator.node_lost(hello, node, f"node {hello.node_rank} lost", time.time())

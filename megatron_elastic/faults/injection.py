@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 HOOK_POINTS = (
     "data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit",
-    "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint",
+    "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint", "prepare", "switch", "reload",
 )
 """Where faults can be injected and detectors attach, in the order a step and then a recovery meet them."""
 
