@@ -292,9 +292,10 @@ def _check_elastic(args: argparse.Namespace) -> None:
         flag = f"--elastic-inject {fault}"
         if not args.elastic:
             raise UsageError(f"{flag} needs --elastic: add it")
-        if not 0 <= fault.rank < args.world_size:
-            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}")
-        if not 1 <= fault.step <= args.train_iters:
+        # A rank that joins has an id that nobody had before.
+        if fault.rank < 0 or (fault.rank >= args.world_size and not config.respawn):
+            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}, unless --elastic-respawn is given")
+        if fault.step is not None and not 1 <= fault.step <= args.train_iters:
             raise UsageError(f"{flag}: step must be from 1 to --train-iters {args.train_iters}")
         if fault.grain is not None and not 0 <= fault.grain < args.num_grains:
             raise UsageError(f"{flag}: grain must be from 0 to {args.num_grains - 1} "

@@ -47,7 +47,7 @@ def fails(
          "--elastic-suspect-timeout (9 s) must be below --elastic-report-timeout (9 s)"),
         (["--elastic-inject", "kill:rank=8,step=1,at=vote"], "rank must be from 0 to 7"),
         (["--elastic-inject", "kill:rank=1,step=1,at=lunch"], "is no hook point: one of data, forward"),
-        (["--elastic-inject", "kill:rank=1,at=vote"], "lacks step"),
+        (["--elastic-inject", "kill:rank=1,step=2"], "lacks at"),
         (["--learning-rate", "1"], "unknown flag --learning-rate"),
     ],
     ids=["data", "world-size", "batch", "limits", "inject-rank", "inject-point", "inject-step", "flag"],

@@ -380,10 +380,10 @@ class Server:
 
 def test_control_hands_over_messages_and_drops_old_commits() -> None:
     server = Server(
-        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}),
+        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, saved=0),
         Start(layout="l", addresses={0: b"a"}),
         Interrupt(epoch=2, lost=[1]),
-        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2)]}),
+        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, saved=0),
     )
     control = Control.connect(server.env)
     assert control.wait((Start,), timeout=10).addresses == {0: b"a"}

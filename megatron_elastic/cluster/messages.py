@@ -203,7 +203,7 @@ class Commit(Message, frozen=True):
     held: dict[int, list[tuple[int, int, int]]]
     """Live state of every reporting rank, so that all derive the same transfers."""
     saved: int
-    """Step of the newest checkpoint that is complete, 0 without one: the ranks may have learnt of it at different times."""
+    """Step of the newest complete checkpoint, 0 without one: an interrupted save is complete for all ranks or none."""
 
 
 class Stop(Message, frozen=True):

@@ -16,11 +16,11 @@ _FIELDS = ("rank", "step", "at", "grain")
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault: ``action`` on ``rank`` when it reaches hook point ``at`` in ``step`` (and ``grain``, if given)."""
+    """One fault: ``action`` on ``rank`` when it reaches hook point ``at``, in ``step`` and at ``grain`` if given."""
 
     action: str
     rank: int
-    step: int
+    step: int | None
     at: str
     grain: int | None = None
 
@@ -36,7 +36,7 @@ class Injection:
             if not sep or key not in _FIELDS:
                 raise ValueError(f"{item!r} in {text!r}: expected key=value with key one of {', '.join(_FIELDS)}")
             values[key] = value
-        missing = [k for k in ("rank", "step", "at") if k not in values]
+        missing = [k for k in ("rank", "at") if k not in values]
         if missing:
             raise ValueError(f"{text!r} lacks {', '.join(missing)}")
         if values["at"] not in HOOK_POINTS:
@@ -48,13 +48,14 @@ class Injection:
                     numbers[key] = int(values[key])
                 except ValueError:
                     raise ValueError(f"{key}={values[key]} in {text!r} is no integer") from None
-        return cls(action, numbers["rank"], numbers["step"], values["at"], numbers.get("grain"))
+        return cls(action, numbers["rank"], numbers.get("step"), values["at"], numbers.get("grain"))
 
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""
-        return (self.at == at and self.rank == rank and self.step == step
-                and (self.grain is None or self.grain == grain))
+        return (self.at == at and self.rank == rank and self.step in (None, step)
+                and self.grain in (None, grain))
 
     def __str__(self) -> str:
+        step = "" if self.step is None else f",step={self.step}"
         grain = "" if self.grain is None else f",grain={self.grain}"
-        return f"{self.action}:rank={self.rank},step={self.step},at={self.at}{grain}"
+        return f"{self.action}:rank={self.rank}{step},at={self.at}{grain}"

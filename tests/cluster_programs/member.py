@@ -144,7 +144,8 @@ class Member:
             epoch = flag.epoch
             flag.acknowledge(epoch)
             print(f"interrupted {epoch} {time.time():.6f}")
-            held = [pair for cell in (self.layout.owned(self.rank), self.layout.replicated(self.rank)) for pair in cell]
+            tp = self.layout.tp_index(self.rank)
+            held = [(*at, tp) for at in (*self.layout.owned(self.rank), *self.layout.replicated(self.rank))]
             try:
                 self.at("report")
                 self.control.send(Report(rank=self.rank, epoch=epoch, step=self.step, vote=self.vote, last=self.last,
