@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.cluster.control import InterruptFlag
+from megatron_elastic.comm.devices import BACKENDS, Devices
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.process_group import NAME, ElasticProcessGroup
 from megatron_elastic.comm.transport import Transport
@@ -28,29 +29,39 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
-_given: list[tuple[Transport, Sequence[int]]] = []
-"""The transport and the members of the next default group, when somebody else owns the transport."""
+_given: list[ElasticProcessGroup] = []
+"""The next default group, when somebody else owns its transport."""
 
 
 def _create(options: Any, _: Any) -> ElasticProcessGroup:
     rank, size = options.group_rank, options.group_size
     if _given:
-        transport, ranks = _given.pop()
-        return ElasticProcessGroup(Group(transport, 0, ranks))
+        return _given.pop()
     crowded = size > len(os.sched_getaffinity(0))
     transport = Transport(rank, InterruptFlag(), options.timeout.total_seconds(), crowded)
     options.store.set(f"address/{rank}", transport.address)
     transport.add_peers({peer: options.store.get(f"address/{peer}") for peer in range(size)})
-    return ElasticProcessGroup(Group(transport, 0, range(size)), owner=True)
+    group, devices = Group(transport, 0, range(size)), Devices(transport.interrupt, options.timeout)
+
+    def end() -> None:
+        devices.close()
+        transport.run(group.barrier())  # nobody may close while another still sends
+        transport.close()
+
+    return ElasticProcessGroup(group, devices, end)
 
 
-def initialize(transport: Transport, ranks: Sequence[int], timeout: timedelta) -> ElasticProcessGroup:
+def initialize(
+    transport: Transport, ranks: Sequence[int], timeout: timedelta, backends: Mapping[str, str] = BACKENDS
+) -> ElasticProcessGroup:
     """Make torch.distributed's default group over ``transport``, whose owner keeps and closes it. Talks to nobody.
 
     ``ranks``: the members' global ids, in order; the transport's own among them.
+    ``backends``: type of device -> name of the backend of torch that does the collectives there.
     """
     register()
-    _given.append((transport, ranks))
+    devices = Devices(transport.interrupt, timeout, backends)
+    _given.append(ElasticProcessGroup(Group(transport, 0, ranks), devices, devices.close))
     # Addresses come from the coordinator, so nothing needs a store that other processes can reach.
     dist.init_process_group(
         NAME, store=dist.HashStore(), rank=ranks.index(transport.rank), world_size=len(ranks), timeout=timeout
@@ -73,6 +84,8 @@ def edit(changes: Mapping[ElasticProcessGroup, Sequence[int]]) -> None:
     """
     for process_group, ranks in changes.items():
         process_group.group.edit(ranks)
+        if process_group.group.index < 0:
+            process_group.abort()
     world = groups()[0]
     position = {rank: index for index, rank in enumerate(world.group.ranks)}
     for process_group in groups():

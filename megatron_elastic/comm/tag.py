@@ -27,6 +27,7 @@ class Channel(IntEnum):
     PARAMETER = 7
     STATE = 8
     CHECKPOINT = 9
+    RENDEZVOUS = 10
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

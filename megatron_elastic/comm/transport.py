@@ -84,7 +84,7 @@ class Transport:
         self.rank = rank
         self.epoch = 0
         self.bytes_sent = 0
-        self._interrupt = interrupt
+        self.interrupt = interrupt
         self._wait_timeout = wait_timeout
         self._spins = 1 if crowded else 200
         self._context = ucx.UCXContext(config_dict=_CONFIG, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
@@ -333,8 +333,8 @@ class Transport:
         self._worker = self._context = None
 
     def _check(self) -> None:
-        if self._interrupt.raised:
-            self._interrupt.check()
+        if self.interrupt.raised:
+            self.interrupt.check()
         if self._broken:
             raise Interrupted(0, suspects=tuple(sorted(self._broken)))
 

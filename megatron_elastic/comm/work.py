@@ -68,7 +68,7 @@ class ElasticWork(dist.Work):
 
 
 class ReceivedFrom(ElasticWork):
-    """A finished receive that knows whom it was from."""
+    """A receive that knows whom it is from."""
 
     def __init__(self, transport: Transport, result: list[torch.Tensor], source: int) -> None:
         super().__init__(transport, result)
