@@ -1,4 +1,4 @@
-"""Command line: ``megatron-elastic run | data | compare | report | bench``. A command is imported when it is used."""
+"""Command line: ``megatron-elastic COMMAND``. A command is imported when it is used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _COMMANDS = {
     "data": ("make training data from text", ""),
     "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
     "report": ("show what happened in a run", "megatron_elastic.observe.report"),
+    "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
     "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
 }
 

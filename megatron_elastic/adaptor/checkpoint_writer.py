@@ -11,15 +11,15 @@ from __future__ import annotations
 import queue
 from typing import Any
 
+from megatron_elastic.adaptor import targets
+
 
 def apply() -> None:
     """Write in the rank's own process from now on. Idempotent."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
-    filesystem_async._process_memory = _unknown
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+    targets.WRITE_ONE.find()
+    targets.WRITE.replace(staticmethod(_write_here))
+    targets.PROCESS_MEMORY.replace(_unknown)
+    targets.RESULTS_QUEUE.replace(queue.Queue())
 
 
 def _write_here(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: Any) -> None:

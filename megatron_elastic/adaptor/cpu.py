@@ -1,29 +1,76 @@
 """CPU, the Megatron side: what ``device.cpu`` cannot answer from outside Megatron's modules.
 
-Changes ``megatron.core.tensor_parallel.random`` (0.16.1), because its state functions reach into the CUDA generators
-directly, and its tracker warns whenever the CPU's generator moves, which here *is* the generator.
+- ``megatron.core.tensor_parallel.random``: its state functions reach into the CUDA generators directly, and its tracker
+  warns whenever the CPU's generator moves, which here *is* the generator.
+- ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
+  draws random numbers besides): there are none.
+- The C++ helpers of ``megatron.core.datasets`` (``adaptor.helpers``), the distributed optimizer with torch's Adam
+  (``adaptor.torch_adam``) and the writing of checkpoints (``adaptor.checkpoint_writer``), for plain training.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from megatron_elastic.adaptor import checkpoint_writer, helpers, targets, torch_adam
+from megatron_elastic.config import UsageError
 from megatron_elastic.device import cpu
+
+
+def install() -> None:
+    """Prepare whatever Megatron is there for training on the CPU, elastic or not. Idempotent; nothing with CUDA.
+
+    The launcher calls it in the process from which it forks the ranks, so that a script needs no change.
+    """
+    if not cpu.needed() or not _has("megatron.core"):
+        return
+    apply()
+    torch_adam.apply()
+    checkpoint_writer.apply()
+    if _has("megatron.training"):
+        if not _has("triton"):
+            _stand_in_for_triton_kernels()
+        targets.HELPERS.replace(helpers.provide)
+        targets.KERNELS.replace(_nothing)
+        targets.WARM_UP.replace(_nothing)
 
 
 def apply() -> None:
     """Make Megatron's random streams act on the CPU's generator. Idempotent; does nothing where CUDA is in use."""
     if not cpu.needed():
         return
-    from megatron.core.tensor_parallel import random
+    targets.GET_STATE.replace(_get_state)
+    targets.SET_STATE.replace(_set_state)
+    targets.FORK.replace(_fork)
 
-    random._get_cuda_rng_state = _get_state
-    random._set_cuda_rng_state = _set_state
-    random.CudaRNGStatesTracker.fork = _fork
+
+def _stand_in_for_triton_kernels() -> None:
+    """Let ``megatron.training`` import the one function that it takes from a module which needs triton."""
+    module = types.ModuleType(targets.BATCH_INVARIANT.module)
+    setattr(module, targets.BATCH_INVARIANT.name, _no_triton)
+    sys.modules.setdefault(module.__name__, module)
+
+
+def _no_triton() -> None:
+    raise UsageError("--batch-invariant-mode needs triton, and so a GPU: leave it out")
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

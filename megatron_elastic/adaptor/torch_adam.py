@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
+from megatron_elastic.adaptor import targets
+
 
 def apply() -> None:
     """Correct ``DistributedOptimizer``. Idempotent; does nothing with Apex or Transformer Engine."""
     from megatron.core.optimizer import distrib_optimizer
 
-    cls = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or cls._set_main_param_and_optimizer_states is _set_state:
+    if distrib_optimizer.HAVE_APEX_OR_TE:
         return
-    cls._set_main_param_and_optimizer_states = _set_state
-    cls.load_state_dict = _with_own_steps(cls.load_state_dict)
-    cls.sharded_state_dict = _with_initial_state(cls.sharded_state_dict)
+    targets.SET_MAIN_PARAM.replace(_set_state)
+    targets.LOAD_OPTIMIZER.wrap(_with_own_steps)
+    targets.SAVE_OPTIMIZER.wrap(_with_initial_state)
 
 
 @torch.no_grad()

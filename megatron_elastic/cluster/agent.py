@@ -137,7 +137,7 @@ class Agent:
         }
         watch = self._deathwatch
         with theirs, log.open("ab") as output:
-            arguments = f"{theirs.fileno()}, {watch.fd}, {watch.slots}"
+            arguments = f"{theirs.fileno()}, {watch.fd}, {watch.slots}, {self.job.program.directory!r}"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({arguments})"],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,

@@ -46,8 +46,10 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing",
+    "megatron_elastic.adaptor.cpu",
+    "megatron.training",  # of a Megatron-LM checkout
 )
-"""What is imported by default; modules of packages that are not installed are left out."""
+"""What is imported by default; modules that are not installed are left out."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,6 +60,11 @@ class Program(msgspec.Struct, frozen=True):
     target: str
     is_module: bool
     arguments: list[str]
+
+    @property
+    def directory(self) -> str:
+        """What Python puts first into the module search path when it runs the program."""
+        return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.target))
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
@@ -123,11 +130,13 @@ class Continued(msgspec.Struct, frozen=True, tag=True):
 _requests: msgspec.msgpack.Decoder[Spawn | Kill] = msgspec.msgpack.Decoder(Spawn | Kill)
 
 
-def main(descriptor: int, deathwatch: int, slots: int) -> NoReturn:
+def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoReturn:
     """Serve the agent at the other end of the socket ``descriptor``; in a forked rank, run the program. Then exit.
 
-    ``deathwatch`` and ``slots``: the descriptor of the agent's ``Deathwatch``, and its size.
+    ``deathwatch`` and ``slots``: the descriptor of the agent's ``Deathwatch``, and its size. ``directory``: the
+    program's; modules there come before installed ones of the same name, so a checkout's ``megatron`` is the one used.
     """
+    _put_first(directory)
     _die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends us and the ranks in order
     agent = socket.socket(fileno=descriptor)
@@ -157,11 +166,17 @@ def _preload_list() -> Sequence[str]:
 
 
 def _preload(name: str) -> None:
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
+    if not _is_there(name):
         return
     module = importlib.import_module(name)
-    if name == "megatron_elastic.device.cpu":
-        module.install()  # must come before Megatron is imported
+    if name in ("megatron_elastic.device.cpu", "megatron_elastic.adaptor.cpu"):
+        module.install()  # the one before Megatron is imported, the other after
+
+
+def _is_there(name: str) -> bool:
+    """Whether a module, and every package that it is in, can be found."""
+    parts = name.split(".")
+    return all(importlib.util.find_spec(".".join(parts[:n])) is not None for n in range(1, len(parts) + 1))
 
 
 class _Zygote:
@@ -325,10 +340,8 @@ def _run(program: Program) -> int:
     sys.argv = [program.target, *program.arguments]
     try:
         if program.is_module:
-            _put_first(os.getcwd())
             runpy.run_module(program.target, run_name="__main__", alter_sys=True)
         else:
-            _put_first(os.path.dirname(os.path.abspath(program.target)))
             runpy.run_path(program.target, run_name="__main__")
     except SystemExit as ending:
         if ending.code is None or isinstance(ending.code, int):

@@ -7,16 +7,22 @@ Nothing here imports Megatron; what has to change inside its modules is in ``meg
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 _CPU = torch.device("cpu")
+_CAPABILITY = (0, 0)
+"""Older than any GPU, so that nothing that asks for a new one is switched on."""
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
 """Functions that Megatron calls with ``device="cuda"`` on the paths that a GPT on a CPU takes."""
 
@@ -43,6 +49,7 @@ def install() -> None:
     # Megatron insists on this for tensor parallelism; it orders CUDA streams and means nothing here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _answer_device_calls()
+    _show_a_device_to_training()
     _answer_generator_calls()
     _accept_cuda_in_factories()
     _name_types_as_cuda()
@@ -51,20 +58,91 @@ def install() -> None:
 
 
 def _answer_device_calls() -> None:
-    """The current device is the CPU, which has always finished what it was given."""
+    """The current device is the CPU, which has always finished what it was given, and keeps no account of memory."""
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
-    torch.cuda.synchronize = _do_nothing
-    torch.cuda.empty_cache = _do_nothing
-    torch.cuda.nvtx.range_push = _do_nothing
-    torch.cuda.nvtx.range_pop = _do_nothing
+    torch.cuda.get_device_capability = _answer(_CAPABILITY)
+    torch.cuda.get_device_properties = _answer(
+        SimpleNamespace(name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], multi_processor_count=1, total_memory=0)
+    )
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(torch.cuda, name, _answer(None))
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, _answer(None))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+                 "device_memory_used"):
+        setattr(torch.cuda, name, _answer(0))
+    torch.cuda.memory_stats = _answer(defaultdict(int))
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = _answer(_Stream())
+    torch.cuda.stream = _in_stream  # type: ignore[assignment]
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that says ``value``; a new one each time, because torch._dynamo wants one object for each name."""
+
+    def answer(*args: object, **kwargs: object) -> Any:
+        return value
+
+    return answer
 
 
 def _current_device() -> torch.device:
     return _CPU
 
 
-def _do_nothing(*args: object, **kwargs: object) -> None:
-    pass
+class _Stream:
+    """A stream of a device that does everything at once and in order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize = _answer(None)
+    query = _answer(True)
+
+
+class _Event:
+    """A point in such a stream."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._time = 0.0
+
+    wait = synchronize = _answer(None)
+    query = _answer(True)
+
+    def record(self, stream: object = None) -> None:
+        """Note the time."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds from here to ``end``."""
+        return (end._time - self._time) * 1e3
+
+
+def _in_stream(stream: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _show_a_device_to_training() -> None:
+    """``megatron.training`` starts only with a CUDA device, and makes its groups only if it can count one.
+
+    It alone is told that there is one; torch itself and everybody else get the true answer, and act on it.
+    """
+    available, count = torch.cuda.is_available, torch.cuda.device_count
+
+    def is_available() -> bool:
+        return _asked_by_training() or available()
+
+    def device_count() -> int:
+        return 1 if _asked_by_training() else count()
+
+    torch.cuda.is_available = is_available
+    torch.cuda.device_count = device_count
+
+
+def _asked_by_training() -> bool:
+    """Whether a function of ``megatron.training`` is what called our caller."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.training.")
 
 
 def _answer_generator_calls() -> None:

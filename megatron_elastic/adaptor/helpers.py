@@ -1,0 +1,74 @@
+"""``megatron.core.datasets.helpers_cpp``: the C++ part of the data sets, where a checkout does not have it yet.
+
+Megatron compiles it at start with whatever ``python3-config`` comes first in PATH, which need not be of the Python that
+runs. Here an installed megatron-core of the same version lends its compiled one; only without that it is compiled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.config import UsageError
+
+_NAME = "megatron.core.datasets.helpers_cpp"
+
+
+def provide() -> None:
+    """See to it that ``helpers_cpp`` can be imported. Any number of ranks may call it at once. Raises UsageError."""
+    if _importable() or _borrow():
+        return
+    import megatron.core.datasets as datasets
+
+    folder = Path(datasets.__path__[0])
+    with (folder / "Makefile").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        importlib.invalidate_caches()
+        if not _importable():
+            _compile(folder)
+
+
+def _importable() -> bool:
+    importlib.invalidate_caches()
+    return _NAME in sys.modules or importlib.util.find_spec(_NAME) is not None
+
+
+def _borrow() -> bool:
+    """Import it from another megatron-core of the same version on the module search path; say whether there is one."""
+    import megatron.core
+
+    own = Path(megatron.core.__path__[0])
+    for entry in map(Path, sys.path):
+        other = entry / "megatron" / "core"
+        library = other / "datasets" / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if other == own or not library.is_file():
+            continue
+        if (other / "package_info.py").read_bytes() != (own / "package_info.py").read_bytes():
+            continue
+        spec = importlib.util.spec_from_file_location(_NAME, library)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[_NAME] = module
+        return True
+    return False
+
+
+def _compile(folder: Path) -> None:
+    if importlib.util.find_spec("pybind11") is None:
+        raise UsageError(f"{folder} has no compiled helpers_cpp, and compiling it needs pybind11: pip install "
+                         "pybind11, or the megatron-core of the same version, which has it compiled")
+    pybind11: Any = importlib.import_module("pybind11")
+    includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
+    command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}", f"CPPFLAGS={includes}"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UsageError(f"cannot compile {folder}/helpers.cpp ({' '.join(command)}):\n{done.stderr.strip()}")
+    importlib.invalidate_caches()

@@ -1,0 +1,195 @@
+"""Targets: everything in Megatron that the adaptors replace, wrap or call, with what it must look like.
+
+An adaptor changes Megatron only through a target's ``replace`` or ``wrap``, which look first whether the target is
+there and takes the parameters that the adaptor was written for. ``megatron-elastic doctor`` compares the same table
+with a checkout's sources. Importing this file imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SUPPORTED = "core_v0.16.1"
+"""The release that the adaptors are written for."""
+
+
+class AdaptorError(RuntimeError):
+    """Megatron is not as an adaptor expects it. The message names the target and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function, method or variable of Megatron.
+
+    Attributes:
+        name: inside the module; methods as ``Class.method``.
+        parameters: names. What is replaced must have exactly these; what is wrapped or called, at least these. None
+            for something that takes none.
+        when: ``always`` with ``--elastic``; ``checkout`` with ``--elastic`` in a Megatron-LM checkout; ``cpu``
+            on machines without a GPU.
+    """
+
+    module: str
+    name: str
+    use: Literal["replaced", "wrapped", "called"]
+    parameters: tuple[str, ...] | None
+    when: Literal["always", "checkout", "cpu"]
+    why: str
+
+    def find(self) -> Any:
+        """The target in the Megatron that is installed, as it is now. Raises AdaptorError if it is not as expected."""
+        owner, last = self._owner()
+        value = getattr(owner, last)
+        if (self.module, self.name) not in _originals and self.parameters is not None:
+            problem = self.mismatch(tuple(inspect.signature(value).parameters))
+            if problem:
+                raise AdaptorError(self._complaint(problem))
+        return value
+
+    def replace(self, new: Any) -> None:
+        """Put ``new`` in the target's place. May be repeated. Raises AdaptorError."""
+        owner, last = self._owner()
+        _originals.setdefault((self.module, self.name), self.find())
+        setattr(owner, last, new)
+
+    def wrap(self, make: Callable[[Any], Any]) -> None:
+        """Put ``make(original)`` in the target's place, where original is Megatron's own even if repeated."""
+        original = _originals.setdefault((self.module, self.name), self.find())
+        owner, last = self._owner()
+        setattr(owner, last, make(original))
+
+    def mismatch(self, found: tuple[str, ...]) -> str:
+        """What is wrong with the parameters ``found``; empty if nothing is."""
+        assert self.parameters is not None
+        if self.use == "replaced":
+            fits = found == self.parameters
+        else:
+            fits = set(self.parameters) <= set(found) or "kwargs" in found
+        wanted = ", ".join(self.parameters)
+        return "" if fits else f"takes ({', '.join(found)}), expected ({wanted})"
+
+    def _owner(self) -> tuple[Any, str]:
+        """The module or class that has the target, and its name there."""
+        try:
+            owner: Any = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if self.module.startswith(str(error.name)):
+                raise AdaptorError(self._complaint("there is no such module")) from None
+            raise AdaptorError(f"{self.module} of Megatron cannot be imported: it needs {error.name}, which is not "
+                               f"installed; install it (pip install {error.name})") from error
+        *path, last = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        if not hasattr(owner, last):
+            raise AdaptorError(self._complaint("it does not exist"))
+        return owner, last
+
+    def _complaint(self, problem: str) -> str:
+        return (f"{self.module}: {self.name}: {problem}. The adaptors are written for Megatron-LM {SUPPORTED}: use "
+                "that, or see what fits with megatron-elastic doctor CHECKOUT")
+
+
+_originals: dict[tuple[str, str], Any] = {}
+"""What was there before the first change of this process, by module and name."""
+
+_CORE = "megatron.core."
+_DATASETS = _CORE + "datasets."
+_FILES = _CORE + "dist_checkpointing.strategies.filesystem_async"
+_OPTIMIZER = _CORE + "optimizer.distrib_optimizer"
+_RANDOM = _CORE + "tensor_parallel.random"
+_TRAINING = "megatron.training."
+
+# ---- what the elastic trainer needs of megatron.core ---------------------------------------
+
+FORK = Target(_RANDOM, "CudaRNGStatesTracker.fork", "replaced", ("self", "name"), "always",
+              "dropout and initialisation draw from generators keyed by (seed, step, grain, unit)")
+UNSET_CHECKPOINTING = Target(_RANDOM, "_unset_checkpointing", "called", (), "always",
+                             "an interrupted recomputation leaves the flag set")
+LAYER = Target(_CORE + "transformer.transformer_layer", "TransformerLayer.__init__", "wrapped",
+               ("self", "layer_number"), "always", "a layer's initial weights depend on its number alone")
+EMBEDDING = Target(_CORE + "models.common.embeddings.language_model_embedding", "LanguageModelEmbedding.__init__",
+                   "wrapped", ("self",), "always", "the embedding's initial weights depend on the seed alone")
+WRITE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data_multiproc", "replaced",
+               ("transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"), "always",
+               "a rank writes its checkpoint itself: forked copies of it would hold its links")
+WRITE_ONE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data", "called",
+                   ("transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"),
+                   "always", "writes one file of a checkpoint")
+PROCESS_MEMORY = Target(_FILES, "_process_memory", "replaced", (), "always", "needs psutil, and is only logged")
+RESULTS_QUEUE = Target(_FILES, "_results_queue", "replaced", None, "always", "would be made by a process of its own")
+GROUPS = Target(_CORE + "parallel_state", "initialize_model_parallel", "called",
+                ("tensor_model_parallel_size", "pipeline_model_parallel_size"), "always",
+                "Megatron's groups, made over the elastic backend")
+FORWARD = Target(_CORE + "pipeline_parallel.schedules", "forward_step", "called",
+                 ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor",
+                  "forward_data_store", "config", "cp_group_size", "is_last_stage"), "always",
+                 "the forward pass of one grain")
+BACKWARD = Target(_CORE + "pipeline_parallel.schedules", "backward_step", "called",
+                  ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"), "always",
+                  "the backward pass of one grain")
+
+# ---- what a Megatron-LM checkout needs ------------------------------------------------------
+
+PRETRAIN = Target(
+    _TRAINING + "training", "pretrain", "replaced",
+    ("train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
+     "process_non_loss_data_func", "extra_args_provider", "args_defaults", "get_embedding_ranks",
+     "get_position_embedding_ranks", "non_loss_data_func", "store", "inprocess_call_wrapper"),
+    "checkout", "the patched script calls ours in its place",
+)  # fmt: skip
+PARSE = Target(_TRAINING + "arguments", "parse_args", "called", ("extra_args_provider", "ignore_unknown_args"),
+               "checkout", "the --elastic-* flags are a group of Megatron's own parser")
+VALIDATE = Target(_TRAINING + "arguments", "validate_args", "called", ("args", "defaults"), "checkout",
+                  "Megatron's own checks of its flags")
+GLOBALS = Target(_TRAINING + "global_vars", "set_global_variables", "called", ("args", "build_tokenizer"), "checkout",
+                 "arguments, tokenizer, timers and writers")
+TIMERS = Target(_TRAINING + "global_vars", "_set_timers", "replaced", ("args",), "checkout",
+                "timers of this rank alone: comparing them across ranks would be one more thing to interrupt")
+TENSORBOARD = Target(_TRAINING + "global_vars", "_set_tensorboard_writer", "called", ("args",), "checkout",
+                     "another rank writes on when the one that did is lost")
+WANDB = Target(_TRAINING + "global_vars", "_set_wandb_writer", "called", ("args",), "checkout", "the same")
+SCHEDULER = Target(_TRAINING + "training", "get_optimizer_param_scheduler", "called", ("optimizer",), "checkout",
+                   "learning rate and weight decay of a step")
+SAMPLES = Target(_TRAINING + "training", "get_train_valid_test_num_samples", "called", (), "checkout",
+                 "how many samples the data sets must have")
+LOG = Target(_TRAINING + "training", "training_log", "called",
+             ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
+              "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"), "checkout",
+             "Megatron's line for a step, TensorBoard and Weights & Biases")
+LOG_RATE = Target(_TRAINING + "training", "reduce_max_stat_across_model_parallel_group", "replaced", ("stat",),
+                  "checkout", "one rank logs alone, and knows the learning rate")
+LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("message",), "checkout",
+                  "one rank logs alone, whichever it is")
+RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
+               "checks losses for NaN")
+BUILDER = Target(_DATASETS + "blended_megatron_dataset_builder", "BlendedMegatronDatasetBuilder.__init__", "wrapped",
+                 ("self", "cls", "sizes", "is_built_on_rank", "config"), "checkout",
+                 "every rank has the data sets, since ranks change their place")
+
+# ---- what a machine without a GPU needs -----------------------------------------------------
+
+GET_STATE = Target(_RANDOM, "_get_cuda_rng_state", "replaced", ("device", "clone", "graph_safe"), "cpu",
+                   "the CPU's generator is the device's")
+SET_STATE = Target(_RANDOM, "_set_cuda_rng_state", "replaced", ("new_state", "device", "graph_safe"), "cpu",
+                   "the CPU's generator is the device's")
+SET_MAIN_PARAM = Target(_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", "replaced",
+                        ("self", "model_param", "tensors"), "cpu", "torch's Adam keeps a step for each parameter")
+LOAD_OPTIMIZER = Target(_OPTIMIZER, "DistributedOptimizer.load_state_dict", "wrapped", ("self", "state_dict"), "cpu",
+                        "torch's Adam keeps a step for each parameter")
+SAVE_OPTIMIZER = Target(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", "wrapped", ("self",), "cpu",
+                        "torch's Adam has no state before its first step")
+KERNELS = Target("megatron.legacy.fused_kernels", "load", "replaced", ("args",), "cpu", "there is no CUDA compiler")
+HELPERS = Target(_DATASETS + "utils", "compile_helpers", "replaced", (), "cpu",
+                 "compiled for the Python that runs; an installed megatron-core has them ready")
+WARM_UP = Target(_TRAINING + "initialize", "_warmup_jit_function", "replaced", (), "cpu", "nothing is compiled")
+
+BATCH_INVARIANT = Target(_CORE + "transformer.custom_layers.batch_invariant_kernels", "enable_batch_invariant_mode",
+                         "replaced", (), "cpu", "its module imports triton, which is for GPUs; --batch-invariant-mode "
+                         "ends the job")
+
+TARGETS: tuple[Target, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Target))
+"""All of them, in the order above."""
