@@ -294,7 +294,7 @@ def test_a_used_port_is_named(launch: Launch) -> None:
         ("plain.py", (), ("--nnodes", "1:2"), "range"),
         ("plain.py", (), ("--node-rank", "1"), "--node-rank 1"),
         ("plain.py", (), ("--nproc", "1"), "nproc"),
-        ("plain.py", ("--elastic-inject", "kill:rank=1"), (), "lacks step"),
+        ("plain.py", ("--elastic-inject", "kill:rank=1"), (), "lacks at"),
         ("plain.py", ("--elastic-report-timeout", "900"), (), "--elastic-report-timeout"),
         ("plain.py", ("--elastic-heartbeat-timeout", "60"), (), "--elastic-heartbeat-timeout (60 s) must be below"),
         ("plain.py", ("--elastic-suspect-timeout", "0"), (), "--elastic-suspect-timeout must be positive"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_elastic.cluster.ledger import Diverged, Ledger
@@ -26,7 +26,6 @@ from megatron_elastic.cluster.messages import (
     Injected,
     Interrupt,
     Invite,
-    Message,
     Plan,
     RankDying,
     RankExited,
@@ -45,6 +44,8 @@ from megatron_elastic.cluster.messages import (
 from megatron_elastic.cluster.nodes import Node, RemoteNode
 from megatron_elastic.cluster.recovery import Decision, Recovery, cause_of, decide
 from megatron_elastic.cluster.reshape import Reshape
+from megatron_elastic.cluster.roster import Roster
+from megatron_elastic.cluster.suspicion import Suspicion
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import AsyncWire, WireError
 from megatron_elastic.config import ElasticConfig
@@ -55,8 +56,6 @@ from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose
 
 _LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
-_FENCE_LIMIT = 10.0
-"""Seconds until a killed rank counts as lost although nobody saw its process end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +64,6 @@ class Outcome:
 
     ok: bool
     reason: str
-
-
-@dataclass(slots=True)
-class _Rank:
-    node: Node | None = None
-    local_rank: int = 0
-    host: int = 0
-    """Its failure domain: the node's number, counting nodes that came later on."""
-    standby: bool = False
-    """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
-    wire: AsyncWire | None = None
-    hello: Hello | None = None
-    returncode: int | None = None
-    lost: bool = False
-    dying: float | None = None
-    """Since when it is being taken down by the kernel, while what killed it is not known yet."""
-    stopped: float | None = None
-    """Since when its process is there but does not run."""
-    fenced: str | None = None
-    """Why it was killed, in a word, if it was."""
-    finished: Finished | None = None
 
 
 class Coordinator:
@@ -106,11 +84,7 @@ class Coordinator:
         self._config = config
         self._records = records
         self._say = say
-        self._ranks = {rank: _Rank() for rank in range(world_size)}
-        self._nodes: list[Node] = []
-        self._hosts = 0
-        self._launched = False
-        self._torch_port = 0
+        self._ranks = Roster(world_size)
         self._layout: Layout | None = None
         """The last one that was sent to the ranks; None until they all came up."""
         self._first: Hello | None = None
@@ -128,23 +102,22 @@ class Coordinator:
         """Step of the newest complete checkpoint; 0 without one."""
         self._injected: dict[int, float] = {}
         self._timers = Timers()
+        self._suspicion = Suspicion(self._ranks, self._timers, config.suspect_timeout, self._event, say, self._lose)
 
     # ---- life ----------------------------------------------------------------------------
 
     def begin(self, torch_port: int) -> None:
         """From now on nodes may be added. ``torch_port``: MASTER_PORT of the ranks."""
-        self._torch_port = torch_port
+        self._ranks.torch_port = torch_port
         self._timers.set("start", self._config.start_timeout, self._start_late)
 
-    def add_node(self, ranks: Collection[int], node: Node) -> None:
+    def add_node(self, ranks: Sequence[int], node: Node) -> None:
         """An agent is ready to start ``ranks``. When every rank has one, all are launched.
 
         The ranks of a node that comes to a running job join it, under new ids.
         """
-        if self._launched and self._config.elastic:
-            self._nodes.append(node)
-            self._hosts += 1
-            self._spawn(node, range(len(ranks)), self._hosts - 1)
+        if self._ranks.launched and self._config.elastic:
+            self._event("spawned", ranks=self._ranks.join_node(len(ranks), node))
             return
         taken = [rank for rank in ranks if rank not in self._ranks or self._ranks[rank].node is not None]
         if taken:
@@ -152,16 +125,9 @@ class Coordinator:
                                      "world size; give every node the same --nnodes and --nproc-per-node and its own "
                                      "--node-rank"))
             return
-        self._nodes.append(node)
-        for local_rank, rank in enumerate(ranks):
-            state = self._ranks[rank]
-            state.node, state.local_rank, state.host = node, local_rank, min(ranks) // len(ranks)
-        if all(state.node is not None for state in self._ranks.values()):
-            self._launched, self._hosts = True, len(self._nodes)
-            for each in self._nodes:
-                each.launch({s.local_rank: r for r, s in self._ranks.items() if s.node is each}, self._torch_port)
-            if not self._config.elastic:
-                self._timers.cancel("start")
+        self._ranks.add_node(ranks, node)
+        if self._ranks.launched and not self._config.elastic:
+            self._timers.cancel("start")
 
     def stop(self, outcome: Outcome) -> None:
         """Decide how the job ends, and tell every rank and agent. Later calls change nothing."""
@@ -169,8 +135,8 @@ class Coordinator:
             return
         self._timers.cancel_all()
         self._event("finished" if outcome.ok else "failed", reason=outcome.reason)
-        self._send(Stop(ok=outcome.ok, reason=outcome.reason), self._ranks)
-        for node in self._nodes:
+        self._ranks.send(Stop(ok=outcome.ok, reason=outcome.reason), self._ranks)
+        for node in self._ranks.nodes:
             if isinstance(node, RemoteNode):
                 node.stop(outcome.ok, outcome.reason)
         self.outcome.set_result(outcome)
@@ -199,7 +165,7 @@ class Coordinator:
         if state.lost:
             self._decide_if_complete()
         elif state.returncode is None:
-            self._suspect(rank, "fenced", "it closed its connection to the coordinator")
+            self._suspicion.suspect(rank, "fenced", "it closed its connection to the coordinator")
 
     def runs_on(self, rank: int, node: Node) -> bool:
         """Whether ``rank`` was started by this node's agent."""
@@ -207,10 +173,10 @@ class Coordinator:
 
     def node_lost(self, hello: AgentHello, node: Node, cause: str, when: float) -> None:
         """The agent of a node is gone, or silent, since ``when``: its ranks are lost with it."""
-        if node in self._nodes:
-            self._nodes.remove(node)
-        alive = [rank for rank, state in self._ranks.items()
-                 if state.node is node and state.returncode is None and not state.lost]
+        if node in self._ranks.nodes:
+            self._ranks.nodes.remove(node)
+        alive = [rank for rank in self._ranks.of(node)
+                 if self._ranks[rank].returncode is None and not self._ranks[rank].lost]
         if self.outcome.done() or not alive:
             return
         if not self._config.elastic:
@@ -223,19 +189,9 @@ class Coordinator:
                 wire.abort()
         self._lose(alive, cause, when)
 
-    def _send(self, message: Message, ranks: Collection[int]) -> None:
-        for rank in ranks:
-            if (wire := self._ranks[rank].wire) is not None:
-                wire.send(message)
-
     def _event(self, kind: str, **fields: object) -> None:
         if self._records is not None:
             self._records.event(kind, self.epoch, **fields)
-
-    @property
-    def _alive(self) -> list[int]:
-        """Ranks that have a part in the job."""
-        return [rank for rank, state in self._ranks.items() if not state.lost and not state.standby]
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -267,7 +223,8 @@ class Coordinator:
         self._saved = first.start_step
         self._event("started", world_size=len(self._ranks), step=first.start_step, train_iters=first.train_iters)
         self._say(f"{len(hellos)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
-        self._send(Start(layout=first.layout, addresses={hello.rank: hello.address for hello in hellos}), self._ranks)
+        start = Start(layout=first.layout, addresses=self._ranks.addresses(self._ranks))
+        self._ranks.send(start, self._ranks)
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
@@ -288,7 +245,9 @@ class Coordinator:
                     if self._recovery is not None and message.epoch == self.epoch:
                         self._recovery.recovered(message)
                 case Suspect():
-                    self._on_suspect(message)
+                    for rank in message.suspects if message.epoch >= self.epoch else ():
+                        if rank in self._ranks:
+                            self._suspicion.suspect(rank, "fenced", f"rank {message.rank}: {message.reason}")
                 case Injected():
                     self._injected[message.rank] = message.time
                     self._event("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
@@ -343,7 +302,7 @@ class Coordinator:
             return  # the program and the process that runs it may both tell
         self._event("error", rank=message.rank, traceback=message.traceback)
         if self._ranks[message.rank].standby:
-            self._fence(message.rank, "failed", "the program raised before this rank had joined; see its log")
+            self._suspicion.fence(message.rank, "failed", "the program raised before this rank had joined; see its log")
             return
         text = message.traceback.rstrip()
         separator = "\n" if "\n" in text else " "
@@ -376,53 +335,6 @@ class Coordinator:
         self.stop(Outcome(False, f"ranks {waiting} did not finish within {self._config.wait_timeout:g} s "
                                  "of another (--elastic-wait-timeout); see their logs"))
 
-    # ---- suspicion -----------------------------------------------------------------------
-
-    def _on_suspect(self, message: Suspect) -> None:
-        if message.epoch < self.epoch:
-            return
-        for rank in message.suspects:
-            if rank in self._ranks:
-                self._suspect(rank, "fenced", f"rank {message.rank}: {message.reason}")
-
-    def _rank_stopped(self, message: RankStopped) -> None:
-        if self._ranks[message.rank].stopped is None:
-            self._ranks[message.rank].stopped = message.time
-            self._suspect(message.rank, "stopped", f"its process is stopped ({message.how})")
-
-    def _rank_resumed(self, message: RankResumed) -> None:
-        state = self._ranks[message.rank]
-        if state.stopped is None:
-            return
-        self._timers.cancel(f"stopped {message.rank}")
-        self._event("resumed", rank=message.rank, stopped_ms=round((message.time - state.stopped) * 1e3, 3))
-        self._say(f"rank {message.rank} runs again")
-        state.stopped = None
-
-    def _suspect(self, rank: int, cause: str, reason: str) -> None:
-        """Kill ``rank`` unless what clears it comes in time: a report if it seemed dead, going on if it is stopped."""
-        name = f"{cause} {rank}"
-        state = self._ranks[rank]
-        if not state.lost and state.fenced is None and name not in self._timers:
-            self._event("suspected", rank=rank, reason=reason)
-            self._say(f"rank {rank} is suspected: {reason}")
-            self._timers.set(name, self._config.suspect_timeout, lambda: self._fence(rank, cause, reason))
-
-    def _clear(self, rank: int) -> None:
-        for name in ("fenced", "stopped", "killed"):
-            self._timers.cancel(f"{name} {rank}")
-
-    def _fence(self, rank: int, cause: str, reason: str) -> None:
-        state = self._ranks[rank]
-        if state.lost or state.node is None:
-            return
-        state.fenced = cause
-        self._event("fenced", rank=rank, reason=reason)
-        self._say(f"killing rank {rank}: {reason}")
-        state.node.kill(rank)
-        since = state.stopped or time.time()
-        self._timers.set(f"killed {rank}", _FENCE_LIMIT, lambda: self._lose([rank], cause, since))
-
     # ---- loss and recovery ---------------------------------------------------------------
 
     def rank_news(self, message: RankNews) -> None:
@@ -434,9 +346,9 @@ class Coordinator:
                 case RankDying():
                     self._rank_dying(message)
                 case RankStopped():
-                    self._rank_stopped(message)
+                    self._suspicion.stopped(message)
                 case RankResumed():
-                    self._rank_resumed(message)
+                    self._suspicion.resumed(message)
 
     def _rank_dying(self, message: RankDying) -> None:
         state = self._ranks[message.rank]
@@ -489,7 +401,7 @@ class Coordinator:
             return
         for rank in ranks:
             self._ranks[rank].lost = True
-            self._clear(rank)
+            self._suspicion.clear(rank)
         if self._layout is not None and all(self._unneeded(rank) for rank in ranks):
             self._drop_newcomers(ranks, cause or "killed")
             return
@@ -503,7 +415,8 @@ class Coordinator:
         self._reshape = None
         self._settled.clear()
         self._timers.cancel("ready")
-        self._send(Interrupt(epoch=self.epoch, lost=lost), self._alive)  # first of all: everybody waits for this
+        # First of all: everybody waits for this.
+        self._ranks.send(Interrupt(epoch=self.epoch, lost=lost), self._ranks.alive)
         if self._recovery is not None and self._recovery.back_at is not None:
             self._close_recovery()
         if self._recovery is None:
@@ -521,7 +434,7 @@ class Coordinator:
         self._timers.set("drain", _LOCAL_DRAIN if local else self._config.suspect_timeout, self._cut_lost)
         if cause is not None:
             self._name_loss(ranks, cause, when)
-        if not self._alive:
+        if not self._ranks.alive:
             self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
 
     def _name_loss(self, ranks: Collection[int], cause: str, when: float) -> None:
@@ -531,7 +444,7 @@ class Coordinator:
             return
         for rank in ranks:
             self._event("fault", rank=rank, signal=cause, exited_at=when)
-        self._say(f"lost ranks {list(ranks)} ({cause}); epoch {self.epoch} begins with {len(self._alive)} ranks")
+        self._say(f"lost ranks {list(ranks)} ({cause}); epoch {self.epoch} begins with {len(self._ranks.alive)} ranks")
         if self._recovery is not None and not self._recovery.causes.keys().isdisjoint(ranks):
             self._recovery.causes.update(dict.fromkeys(ranks, cause))
             if self._recovery.back_at is not None and self._recovery.named:
@@ -545,7 +458,7 @@ class Coordinator:
     def _on_report(self, message: Report) -> None:
         if message.epoch != self.epoch or self._ledger is None or self._layout is None:
             return
-        self._timers.cancel(f"fenced {message.rank}")  # who reports is alive
+        self._suspicion.reported(message.rank)
         self._reports[message.rank] = message
         if message.last is not None:
             # The dead rank may have been the one whose word about that step we waited for.
@@ -556,15 +469,15 @@ class Coordinator:
         self._decide_if_complete()
 
     def _reports_late(self) -> None:
-        silent = [rank for rank in self._alive if rank not in self._reports]
+        silent = [rank for rank in self._ranks.alive if rank not in self._reports]
         for rank in silent:
-            self._fence(rank, "fenced", f"it did not answer the interrupt of epoch {self.epoch} within "
+            self._suspicion.fence(rank, "fenced", f"it did not answer the interrupt of epoch {self.epoch} within "
                                         f"{self._config.report_timeout:g} s (--elastic-report-timeout)")
 
     def _decide_if_complete(self) -> None:
         # What a dead rank said before it died must be read first: it may have committed the step.
         unread = any(state.lost and state.wire is not None for state in self._ranks.values())
-        if self._collecting and not unread and all(rank in self._reports for rank in self._alive):
+        if self._collecting and not unread and all(rank in self._reports for rank in self._ranks.alive):
             self._reconfigure()
 
     def _reconfigure(self) -> None:
@@ -595,8 +508,9 @@ class Coordinator:
             self.stop(Outcome(False, f"the reports of epoch {self.epoch} contradict each other: {error}"))
             return
         plan_ms = (time.time() - reported) * 1e3
-        self._send(Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                          vote=decision.vote, held=held, saved=self._saved), self._alive)
+        commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
+                        vote=decision.vote, held=held, saved=self._saved)
+        self._ranks.send(commit, self._ranks.alive)
         self._collecting = False
         self._timers.cancel("report")
         self._recovery.committed(decision, reported, plan_ms)
@@ -638,13 +552,11 @@ class Coordinator:
         self._newest_epoch += 1
         self._reshape = Reshape(better, frozenset(better.ranks) - frozenset(layout.ranks))
         if self._reshape.entrants:
-            self._send(Invite(epoch=better.epoch, layout=better.to_json(), addresses=self._addresses(better.ranks)),
-                       self._reshape.entrants)
+            invite = Invite(epoch=better.epoch, layout=better.to_json(),
+                            addresses=self._ranks.addresses(better.ranks))
+            self._ranks.send(invite, self._reshape.entrants)
             self._timers.set("ready", self._config.start_timeout, self._ready_late)
         self._announce_if_ready()
-
-    def _addresses(self, ranks: Collection[int]) -> dict[int, bytes]:
-        return {rank: hello.address for rank in ranks if (hello := self._ranks[rank].hello) is not None}
 
     def _announce_if_ready(self) -> None:
         reshape = self._reshape
@@ -653,8 +565,9 @@ class Coordinator:
             return
         self._timers.cancel("ready")
         reshape.announced = True
-        self._send(Plan(epoch=reshape.layout.epoch, layout=reshape.layout.to_json(),
-                        addresses=self._addresses(reshape.entrants), held=self._held()), self._layout.ranks)
+        plan = Plan(epoch=reshape.layout.epoch, layout=reshape.layout.to_json(),
+                    addresses=self._ranks.addresses(reshape.entrants), held=self._held())
+        self._ranks.send(plan, self._layout.ranks)
 
     def _held(self) -> dict[int, list[tuple[int, int, int]]]:
         """What every rank holds when all of the present layout is live."""
@@ -666,7 +579,7 @@ class Coordinator:
     def _ready_late(self) -> None:
         assert self._reshape is not None
         for rank in self._reshape.missing:
-            self._fence(rank, "fenced", f"it was not ready to join within {self._config.start_timeout:g} s "
+            self._suspicion.fence(rank, "fenced", f"it was not ready to join within {self._config.start_timeout:g} s "
                                         "(--elastic-start-timeout)")
 
     def _on_ready(self, message: Ready) -> None:
@@ -685,7 +598,7 @@ class Coordinator:
         self._use(reshape.layout)
         for rank in reshape.entrants:
             self._ranks[rank].standby = False
-        self._send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
+        self._ranks.send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
                           vote=None, held=held, saved=self._saved), reshape.entrants)
         shadows = [rank for stage in reshape.layout.stages for cell in stage.cells if cell.shadow
                    for rank in cell.ranks]
@@ -707,29 +620,20 @@ class Coordinator:
 
     # ---- newcomers -----------------------------------------------------------------------
 
-    def _spawn(self, node: Node, local_ranks: Iterable[int], host: int) -> list[int]:
-        """Have ranks started that are to join; returns their ids."""
-        ranks = {}
-        for local_rank in local_ranks:
-            rank = ranks[local_rank] = len(self._ranks)
-            self._ranks[rank] = _Rank(node=node, local_rank=local_rank, host=host, standby=True)
-        self._event("spawned", ranks=list(ranks.values()), host=host)
-        node.launch(ranks, self._torch_port)
-        return list(ranks.values())
-
     def _respawn(self, rank: int) -> None:
         """Start a rank in place of one whose process has ended, if that is wanted."""
         state = self._ranks[rank]
         # One that ended before it had joined would probably do so again.
-        if self._config.respawn and self._layout is not None and state.node in self._nodes and not state.standby:
+        if self._config.respawn and self._layout is not None and state.node in self._ranks.nodes and not state.standby:
             assert state.node is not None
-            new = self._spawn(state.node, [state.local_rank], state.host)
+            new = self._ranks.spawn(state.node, [state.local_rank], state.host)
+            self._event("spawned", ranks=new)
             self._say(f"rank {new[0]} is started in place of rank {rank}")
 
     def _newcomer_connected(self, hello: Hello) -> None:
         assert self._first is not None
         if hello.layout != self._first.layout or hello.train_iters != self._first.train_iters:
-            self._fence(hello.rank, "fenced", "its flags are not those of the running job")
+            self._suspicion.fence(hello.rank, "fenced", "its flags are not those of the running job")
             return
         self._consider()
 
