@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,7 +46,8 @@ class DeviceGroup:
     def __init__(self, group: Group, device: str, backend: str, timeout: timedelta) -> None:
         self.made = 0
         """How many communicators there have been, shrunk ones included."""
-        self._group, self._device, self._backend, self._timeout = group, torch.device(device), backend, timeout
+        self.device = device
+        self._group, self._backend, self._timeout = group, backend, timeout
         self._communicator: dist.ProcessGroup | None = None
         self._ranks: tuple[int, ...] = ()
         self._born = -1
@@ -54,7 +56,7 @@ class DeviceGroup:
         self._agreed: tuple[int, tuple[int, ...]] | None = None
         """Epoch and members of the last agreement that the communicator can be used."""
         self._calling = False
-        self._pending: list[dist.Work] = []
+        self._pending: list[DeviceWork] = []
 
     def issue(self, operation: str, *args: Any) -> DeviceWork:
         """Start an operation of ``dist.ProcessGroup`` by its name. Raises Interrupted on a fault."""
@@ -69,19 +71,21 @@ class DeviceGroup:
             self._fail(error, 0.0)
         finally:
             self._calling = False
+        issued = DeviceWork(self, work)
         self._pending = [each for each in self._pending if not each.is_completed()]
-        self._pending.append(work)
-        return DeviceWork(self, work)
+        self._pending.append(issued)
+        return issued
 
     def wait(self, work: dist.Work, limit: float | None) -> None:
         """Block until ``work`` is done or, on a device with streams, until the current stream waits for it.
 
         Raises Interrupted on a fault, TimeoutError after ``limit`` seconds, the backend's RuntimeError otherwise.
         """
-        if self._device.type == "cpu":
-            self._await(work.is_completed, limit)
         try:
-            work.wait()
+            if self.device == "cpu":
+                self._finish(work, limit)
+            else:
+                work.wait()
         except RuntimeError as error:
             self._fail(error, _PATIENCE)
 
@@ -107,8 +111,8 @@ class DeviceGroup:
         """Let the communicator go, when all members do. Work under way is finished first."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            for work in self._pending:
-                work.wait()
+            for each in self._pending:
+                each.wait()
             communicator.shutdown()
 
     # ---- making it fit ----------------------------------------------------------------------
@@ -131,9 +135,9 @@ class DeviceGroup:
     def _settle(self) -> None:
         """Let what is under way end; it does, unless a fault kept another member from taking part."""
         try:
-            for work in self._pending:
-                self._await(work.is_completed, _PATIENCE)
-        except TimeoutError:
+            for each in self._pending:
+                self._finish(each.work, _PATIENCE)
+        except (RuntimeError, TimeoutError):
             self.abort()
 
     def _in_step(self) -> bool:
@@ -151,7 +155,7 @@ class DeviceGroup:
 
     def _shrunk(self, communicator: dist.ProcessGroup) -> dist.ProcessGroup | None:
         """Without the members that left, if that is all that changed and the backend can do it in place."""
-        backend: Any = communicator._get_backend(self._device)
+        backend: Any = communicator._get_backend(torch.device(self.device))
         ranks = self._group.ranks
         gone = [index for index, rank in enumerate(self._ranks) if rank not in ranks]
         if not getattr(backend, "supports_shrinking", False) or [r for r in self._ranks if r in ranks] != list(ranks):
@@ -173,11 +177,22 @@ class DeviceGroup:
         """Torch's own group around a backend: it knows every operation under every name."""
         kind = c10d.Backend.backend_type_map[self._backend]
         communicator = dist.ProcessGroup(store, self._group.index, self._group.size)
-        communicator._register_backend(self._device, kind, backend)
+        communicator._register_backend(torch.device(self.device), kind, backend)
         communicator._set_default_backend(kind)
         return communicator
 
     # ---- waiting ----------------------------------------------------------------------------
+
+    def _finish(self, work: dist.Work, limit: float | None) -> None:
+        """Block until work is done, on the device too."""
+        if self.device != "cpu":
+            self._await(work.is_completed, limit)
+            return
+        # Not all of gloo's work says when it is done, and waiting for it cannot be interrupted.
+        waiting = _Waiting(work)
+        self._await(lambda: not waiting.is_alive(), limit)
+        if waiting.error is not None:
+            raise waiting.error
 
     def _await(self, done: Callable[[], bool], limit: float | None) -> None:
         """Look again and again, at the links and the interrupt too."""
@@ -213,32 +228,53 @@ class DeviceWork(dist.Work):
 
     def __init__(self, group: DeviceGroup, work: dist.Work) -> None:
         super().__init__()
-        self._group, self._work = group, work
+        self._group, self.work = group, work
+        self._waited = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """See ``DeviceGroup.wait``."""
-        self._group.wait(self._work, timeout.total_seconds() or None)
+        if not self._waited:
+            self._group.wait(self.work, timeout.total_seconds() or None)
+            # On a device with streams only the stream has waited.
+            self._waited = self._group.device == "cpu"
         return True
 
     def is_completed(self) -> bool:
         """Whether the operation is over, on the device too."""
-        return self._work.is_completed()
+        return self._waited or self.work.is_completed()
 
     def is_success(self) -> bool:
         """Whether it is over, without an error."""
-        return self._work.is_success()
+        return self.work.is_success()
 
     def exception(self) -> Any:
         """The backend's error, if there is one."""
-        return self._work.exception()
+        return self.work.exception()
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation fills."""
-        return self._work.result()
+        return self.work.result()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """The backend's future of the result. It knows nothing of faults: ``wait`` does."""
-        return self._work.get_future()
+        return self.work.get_future()
+
+
+class _Waiting(threading.Thread):
+    """Waits for work where nothing can interrupt it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__(daemon=True, name="device work")
+        self._work = work
+        self.error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Keep the error for who waits for the thread."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self.error = error
 
 
 class _Condition:
@@ -254,11 +290,11 @@ class _Condition:
         return self._done()
 
 
-_abandoned: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+_abandoned: list[tuple[dist.ProcessGroup, list[DeviceWork]]] = []
 """Aborted communicators in which work may still be blocked."""
 
 
-def _unfinished(works: list[dist.Work]) -> bool:
+def _unfinished(works: list[DeviceWork]) -> bool:
     return any(not work.is_completed() for work in works)
 
 
