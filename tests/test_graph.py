@@ -113,24 +113,27 @@ def test_no_split_is_better(
 
 
 @settings(max_examples=2000, deadline=None)
-@given(**shapes, stages=st.integers(1, 4), cells=st.integers(1, 9))
+@given(**shapes, stages=st.integers(1, 4), cells=st.integers(1, 9), spare=st.none() | st.integers(0, 4))
 def test_no_widths_are_better(
-    layers: int, tied: bool, grains: int, memory: int | None, seed: int, stages: int, cells: int
+    layers: int, tied: bool, grains: int, memory: int | None, seed: int, stages: int, cells: int, spare: int | None
 ) -> None:
+    most = None if spare is None else math.ceil(cells / stages) + spare
     rng = random.Random(seed)
     names, costs = model(layers, rng, memory)
     planner = Planner(names, costs, tied, grains)
     every = [
         slowest
         for widths in compositions(cells, stages)
+        if max(widths) <= (most or cells)
         for slowest, _ in brute_force(names, costs, tied, grains, widths, None)
     ]
     if not every:
         with pytest.raises(NoLayout):
-            planner.widths(stages, cells)
+            planner.widths(stages, cells, most)
         return
-    widths = planner.widths(stages, cells)
+    widths = planner.widths(stages, cells, most)
     assert sum(widths) == cells
+    assert max(widths) <= (most or cells)
     graph = planner.split(widths)
     check(graph, names, costs, tied, grains)
     assert graph.slowest_ms == pytest.approx(min(every))

@@ -7,6 +7,7 @@ activations of k grains, as 1F1B keeps them.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -66,6 +67,17 @@ class Planner:
         """How many layers there are; no more stages than that."""
         return len(self._blocks)
 
+    def keep(self, stage_units: Sequence[tuple[int, ...]], widths: Sequence[int]) -> Graph:
+        """The graph of the given units. Raises NoLayout when they do not fit."""
+        cuts = self._cuts(stage_units)
+        loads = [
+            float(self._load(len(widths), stage, width)[cuts[stage], cuts[stage + 1]])
+            for stage, width in enumerate(widths)
+        ]
+        if math.isinf(max(loads)):
+            raise NoLayout(self._too_big(widths))
+        return Graph(tuple(stage_units), tuple(widths), max(loads))
+
     def split(self, widths: Sequence[int], held: Sequence[AbstractSet[int]] | None = None, slack: float = 0.0) -> Graph:
         """The best units for stages of the given widths: slowest stage first, then bytes that have to be moved.
 
@@ -97,37 +109,55 @@ class Planner:
         taken = max(float(load[a, b]) for load, (a, b) in zip(loads, pairwise(cuts), strict=True))
         return Graph(self._units(cuts), tuple(widths), taken)
 
-    def widths(self, stages: int, cells: int) -> tuple[int, ...]:
+    def widths(self, stages: int, cells: int, most: int | None = None) -> tuple[int, ...]:
         """How to distribute ``cells`` over ``stages`` so that ``split`` finds the fastest slowest stage possible.
 
-        Cells that do not make the slowest stage faster go where a cell has most to do. Raises NoLayout when there are
-        too few.
+        No stage gets more than ``most`` cells (default: any number). Those that do not make the slowest stage faster go
+        where a cell has most to do. Raises NoLayout when there are too few.
         """
         self._check_stages(stages)
         if cells < stages:
             raise NoLayout(f"{stages} pipeline stages need at least as many cells, but {cells} are left")
-        found = self._cover(stages, cells, math.inf)
-        if found is None:
+        most = cells if most is None else most
+        by_memory = [self._least_by_memory(stages, stage) for stage in range(stages)]
+        by_memory = [np.where(least > most, np.inf, least) for least in by_memory]
+        if self._cells(by_memory, math.inf, most) > cells:
             raise NoLayout(self._too_big((cells // stages,) * stages))
-        # All times that can matter lie between these; the answer is one of n * time(a, b).
+        # The fastest slowest stage is a number of grains times the time of some blocks. It is searched by halving; a
+        # limit that cannot be kept moves the lower end to the next such time.
         low, high = 0.0, self._grains * float(self._time[0, -1])
         while high - low > high * _ROUNDING:
             middle = (low + high) / 2
-            better = self._cover(stages, cells, middle)
-            if better is None:
-                low = middle
+            if self._cells(by_memory, middle, most) <= cells:
+                high = middle
             else:
-                # The cover's own slowest stage may be well below what was asked for.
-                high = min(middle, self._slowest(better))
-                found = better
-        cuts, widths = found
+                low = self._next(middle)
+        return self._spread(*self._cover(by_memory, high, most), cells, most)
+
+    def widen(self, stage_units: Sequence[tuple[int, ...]], cells: int) -> tuple[int, ...]:
+        """How to distribute ``cells`` over stages of the given units so that the slowest one is as fast as possible.
+
+        Raises NoLayout when there are too few for the stages' memory.
+        """
+        cuts = self._cuts(stage_units)
+        stages = len(stage_units)
+        least = [self._least_by_memory(stages, stage)[a, b] for stage, (a, b) in enumerate(pairwise(cuts))]
+        if sum(least) > cells:
+            raise NoLayout(self._too_big((cells // stages,) * stages))
+        return self._spread(cuts, [int(cells) for cells in least], cells, cells)
+
+    def _spread(self, cuts: Sequence[int], widths: Sequence[int], cells: int, most: int) -> tuple[int, ...]:
+        """``widths`` and what is left of ``cells``, each given to the stage that is the slowest just then."""
         spread = list(widths)
-        for _ in range(cells - sum(spread)):
-            times = [
-                float(self._time[a, b]) * math.ceil(self._grains / width)
-                for (a, b), width in zip(pairwise(cuts), spread, strict=True)
-            ]
-            spread[max(range(stages), key=lambda stage: (times[stage], -stage))] += 1
+        each = [float(self._time[a, b]) for a, b in pairwise(cuts)]
+        slowest = [(-ms * math.ceil(self._grains / spread[at]), at) for at, ms in enumerate(each)]
+        heapq.heapify(slowest)
+        for _ in range(cells - sum(widths)):
+            while spread[slowest[0][1]] == most:
+                heapq.heappop(slowest)
+            at = slowest[0][1]
+            spread[at] += 1
+            heapq.heapreplace(slowest, (-each[at] * math.ceil(self._grains / spread[at]), at))
         return tuple(spread)
 
     # ---- matrices over (first block, block after the last) ----------------------------------
@@ -157,43 +187,61 @@ class Planner:
         costs = enumerate(self._costs.units)
         return self._between([0.0 if unit in held else cost.optimizer_bytes for unit, cost in costs])
 
-    def _cover(self, stages: int, cells: int, limit: float) -> tuple[list[int], list[int]] | None:
-        """(cuts, widths) that need the fewest cells so that no stage takes longer than ``limit``; None if too many."""
+    def _least_by_memory(self, stages: int, stage: int) -> _Matrix:
+        """Cells that a stage of blocks a to b - 1 needs at least for its memory; infinite where none are enough."""
+        if self._costs.memory_bytes is None:
+            return np.ones_like(self._time)
+        fixed, divided = self._memory(stages, stage)
+        room = self._costs.memory_bytes - fixed
         with np.errstate(divide="ignore", invalid="ignore"):
-            each = np.floor(np.minimum(limit / self._time * (1 + _ROUNDING), self._grains))
-            by_time = np.where(each >= 1, np.ceil(self._grains / each), np.inf)
-        by_time[np.isinf(self._time)] = np.inf
-        by_time[self._time == 0] = 1
+            least = np.where(divided > 0, np.ceil(divided / room - _ROUNDING), 1.0)
+        return np.where((room < 0) | ((room == 0) & (divided > 0)), np.inf, least)
+
+    def _least_by_time(self, limit: float, most: int) -> _Matrix:
+        """Cells that a stage of blocks a to b - 1 needs at least, so that it takes no longer than ``limit``."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            grains = np.floor(np.minimum(limit / self._time * (1 + _ROUNDING), self._grains))
+            least = np.where(grains >= 1, np.ceil(self._grains / grains), np.inf)
+        least[np.isinf(self._time) | (least > most)] = np.inf
+        least[self._time == 0] = 1
+        return least
+
+    def _cells(self, by_memory: Sequence[_Matrix], limit: float, most: int) -> float:
+        """The fewest cells with which no stage takes longer than ``limit``."""
+        by_time = self._least_by_time(limit, most)
         needed = _start(self.layers)
-        choices, needs = [], []
-        for stage in range(stages):
-            need = by_time
-            if self._costs.memory_bytes is not None:
-                fixed, divided = self._memory(stages, stage)
-                room = self._costs.memory_bytes - fixed
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    by_memory = np.where(divided > 0, np.ceil(divided / room - _ROUNDING), 1.0)
-                need = np.where((room < 0) | ((room == 0) & (divided > 0)), np.inf, np.maximum(need, by_memory))
-            total = needed[:, None] + need
+        for least in by_memory:
+            needed = (needed[:, None] + np.maximum(by_time, least)).min(axis=0)
+        return float(needed[-1])
+
+    def _cover(self, by_memory: Sequence[_Matrix], limit: float, most: int) -> tuple[list[int], list[int]]:
+        """(cuts, widths) of stages that need the fewest cells with which none takes longer than ``limit``."""
+        by_time = self._least_by_time(limit, most)
+        needed = _start(self.layers)
+        choices = []
+        for least in by_memory:
+            total = needed[:, None] + np.maximum(by_time, least)
             choices.append(total.argmin(axis=0))
-            needs.append(need)
             needed = total.min(axis=0)
-        if needed[-1] > cells:
-            return None
         cuts = [self.layers]
         for choice in reversed(choices):
             cuts.append(int(choice[cuts[-1]]))
         cuts.reverse()
-        return cuts, [int(need[a, b]) for need, (a, b) in zip(needs, pairwise(cuts), strict=True)]
+        widths = [int(max(by_time[a, b], least[a, b])) for least, (a, b) in zip(by_memory, pairwise(cuts), strict=True)]
+        return cuts, widths
 
-    def _slowest(self, cover: tuple[list[int], list[int]]) -> float:
-        cuts, widths = cover
-        return max(
-            float(self._time[a, b]) * math.ceil(self._grains / width)
-            for (a, b), width in zip(pairwise(cuts), widths, strict=True)
-        )
+    def _next(self, limit: float) -> float:
+        """The least time above ``limit`` that a stage can take."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            after = (np.floor(limit / self._time * (1 + _ROUNDING)) + 1) * self._time
+        return float(np.nanmin(np.where(self._time > 0, after, np.nan)))
 
     # ---- small things -----------------------------------------------------------------------
+
+    def _cuts(self, stage_units: Sequence[tuple[int, ...]]) -> list[int]:
+        """First block of every stage, and the number of blocks."""
+        starts = [block[0] for block in self._blocks]
+        return [*(starts.index(own(stage_units, stage)[0]) for stage in range(len(stage_units))), self.layers]
 
     def _units(self, cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         stages = [tuple(unit for block in self._blocks[a:b] for unit in block) for a, b in pairwise(cuts)]
@@ -210,6 +258,12 @@ class Planner:
             f"the model does not fit {len(widths)} pipeline stages of widths {', '.join(map(str, widths))} with "
             f"{self._costs.memory_bytes} bytes of memory a device: use more stages or cells, or recompute activations"
         )
+
+
+def own(stage_units: Sequence[Sequence[int]], stage: int) -> Sequence[int]:
+    """Units of a stage without the tied embedding, which is at home in the first."""
+    units = stage_units[stage]
+    return units[1:] if stage and units[0] == 0 else units
 
 
 def _start(size: int) -> _Matrix:

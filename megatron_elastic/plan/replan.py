@@ -1,0 +1,218 @@
+"""Replan: the layout that the cells there are should work towards, by costs. Units move, cells change their stage.
+
+What ``lose`` and ``admit`` return keeps the job going at once, without moving anything; the layout made here is where
+it should go from there. Its slices have to be copied before it can be entered (``layout.transfers`` lists them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_elastic.layout import Cell, Layout, Stage
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.graph import Graph, Planner, own
+from megatron_elastic.plan.loss import NoLayout
+
+WORTH = 0.02
+"""A plan that moves more than another must make the step shorter by this fraction."""
+
+
+def replan(
+    layout: Layout,
+    costs: Costs,
+    epoch: int,
+    *,
+    lost: Collection[int] = (),
+    stages: Collection[int] | None = None,
+    tied: bool | None = None,
+) -> Layout:
+    """The best layout of ``epoch`` for the cells of ``layout`` that have none of the ranks in ``lost``.
+
+    Candidates are, in this order: the graph as it is; other units in stages of the present widths; other widths too;
+    and for each number of stages in ``stages`` even widths, then the best ones. A candidate has to shorten the
+    estimated step by ``WORTH`` to be taken rather than one before it. The default for ``stages`` is the present number;
+    where the memory of a device is known, one less and one more too; and one less where a stage has lost all its cells.
+    Whether the embedding is ``tied`` to the last stage must be said for a layout of one stage, and is seen from others.
+    Raises NoLayout when the model does not fit.
+    """
+    dead = {*layout.lost, *lost}
+    survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
+    if tied is None:
+        tied = 0 in layout.stages[-1].units
+    if stages is None:
+        present = layout.pipeline_size
+        stages = {present, present - 1} if not all(survivors) else {present}
+        if costs.memory_bytes is not None:
+            stages = {present - 1, present, present + 1}
+    graph = _best(layout, costs, survivors, tied, stages)
+    staying = _staying(layout, costs, survivors, graph)
+    new_stages = tuple(
+        _stage(units, cells, layout.num_grains) for units, cells in zip(graph.stage_units, staying, strict=True)
+    )
+    if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
+        new_stages = layout.stages
+    owners, replicas = _slices(layout, new_stages)
+    members = {rank for stage in new_stages for cell in stage.cells for rank in cell.ranks}
+    new = replace(
+        layout,
+        epoch=epoch,
+        stages=new_stages,
+        owners=owners,
+        replicas=replicas,
+        spares=tuple(sorted({*layout.ranks, *layout.spares} - dead - members)),
+        lost=tuple(sorted(dead)),
+    )
+    new.validate()
+    return new
+
+
+# ---- the graph ------------------------------------------------------------------------------
+
+
+def _best(
+    layout: Layout, costs: Costs, survivors: Sequence[Sequence[Cell]], tied: bool, stages: Collection[int]
+) -> Graph:
+    planner = Planner(layout.units, costs, tied, layout.num_grains)
+    best: Graph | None = None
+    best_ms = math.inf
+    wanted = " or ".join(map(str, sorted(stages)))
+    problem = NoLayout(
+        f"{wanted} pipeline stages cannot be made of {sum(map(len, survivors))} cells and {planner.layers} layers: "
+        "ask for another number, or restart the job from its newest checkpoint"
+    )
+    for make in _candidates(layout, planner, survivors, stages):
+        try:
+            candidate = make()
+        except NoLayout as why:
+            problem = why
+            continue
+        step_ms = estimate(candidate, costs, layout.num_grains)
+        if step_ms < best_ms * (1 - WORTH):
+            best, best_ms = candidate, step_ms
+    if best is None:
+        raise problem
+    return best
+
+
+def _candidates(
+    layout: Layout, planner: Planner, survivors: Sequence[Sequence[Cell]], stages: Collection[int]
+) -> Iterator[Callable[[], Graph]]:
+    """What makes graphs, those that move least first."""
+    units = [stage.units for stage in layout.stages]
+    held = [set(stage) for stage in units]
+    widths = tuple(map(len, survivors))
+    cells, present = sum(widths), len(widths)
+    if present in stages and cells >= present:
+        if all(widths):
+            yield partial(planner.keep, units, widths)
+            yield partial(planner.split, widths, held)
+        yield lambda: planner.split(planner.widen(units, cells), held)
+    for count in sorted(stages, key=lambda count: (abs(count - present), count)):
+        if 1 <= count <= min(cells, planner.layers):
+            even = [cells // count + (stage < cells % count) for stage in range(count)]
+            yield partial(planner.split, even)
+            # A stage is not to become very wide: then what its cells exchange among them would count.
+            yield partial(_widened, planner, count, cells, 2 * max(even))
+
+
+def _widened(planner: Planner, stages: int, cells: int, most: int) -> Graph:
+    return planner.split(planner.widths(stages, cells, most))
+
+
+def estimate(graph: Graph, costs: Costs, grains: int) -> float:
+    """Step time of a graph in milliseconds: one grain through all stages, then the rest at the slowest one's pace."""
+    each = [
+        sum(costs.units[unit].grain_ms for unit in own(graph.stage_units, stage))
+        for stage in range(len(graph.stage_units))
+    ]
+    rest = max((math.ceil(grains / width) - 1) * ms for width, ms in zip(graph.widths, each, strict=True))
+    return costs.overhead_ms + sum(each) + rest + 2 * (len(each) - 1) * costs.boundary_ms
+
+
+# ---- cells ----------------------------------------------------------------------------------
+
+
+def _staying(
+    layout: Layout, costs: Costs, survivors: Sequence[Sequence[Cell]], graph: Graph
+) -> tuple[tuple[Cell, ...], ...]:
+    """Cells of each new stage: as many as can stay with units that they hold already, those that share most first."""
+    old = [set(own([stage.units for stage in layout.stages], index)) for index in range(layout.pipeline_size)]
+    shared = []
+    for target in range(len(graph.widths)):
+        for source in range(len(old)):
+            common = old[source].intersection(own(graph.stage_units, target))
+            size = sum(costs.units[unit].optimizer_bytes or 1 for unit in common)
+            if size:
+                shared.append((-size, abs(source - target), source, target))
+    # Cells that work are kept before shadows, which have less to lose.
+    left = [sorted(cells, key=lambda cell: cell.shadow) for cells in survivors]
+    room = list(graph.widths)
+    chosen: list[list[Cell]] = [[] for _ in room]
+    for _, _, source, target in sorted(shared):
+        while left[source] and room[target]:
+            chosen[target].append(left[source].pop(0))
+            room[target] -= 1
+    pool = [cell for cells in left for cell in cells]
+    for target, cells in enumerate(chosen):
+        while room[target]:
+            cells.append(pool.pop(0))
+            room[target] -= 1
+    return tuple(map(tuple, chosen))
+
+
+def _stage(units: tuple[int, ...], cells: Sequence[Cell], num_grains: int) -> Stage:
+    """Grains are dealt out in turn: no state belongs to them, and so neighbouring stages are in step."""
+    return Stage(
+        units, tuple(Cell(cell.ranks, tuple(range(i, num_grains, len(cells)))) for i, cell in enumerate(cells))
+    )
+
+
+def _members(stages: Sequence[Stage]) -> list[tuple[tuple[int, ...], set[int]]]:
+    return [(stage.units, {cell.leader for cell in stage.cells}) for stage in stages]
+
+
+# ---- slices ---------------------------------------------------------------------------------
+
+
+def _slices(
+    layout: Layout, stages: Sequence[Stage]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], ...], ...]]:
+    """Owners and replicas. Slice k of a unit whose owner is not in its new stage goes to the stage's k-th cell."""
+    home: dict[int, Stage] = {}
+    for stage in stages:
+        for unit in stage.units:
+            home.setdefault(unit, stage)
+    rows = [_row(layout, unit, [cell.leader for cell in home[unit].cells]) for unit in range(len(layout.units))]
+    return tuple(owners for owners, _ in rows), tuple(replicas for _, replicas in rows)
+
+
+def _row(layout: Layout, unit: int, leaders: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    here = set(leaders)
+    wanted = min(layout.num_replicas, len(leaders) - 1)
+    owners, replicas = [], []
+    for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
+        if owner not in here:
+            owner = next((copy for copy in copies if copy in here), leaders[k % len(leaders)])
+        kept = [copy for copy in copies if copy in here and copy != owner][: layout.num_replicas]
+        while len(kept) < wanted:
+            kept.append(_next_cell(layout, leaders, k, (owner, *kept)))
+        owners.append(owner)
+        replicas.append(tuple(kept))
+    return tuple(owners), tuple(replicas)
+
+
+def _next_cell(layout: Layout, leaders: Sequence[int], k: int, taken: Sequence[int]) -> int:
+    """The first cell after the k-th that is not ``taken``, on a host where none of those is if there is one."""
+    hosts = {layout.host_of(leader) for leader in taken}
+    others = (leaders[(k + i) % len(leaders)] for i in range(1, len(leaders) + 1))
+    first: int | None = None
+    for leader in others:
+        if leader not in taken:
+            if layout.host_of(leader) not in hosts:
+                return leader
+            first = leader if first is None else first
+    assert first is not None, "the stage has more cells than are taken"
+    return first
