@@ -21,6 +21,7 @@ from tests.world import Peer
 
 SIZES = [(0,), (1,), (3, 5), (4099,), (70_001,)]
 """From nothing, over a star, to chunks that are uneven and go through shared memory."""
+APART = pytest.mark.parametrize("apart", [False, True], ids=["one host", "links"])
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
@@ -32,7 +33,7 @@ def _value(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     return torch.randint(0, 50, shape, generator=generator).to(dtype)
 
 
-def _world(body: Callable[[Peer], None]) -> None:
+def _world(body: Callable[[Peer], None], apart: bool = False) -> None:
     """Run ``body`` in four processes whose default group is the elastic backend."""
 
     def with_backend(peer: Peer) -> None:
@@ -40,7 +41,7 @@ def _world(body: Callable[[Peer], None]) -> None:
         body(peer)
         peer.leave()
 
-    world.run(with_backend)
+    world.run(with_backend, apart=apart)
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -51,7 +52,8 @@ def _equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 # ---- collectives --------------------------------------------------------------------------
 
 
-def test_all_reduce() -> None:
+@APART
+def test_all_reduce(apart: bool) -> None:
     def body(peer: Peer) -> None:
         combine: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
             dist.ReduceOp.SUM: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
@@ -71,7 +73,7 @@ def test_all_reduce() -> None:
         dist.all_reduce(mine, op=dist.ReduceOp.AVG)
         _equal(mine, torch.full((5,), 1.5))
 
-    _world(body)
+    _world(body, apart)
 
 
 def test_not_contiguous() -> None:
@@ -138,7 +140,8 @@ def test_moving_collectives(shape: tuple[int, int]) -> None:
     _world(body)
 
 
-def test_uneven_collectives() -> None:
+@APART
+def test_uneven_collectives(apart: bool) -> None:
     def body(peer: Peer) -> None:
         me, everybody = peer.rank, range(peer.size)
         # Rank i sends i + j elements to rank j.
@@ -155,7 +158,7 @@ def test_uneven_collectives() -> None:
         for i in everybody:
             _equal(gathered[i], torch.full((3000 * i,), float(i)))
 
-    _world(body)
+    _world(body, apart)
 
 
 def test_objects() -> None:
@@ -193,7 +196,8 @@ def test_groups() -> None:
     _world(body)
 
 
-def test_point_to_point() -> None:
+@APART
+def test_point_to_point(apart: bool) -> None:
     """Messages are matched by tag, not by order, and may be large, strided or empty."""
 
     def body(peer: Peer) -> None:
@@ -220,7 +224,7 @@ def test_point_to_point() -> None:
             work.wait()
         _equal(got, torch.full((2,), float(left)))
 
-    _world(body)
+    _world(body, apart)
 
 
 # ---- faults -------------------------------------------------------------------------------
@@ -235,7 +239,8 @@ def _reduce_for_ever(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def test_edit_after_a_death() -> None:
+@APART
+def test_edit_after_a_death(apart: bool) -> None:
     """Those blocked in a collective unwind; the same group objects then work without the dead rank."""
 
     def body(peer: Peer) -> None:
@@ -266,10 +271,11 @@ def test_edit_after_a_death() -> None:
             _equal(mine, torch.full((3,), 2.0))
         peer.leave()
 
-    world.run(body, killed=[3])
+    world.run(body, killed=[3], apart=apart)
 
 
-def test_older_epochs_are_dropped() -> None:
+@APART
+def test_older_epochs_are_dropped(apart: bool) -> None:
     """A message of an epoch that is over is never taken for one of the present; an early one is kept."""
 
     def body(peer: Peer) -> None:
@@ -297,7 +303,7 @@ def test_older_epochs_are_dropped() -> None:
             assert not stale.any()
         peer.leave()
 
-    world.run(body, size=2)
+    world.run(body, size=2, apart=apart)
 
 
 class RaisedWhileWaiting:
@@ -348,8 +354,9 @@ def test_the_flag_of_a_rank_interrupts() -> None:
     world.run(body, size=2)
 
 
-def test_half_a_message_never_counts() -> None:
-    """The sender dies while a message too large for shared memory is on its way."""
+@APART
+def test_half_a_message_never_counts(apart: bool) -> None:
+    """The sender dies while a message that neither shared memory nor sockets can hold is on its way."""
     size = 40_000_000
 
     def body(peer: Peer) -> None:
@@ -358,6 +365,7 @@ def test_half_a_message_never_counts() -> None:
         if peer.rank == 0:
             transport.send(1, Channel.STATE, 1, torch.ones(size))
             _die()
+        peer.await_death(0)  # without looking at what arrives, so that it cannot arrive whole
         got = torch.zeros(size)
         recv = transport.recv(0, Channel.STATE, 1, got)
         with pytest.raises(Interrupted) as caught:
@@ -367,10 +375,11 @@ def test_half_a_message_never_counts() -> None:
         transport.advance(1, [0])
         peer.leave()
 
-    world.run(body, size=2, killed=[0])
+    world.run(body, size=2, killed=[0], apart=apart)
 
 
-def test_the_last_message_of_the_dead() -> None:
+@APART
+def test_the_last_message_of_the_dead(apart: bool) -> None:
     """It is read, although its bytes were in the memory of a process that is gone."""
 
     def body(peer: Peer) -> None:
@@ -388,7 +397,7 @@ def test_the_last_message_of_the_dead() -> None:
         transport.progress()
         peer.leave()
 
-    world.run(body, size=2, killed=[0])
+    world.run(body, size=2, killed=[0], apart=apart)
 
 
 def _greet(peer: Peer) -> None:
@@ -400,7 +409,8 @@ def _greet(peer: Peer) -> None:
     peer.meet()
 
 
-def test_sizes_that_disagree_are_an_error() -> None:
+@APART
+def test_sizes_that_disagree_are_an_error(apart: bool) -> None:
     def body(peer: Peer) -> None:
         if peer.rank == 0:
             peer.transport.wait(peer.transport.send(1, Channel.VOTE, 1, torch.ones(4)))
@@ -409,7 +419,7 @@ def test_sizes_that_disagree_are_an_error() -> None:
                 peer.transport.wait(peer.transport.recv(0, Channel.VOTE, 1, torch.ones(3)))
         peer.leave()
 
-    world.run(body, size=2)
+    world.run(body, size=2, apart=apart)
 
 
 # ---- tags ---------------------------------------------------------------------------------

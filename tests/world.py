@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_elastic.cluster.control import InterruptFlag
-from megatron_elastic.comm.transport import Interruptible, Transport
+from megatron_elastic.comm.transport import Interruptible, PeerAddress, Transport
 
 _LIMIT = 60.0
 """Seconds that any wait in these tests may take."""
@@ -55,8 +56,12 @@ def run(
     size: int = 4,
     killed: Collection[int] = (),
     make_flag: Callable[[], Interruptible] = InterruptFlag,
+    apart: bool = False,
 ) -> None:
-    """Run ``body`` in ``size`` processes. All must return, but those in ``killed``, which must not."""
+    """Run ``body`` in ``size`` processes. All must return, but those in ``killed``, which must not.
+
+    ``apart``: as if each were on a host of its own, so that only links connect them.
+    """
     context = multiprocessing.get_context("fork")
     barriers = context.Barrier(size), context.Barrier(size - len(killed))
     pipes = [context.Pipe() for _ in range(size)]
@@ -70,6 +75,8 @@ def run(
     ours = [mine for mine, _ in pipes]
     try:
         addresses = dict(enumerate(_receive(connection) for connection in ours))
+        if apart:
+            addresses = {rank: _elsewhere(rank, address) for rank, address in addresses.items()}
         for connection in ours:
             connection.send((addresses, [process.pid for process in processes]))
         answers = [_receive(connection) for connection in ours]
@@ -83,6 +90,14 @@ def run(
             process.close()
     for rank, answer in enumerate(answers):
         assert answer == ("killed" if rank in killed else "done"), f"rank {rank}: {answer}"
+
+
+def _elsewhere(rank: int, address: bytes) -> bytes:
+    """The address of a rank on another host."""
+    known = msgspec.msgpack.decode(address, type=PeerAddress)
+    arena = msgspec.structs.replace(known.near.arena, boot=f"host {rank}")
+    near = msgspec.structs.replace(known.near, arena=arena)
+    return msgspec.msgpack.encode(msgspec.structs.replace(known, near=near))
 
 
 def _receive(connection: Connection) -> Any:

@@ -1,28 +1,37 @@
 """Arena: shared memory through which ranks of one host pass the bytes of large messages.
 
-UCX has no shared-memory transport that survives the death of a peer: its queues are shared by all senders, and one
-that dies while it writes an entry blocks the queue for ever. So a message still travels over the link, where matching,
-wake-ups and the detection of dead peers are, but what travels is a descriptor; the bytes are in the sender's arena.
-Only the sender allocates and only the receiver releases, by setting one byte, so neither can leave the other stuck.
+A message travels as a frame through the receiver's mailbox (``comm.mailbox``); when it is large, what travels describes
+where in the sender's arena its bytes are. One block can have several readers. Only the sender allocates, and each
+reader only sets a byte of its own when it has read, so nobody who dies can leave another stuck.
 
-The memory is a memfd that peers open through ``/proc``: it has no name that could be left behind.
+The memory is a memfd that peers open through ``/proc``: it has no name that could be left behind, and what a rank sent
+before it died can still be read.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
-_HEADER = 64
-"""Bytes before each block, the first of which says that it is released; keeps blocks on cache lines."""
+LINE = 64
+"""Bytes of a cache line, to which blocks are aligned."""
 _COOKIE = 16
+_HUNGRY = _COOKIE
+"""Where the owner says that it waits for room, so that readers tell it when they release a block."""
+
+copy = ctypes.CDLL(None).memcpy
+"""``copy(to, source, bytes)`` between addresses. It leaves the interpreter to other threads meanwhile."""
+copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy.restype = None
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
@@ -39,76 +48,127 @@ class ArenaAddress(msgspec.Struct, frozen=True):
 class _Block:
     start: int
     end: int
-    peer: int
+    readers: tuple[int, ...]
 
 
 class Arena:
-    """This rank's outgoing blocks, allocated in a circle and freed in order.
+    """This rank's outgoing blocks.
+
+    Blocks for background traffic have a quarter of the memory for themselves: they may lie there for long, and must
+    not take the room of a step's messages.
 
     Args:
-        size: bytes; a message that finds no room travels over its link instead.
+        size: bytes.
     """
 
     def __init__(self, size: int) -> None:
         self._fd = os.memfd_create("megatron-elastic", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self._memory = mmap.mmap(self._fd, size)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._base = ctypes.c_char.from_buffer(self._memory)
         cookie = secrets.token_bytes(_COOKIE)
         self._memory[:_COOKIE] = cookie
-        self._blocks: deque[_Block] = deque()
-        self._size = size
-        self.address = ArenaAddress(_boot(), os.getpid(), self._fd, size, cookie)
+        border = size // 4 * 3
+        self._regions = (_Region(self._memory, LINE, border), _Region(self._memory, border, size))
+        self.address = ArenaAddress(boot_id(), os.getpid(), self._fd, size, cookie)
 
-    def put(self, data: torch.Tensor, peer: int) -> int | None:
-        """Copy flat bytes (uint8) into a new block for ``peer``. Returns its offset, or None if there is no room."""
-        start = self._find(_HEADER + data.numel())
-        if start is None:
-            return None
-        end = start + _HEADER + -(-data.numel() // _HEADER) * _HEADER
-        self._memory[start] = 0
-        self._bytes[start + _HEADER : start + _HEADER + data.numel()].copy_(data)
-        self._blocks.append(_Block(start, end, peer))
+    @staticmethod
+    def header(readers: int) -> int:
+        """Bytes between a block's start, where each reader has a byte to release it, and its data."""
+        return -(-readers // LINE) * LINE
+
+    def put(self, source: int, length: int, readers: tuple[int, ...], background: bool) -> int | None:
+        """Copy ``length`` bytes from an address into a new block for some ranks. Its start; None: there is no room."""
+        start = self._regions[background].allocate(length, readers)
+        if start is not None:
+            copy(ctypes.addressof(self._base) + start + self.header(len(readers)), source, length)
         return start
+
+    @property
+    def hungry(self) -> bool:
+        """Whether readers shall tell this rank when they release a block."""
+        return self._memory[_HUNGRY] != 0
+
+    @hungry.setter
+    def hungry(self, value: bool) -> None:
+        self._memory[_HUNGRY] = value
+
+    def holders(self) -> set[int]:
+        """Ranks that have not released all their blocks."""
+        return {reader for region in self._regions for reader in region.holders()}
 
     def forget(self, peer: int) -> None:
         """Release every block for a peer that is dead."""
-        for block in self._blocks:
-            if block.peer == peer:
-                self._memory[block.start] = 1
+        for region in self._regions:
+            region.forget(peer)
 
     def close(self) -> None:
         """Unmap; peers that still have it open keep the memory."""
-        del self._bytes
+        del self._base, self._regions
         self._memory.close()
         os.close(self._fd)
 
+
+class _Region:
+    """Part of an arena: blocks allocated in a circle and freed in order."""
+
+    def __init__(self, memory: mmap.mmap, low: int, high: int) -> None:
+        self._memory = memory
+        self._low, self._high = low, high
+        self._blocks: deque[_Block] = deque()
+
+    def allocate(self, length: int, readers: tuple[int, ...]) -> int | None:
+        count = len(readers)
+        need = Arena.header(count) + -(-length // LINE) * LINE
+        start = self._find(need)
+        if start is not None:
+            self._memory[start : start + count] = bytes(count)
+            self._blocks.append(_Block(start, start + need, readers))
+        return start
+
+    def holders(self) -> set[int]:
+        return {
+            reader for block in self._blocks for i, reader in enumerate(block.readers)
+            if not self._memory[block.start + i]
+        }  # fmt: skip
+
+    def forget(self, peer: int) -> None:
+        for block in self._blocks:
+            if peer in block.readers:
+                self._memory[block.start + block.readers.index(peer)] = 1
+
     def _find(self, need: int) -> int | None:
         blocks = self._blocks
-        while blocks and self._memory[blocks[0].start]:
+        while blocks and self._released(blocks[0]):
             blocks.popleft()
         if not blocks:
             # Begin at the bottom again, where the memory is still in the cache.
-            return _HEADER if _HEADER + need <= self._size else None
+            return self._low if self._low + need <= self._high else None
         head, tail = blocks[0].start, blocks[-1].end
         if tail > head:
-            if tail + need <= self._size:
+            if tail + need <= self._high:
                 return tail
-            return _HEADER if _HEADER + need <= head else None
+            return self._low if self._low + need <= head else None
         return tail if tail + need <= head else None
+
+    def _released(self, block: _Block) -> bool:
+        return 0 not in self._memory[block.start : block.start + len(block.readers)]
 
 
 class ArenaView:
-    """A peer's arena, seen by a receiver. Unmapped when nothing refers to it any more."""
+    """A peer's arena, seen by a reader. Unmapped when nothing refers to it any more."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    def __init__(self, memory: mmap.mmap, nudge: Callable[[], None]) -> None:
+        self.memory = memory
+        self._base = ctypes.c_char.from_buffer(memory)
+        self.start = ctypes.addressof(self._base)
+        """Address of the first byte."""
+        self._nudge = nudge
 
     @classmethod
-    def open(cls, address: ArenaAddress) -> ArenaView | None:
-        """Map a peer's arena; None if it is on another machine or cannot be reached."""
-        if address.boot != _boot():
+    def open(cls, address: ArenaAddress, nudge: Callable[[], None]) -> ArenaView | None:
+        """Map a peer's arena; None if it is on another machine or cannot be reached. ``nudge`` wakes its owner."""
+        if address.boot != boot_id():
             return None
         try:
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -124,21 +184,30 @@ class ArenaView:
         if memory[:_COOKIE] != address.cookie:
             memory.close()
             return None
-        return cls(memory)
+        return cls(memory, nudge)
 
-    def bytes(self, start: int, length: int) -> torch.Tensor:
-        """A block's bytes where they lie, flat uint8; to be released after use."""
-        return self._bytes[start + _HEADER : start + _HEADER + length]
+    def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Data where it lies, as a flat tensor."""
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start)
 
-    def take(self, start: int, into: torch.Tensor) -> None:
-        """Copy a block's bytes out and release it. ``into`` is flat uint8 of the message's size."""
-        into.copy_(self.bytes(start, into.numel()))
-        self.release(start)
+    def release(self, byte: int) -> None:
+        """Let the owner use a block again; ``byte`` is this reader's in it."""
+        # Who turns hungry asks every holder after it has set its mark, and is answered (``Outbox``). So a mark that is
+        # not seen here yet costs no wake-up: the answer follows this store.
+        self.memory[byte] = 1
+        if self.memory[_HUNGRY]:
+            self._nudge()
 
-    def release(self, start: int) -> None:
-        """Let the sender use the block again."""
-        self._memory[start] = 1
 
-
-def _boot() -> str:
+def boot_id() -> str:
+    """Names this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Address of a contiguous tensor's memory. Raises ValueError for one that is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"strides {tensor.stride()} are not contiguous: send or receive a contiguous copy")
+    return tensor.data_ptr()
+
+

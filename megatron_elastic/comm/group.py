@@ -166,6 +166,16 @@ class Group:
     def _swap(self, at: int, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Steps:
         yield self._exchange(at, sends, recvs)
 
+    def _tell(self, at: int, tensor: torch.Tensor) -> Sequence[Operation]:
+        """Start sending a contiguous tensor to every other member."""
+        others = [rank for i, rank in enumerate(self.ranks) if i != self.index]
+        if not others or not tensor.numel():
+            return []
+        return self.transport.send_all(others, Channel.COLLECTIVE, pair(self.ident, at), tensor)
+
+    def _tell_all(self, at: int, tensor: torch.Tensor) -> Steps:
+        yield self._tell(at, tensor)
+
     def _reduce(self, at: int, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
         if self.index != to:
             yield self._exchange(at, {to: tensor}, {})
@@ -176,19 +186,19 @@ class Group:
 
     def _exchange_and_reduce(self, at: int, tensor: torch.Tensor, combine: Combine) -> Steps:
         parts = self._borrow(at, tensor)
-        yield [*parts.values(), *self._exchange(at, dict.fromkeys(self._others(), tensor), {})]
+        yield [*parts.values(), *self._tell(at, tensor)]
         self._combine_in_order(tensor, parts, combine)
 
     def _broadcast(self, at: int, tensor: torch.Tensor, source: int) -> Steps:
         if self.index == source:
-            return self._swap(at, dict.fromkeys(self._others(), tensor), {})
+            return self._tell_all(at, tensor)
         return self._swap(at, {}, {source: tensor})
 
     def _all_gather(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
         own = outputs[self.index]
         if own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor.view_as(own))
-        yield self._exchange(at, dict.fromkeys(self._others(), tensor), {i: outputs[i] for i in self._others()})
+        yield [*self._exchange(at, {}, {i: outputs[i] for i in self._others()}), *self._tell(at, tensor)]
 
     def _reduce_scatter(
         self, at: int, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine

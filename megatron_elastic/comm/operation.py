@@ -5,35 +5,16 @@ Sends and receives are single messages; a task is a collective that goes on by i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
-import ucxx._lib.libucxx as ucx
-from ucxx._lib.arr import Array
-
-from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.comm.arena import ArenaView
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def ucx_array(tensor: torch.Tensor) -> Any:
-    """UCX's view of a contiguous tensor's memory."""
-    return Array(flat_bytes(tensor).numpy())
-
-
-@dataclass(frozen=True, slots=True)
-class InArena:
-    """An arrived message whose bytes are in its sender's arena."""
-
-    view: ArenaView
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +25,29 @@ class Shape:
     dtype: torch.dtype
 
 
+class Request(Protocol):
+    """A transfer that somebody else drives."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over. Raises Interrupted when it cannot be."""
+
+
 class Send:
     """A message on its way to ``peer``. Once it is done its buffer may be reused, and it needs no more progress."""
 
-    __slots__ = ("_request", "peer")
+    __slots__ = ("left", "peer", "request")
 
-    def __init__(self, peer: int, request: Any) -> None:
+    def __init__(self, peer: int, request: Request | None = None) -> None:
         self.peer = peer
-        self._request = request
+        self.request = request
+        self.left = 0
+        """Frames to be written yet."""
 
     @property
     def done(self) -> bool:
         """Whether the buffer is needed no more. Raises Interrupted when the link broke first."""
-        return completed(self._request, self.peer)
+        return self.left == 0 if self.request is None else self.request.done
 
 
 class Recv:
@@ -66,51 +57,59 @@ class Recv:
     the sender's memory; it must be released as soon as it is read.
     """
 
-    __slots__ = ("_block", "_copied", "_request", "_shape", "buffer", "peer", "tag")
+    __slots__ = ("_finished", "_release", "_shape", "buffer", "peer", "request", "tag")
 
     def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: Shape | None = None) -> None:
         self.peer = peer
         self.tag = tag
         self.buffer: torch.Tensor = buffer  # type: ignore[assignment]  # set when a borrowing receive begins
+        self.request: Request | None = None
+        """Set when the message comes over a link."""
         self._shape = shape
-        self._request: Any = None
-        self._copied = False
-        self._block: InArena | None = None
+        self._finished = False
+        self._release: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of the message that is expected."""
         return self.buffer.nbytes if self._shape is None else self._shape.numel * self._shape.dtype.itemsize
 
-    def place(self, block: InArena | None) -> None:
-        """The message is here, in ``block`` of its sender's arena or not: find room for it, or take it as it lies."""
+    @property
+    def shape(self) -> Shape | None:
+        """What a borrowing receive can be lent; None for one with a buffer."""
+        return self._shape
+
+    def room(self) -> torch.Tensor:
+        """A buffer for the message."""
         if self._shape is not None:
-            if block is not None:
-                self._block = block
-                self.buffer = block.view.bytes(block.start, block.length).view(self._shape.dtype)
-                self._copied = True
-                return
             self.buffer = torch.empty(self._shape.numel, dtype=self._shape.dtype)
-        if block is not None:
-            block.view.take(block.start, flat_bytes(self.buffer))
-            self._copied = True
+        return self.buffer
+
+    def lend(self, buffer: torch.Tensor, release: Callable[[], None]) -> None:
+        """The message is here, in ``buffer`` until it is released."""
+        self.buffer, self._release = buffer, release
+        self._finished = True
+
+    def finish(self) -> None:
+        """The message is in the buffer."""
+        self._finished = True
 
     @property
     def held(self) -> bool:
         """Whether a borrowed buffer is still to come, or to be released."""
-        return self._block is not None or (self._request is None and not self._copied)
+        return self._release is not None or not (self._finished or self.request is not None)
 
     def release(self) -> None:
         """Give a borrowed buffer back. Idempotent."""
-        block, self._block = self._block, None
-        if block is not None:
+        release, self._release = self._release, None
+        if release is not None:
             del self.buffer
-            block.view.release(block.start)
+            release()
 
     @property
     def done(self) -> bool:
         """Whether the whole message is in the buffer. Raises Interrupted when the link broke first."""
-        return self._copied or (self._request is not None and completed(self._request, self.peer))
+        return self._finished or (self.request is not None and self.request.done)
 
 
 Steps = Generator["Sequence[Operation]", None, None]
@@ -174,15 +173,3 @@ class Arrival:
 
 
 Operation = Send | Recv | Task | Arrival
-
-
-def completed(request: Any, peer: int) -> bool:
-    """Whether UCX is done with a request. Raises Interrupted when the link to ``peer`` broke first."""
-    if not request.completed:
-        return False
-    try:
-        request.check_error()
-    except ucx.UCXError:
-        # A link that breaks completes its requests too: half of this message may be garbage.
-        raise Interrupted(0, suspects=(peer,)) from None
-    return True
