@@ -26,6 +26,7 @@ class ElasticConfig:
     slices: int | None = None
     replicas: int = 1
     respawn: bool = False
+    verify_every: int = 0
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -52,6 +53,8 @@ class ElasticConfig:
                 )
         if self.slices is not None and self.slices < 1:
             raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
+        if self.verify_every < 0:
+            raise UsageError(f"--elastic-verify-every must be 0 (never) or more, got {self.verify_every}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
 
@@ -95,6 +98,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "there are any (default: %(default)s)")
     group.add_argument("--elastic-respawn", action="store_true",
                        help="start another rank in place of each that dies; it joins when it has caught up")
+    group.add_argument("--elastic-verify-every", type=int, metavar="N", default=d.verify_every,
+                       help="compare the checksums of weights and optimizer state with those of their copies, each "
+                       "slice once in N steps, and heal what is damaged; 0: never (default: %(default)s)")
     group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
                        help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,

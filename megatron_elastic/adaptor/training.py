@@ -30,6 +30,8 @@ from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
     Commit,
     Committed,
+    Damage,
+    Damaged,
     Event,
     Failed,
     Finished,
@@ -60,6 +62,7 @@ from megatron_elastic.plan import everything
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.slice import Adam, Update
 from megatron_elastic.state.store import StateStore
+from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
 
 _VOTE_GROUP = (1 << 14) - 1
@@ -145,7 +148,7 @@ class Trainer:
         self._model_provider = model_provider
         self._datasets_provider = datasets_provider
         self._forward_step = forward_step
-        self.hooks = Hooks(self.rank, self.config.inject, self._announce)
+        self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._flip)
         crowded = self.world_size > len(os.sched_getaffinity(0))
         self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
         cpu.apply()
@@ -293,6 +296,8 @@ class Trainer:
         layout = self.layout
         self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
         self.settled = False
+        every = self.config.verify_every
+        self.verification = Verification(layout, self.transport, self.units, store, every) if every else None
         self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
         args = self.args
         self.executor = Executor(
@@ -319,12 +324,29 @@ class Trainer:
         self.hooks.at("replay")
         self.reduction.replay()
         self.hooks.at("vote")
+        if self.verification is not None:
+            self._verify(self.verification)
         self.vote = self._cast_vote()
         self.hooks.at("apply")
         self.store.apply(self._update(self.vote))
         self._complete()
         if self.agreed:
             self._switch()
+
+    def _verify(self, verification: Verification) -> None:
+        """Nothing that damaged memory had a part in may be voted: have it healed, and the step redone."""
+        tp = self.layout.tp_index(self.rank)
+        found = [
+            Damage(rank=damage.rank, unit=damage.unit, slice=damage.slice, tp=tp, what=damage.what)
+            for damage in verification.check()
+        ]
+        if found:
+            # What was sound in the slice's turn before the last is so for certain.
+            verified = max(self.step - 1 - self.config.verify_every, 0)
+            self.control.send(
+                Damaged(rank=self.rank, epoch=self.layout.epoch, step=self.step, found=found, verified=verified)
+            )
+            self.control.wait((), timeout=self.config.wait_timeout)  # the interrupt that follows ends it
 
     def _cast_vote(self) -> VoteResult:
         assert self.store is not None
@@ -350,6 +372,8 @@ class Trainer:
         if self.rank == self.layout.ranks[0]:
             self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
         self.last, self.vote = self.vote, None
+        if self.verification is not None:
+            self.verification.note(self.step)
         self.step += 1
         if self.store.settle(self.step - 1) and not self.store.replicating:
             self._event("replicated", step=self.step - 1)
@@ -366,7 +390,7 @@ class Trainer:
         self._adopt(
             Commit(
                 epoch=plan.epoch, layout=plan.layout, decision="switch", step=self.step, vote=None, held=plan.held,
-                saved=self.first_save - 1,
+                gather=False, saved=self.first_save - 1,
             )
         )  # fmt: skip
         if self.rank == self.layout.ranks[0]:
@@ -523,6 +547,8 @@ class Trainer:
         self.store.retire((*layout.owned(self.rank), *layout.replicated(self.rank)))
         if commit.decision == "switch":
             return
+        if commit.gather:
+            self.reduction.gather_parameters()
         self.control.send(
             Recovered(
                 rank=self.rank, epoch=layout.epoch,
@@ -542,6 +568,17 @@ class Trainer:
 
     def _announce(self, injection: object) -> None:
         self.control.send(Injected(rank=self.rank, time=time.time(), spec=str(injection)))
+
+    def _flip(self, what: str) -> None:
+        """Damage this rank's memory, to see that it is found: one bit in the middle of a slice."""
+        assert self.store is not None
+        if what == "weights":
+            unit = next(iter(self.units.values()))
+            tensor = unit.slice_of(unit.params, 0)
+        else:
+            at = (self.layout.owned if what == "moments" else self.layout.replicated)(self.rank)[0]
+            tensor = self.store[at].tensors[1]
+        tensor.view(torch.int32)[tensor.nbytes // 8] ^= 1 << 21
 
     def _event(self, kind: str, **fields: float | int | str | bool | None | list[int]) -> None:
         self.control.send(Event(rank=self.rank, epoch=self.layout.epoch, kind=kind, fields=fields))

@@ -19,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     AnyMessage,
     Commit,
     Committed,
+    Damaged,
     Event,
     Failed,
     Finished,
@@ -98,8 +99,14 @@ class Coordinator:
         """The highest one ever given to a layout; ``epoch`` stays behind it while a change is planned."""
         self._settled: set[int] = set()
         """Ranks at which everything that the present layout asks for is live."""
-        self._saved = 0
-        """Step of the newest complete checkpoint; 0 without one."""
+        self._saves: list[int] = []
+        """Steps of the complete checkpoints, ascending."""
+        self._damaged: set[tuple[int, tuple[int, int, int]]] = set()
+        """(rank, part of a slice) of copies that are not to be trusted."""
+        self._healing = False
+        """Whether the weights of some rank are not to be trusted."""
+        self._verified: int | None = None
+        """Step of the newest state that can be trusted, if damage says that the present one cannot."""
         self._injected: dict[int, float] = {}
         self._timers = Timers()
         self._suspicion = Suspicion(self._ranks, self._timers, config.suspect_timeout, self._event, say, self._lose)
@@ -220,7 +227,7 @@ class Coordinator:
         self._ledger = Ledger(self._records, start_step=first.start_step, total=first.train_iters, started=time.time(),
                               say=self._say)
         self._first = first
-        self._saved = first.start_step
+        self._saves = [first.start_step] if first.start_step else []
         self._event("started", world_size=len(self._ranks), step=first.start_step, train_iters=first.train_iters)
         self._say(f"{len(hellos)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
         start = Start(layout=first.layout, addresses=self._ranks.addresses(self._ranks))
@@ -253,6 +260,8 @@ class Coordinator:
                     self._event("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
                 case Event():
                     self._on_event(message)
+                case Damaged():
+                    self._on_damaged(message)
                 case Ready():
                     self._on_ready(message)
                 case Switched():
@@ -285,7 +294,8 @@ class Coordinator:
         assert recovery is not None and self._layout is not None
         fields = recovery.event(self._injected)
         self._event("recovered", **fields)
-        self._say(f"recovered from the loss of ranks {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
+        what = "the loss of ranks" if set(recovery.exits) <= set(self._layout.lost) else "damage at ranks"
+        self._say(f"recovered from {what} {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
                   f"(step {fields['step']}, {fields['decision']}); {len(self._layout.ranks)} ranks train, "
                   f"{len(self._layout.spares)} spare")
         self._consider()
@@ -295,7 +305,7 @@ class Coordinator:
         if message.kind == "saved":
             step = message.fields["step"]
             assert isinstance(step, int)
-            self._saved = step
+            self._saves.append(step)
 
     def _on_failed(self, message: Failed) -> None:
         if self.outcome.done():
@@ -395,7 +405,6 @@ class Coordinator:
 
     def _lose(self, ranks: Collection[int], cause: str | None, when: float) -> None:
         """``ranks`` are dead since ``when``: begin the next epoch. A ``cause`` that is None will be named later."""
-        now = time.time()
         ranks = [rank for rank in ranks if not self._ranks[rank].lost]
         if self.outcome.done() or not ranks:
             return
@@ -405,22 +414,32 @@ class Coordinator:
         if self._layout is not None and all(self._unneeded(rank) for rank in ranks):
             self._drop_newcomers(ranks, cause or "killed")
             return
-        lost = [rank for rank, state in self._ranks.items() if state.lost]
         if self._layout is None:
             if cause is not None:
                 self._name_loss(ranks, cause, when)
             return
+        self._interrupt(ranks, cause, when)
+        local = not any(isinstance(state.node, RemoteNode) for state in self._ranks.values() if state.lost)
+        self._timers.set("drain", _LOCAL_DRAIN if local else self._config.suspect_timeout, self._cut_lost)
+        if cause is not None:
+            self._name_loss(ranks, cause, when)
+        if not self._ranks.alive:
+            self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
+
+    def _interrupt(self, ranks: Collection[int], cause: str | None, when: float) -> None:
+        """Begin the next epoch, because of what happened to ``ranks`` at ``when``."""
         self._newest_epoch += 1
         self.epoch = self._newest_epoch
         self._reshape = None
         self._settled.clear()
         self._timers.cancel("ready")
+        lost = [rank for rank, state in self._ranks.items() if state.lost]
         # First of all: everybody waits for this.
         self._ranks.send(Interrupt(epoch=self.epoch, lost=lost), self._ranks.alive)
         if self._recovery is not None and self._recovery.back_at is not None:
             self._close_recovery()
         if self._recovery is None:
-            self._recovery = Recovery(noticed=now)
+            self._recovery = Recovery(noticed=time.time())
         self._recovery.epochs.append(self.epoch)
         self._recovery.exits.update(dict.fromkeys(ranks, when))
         self._recovery.causes.update(dict.fromkeys(ranks, cause))
@@ -430,12 +449,20 @@ class Coordinator:
         for state in self._ranks.values():
             state.finished = None
         self._timers.set("report", self._config.report_timeout, self._reports_late)
-        local = not any(isinstance(self._ranks[rank].node, RemoteNode) for rank in lost)
-        self._timers.set("drain", _LOCAL_DRAIN if local else self._config.suspect_timeout, self._cut_lost)
-        if cause is not None:
-            self._name_loss(ranks, cause, when)
-        if not self._ranks.alive:
-            self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
+
+    def _on_damaged(self, message: Damaged) -> None:
+        assert self._layout is not None
+        for damage in message.found:
+            self._event("damaged", rank=damage.rank, unit=self._layout.units[damage.unit], slice=damage.slice,
+                        tp=damage.tp, what=damage.what, step=message.step)
+            self._say(f"WARNING: damaged memory: {damage.what} of slice {damage.slice} of "
+                      f"{self._layout.units[damage.unit]} on rank {damage.rank}; it is healed from a good copy")
+            if damage.what == "state":
+                self._damaged.add((damage.rank, (damage.unit, damage.slice, damage.tp)))
+        self._healing = True
+        self._verified = min(message.verified, message.verified if self._verified is None else self._verified)
+        if not self._collecting:
+            self._interrupt({damage.rank for damage in message.found}, "damaged memory", time.time())
 
     def _name_loss(self, ranks: Collection[int], cause: str, when: float) -> None:
         """What killed ``ranks`` is known."""
@@ -491,14 +518,15 @@ class Coordinator:
             decision = self._decide(working)
             # A spare follows the job no more: what it holds is outdated once a step was voted without it.
             done = decision.step if decision.decision == "forward" else decision.step - 1
-            held = {rank: report.held if rank in self._layout.ranks or report.step > done else []
+            held = {rank: [part for part in report.held if (rank, part) not in self._damaged]
+                    if rank in self._layout.ranks or report.step > done else []
                     for rank, report in self._reports.items()}
             known = {*self._layout.ranks, *self._layout.spares, *self._layout.lost}
             lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
             try:
                 layout = lose(self._layout, lost, held, self.epoch)
-            except StateLost as error:
-                decision = self._fall_back(decision, error)
+            except StateLost as lost_state:
+                decision = self._fall_back(decision, self._undecided() if self._damaged else str(lost_state))
             if decision.decision == "reload":
                 layout = lose(self._layout, lost, everything(self._layout), self.epoch)
         except NoLayout as error:
@@ -509,9 +537,11 @@ class Coordinator:
             return
         plan_ms = (time.time() - reported) * 1e3
         commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                        vote=decision.vote, held=held, saved=self._saved)
+                        vote=decision.vote, held=held, gather=self._healing, saved=self._newest_save)
         self._ranks.send(commit, self._ranks.alive)
         self._collecting = False
+        self._damaged.clear()
+        self._healing, self._verified = False, None
         self._timers.cancel("report")
         self._recovery.committed(decision, reported, plan_ms)
         self._use(layout)
@@ -523,17 +553,28 @@ class Coordinator:
             return begun  # some have gone back to the checkpoint and some have not
         return decide(working, self._ledger.vote)
 
-    def _fall_back(self, decision: Decision, lost: StateLost) -> Decision:
-        """Some state is gone for good: everybody goes back to the newest checkpoint. Raises ``lost`` without one."""
+    def _undecided(self) -> str:
+        ranks = sorted({rank for rank, _ in self._damaged})
+        return (f"the copies of a slice differ (ranks {ranks}) and nothing tells which is right; the state of step "
+                f"{self._verified} was sound. With --elastic-replicas 2 the majority would be")
+
+    def _fall_back(self, decision: Decision, reason: str) -> Decision:
+        """Some state is gone for good: everybody goes back to the newest checkpoint. Raises NoLayout without one."""
         assert self._ledger is not None
-        if not self._saved:
-            raise lost
+        saves = [step for step in self._saves if self._verified is None or step <= self._verified]
+        if not saves:
+            raise NoLayout(reason)
         done = decision.step if decision.decision == "forward" else decision.step - 1
-        self._ledger.rewind(self._saved)
-        self._event("fallback", reason=str(lost), step=self._saved, lost_steps=list(range(self._saved + 1, done + 1)))
-        self._say(f"WARNING: {lost}. Going back to the checkpoint of step {self._saved}: "
-                  f"{done - self._saved} steps are done again")
-        return Decision("reload", self._saved + 1, None)
+        self._saves = saves
+        self._ledger.rewind(saves[-1])
+        self._event("fallback", reason=reason, step=saves[-1], lost_steps=list(range(saves[-1] + 1, done + 1)))
+        self._say(f"WARNING: {reason}. Going back to the checkpoint of step {saves[-1]}: "
+                  f"{done - saves[-1]} steps are done again")
+        return Decision("reload", saves[-1] + 1, None)
+
+    @property
+    def _newest_save(self) -> int:
+        return self._saves[-1] if self._saves else 0
 
     # ---- planned changes -----------------------------------------------------------------
 
@@ -599,7 +640,7 @@ class Coordinator:
         for rank in reshape.entrants:
             self._ranks[rank].standby = False
         self._ranks.send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
-                          vote=None, held=held, saved=self._saved), reshape.entrants)
+                          vote=None, held=held, gather=False, saved=self._newest_save), reshape.entrants)
         shadows = [rank for stage in reshape.layout.stages for cell in stage.cells if cell.shadow
                    for rank in cell.ranks]
         self._event("switched", step=message.step, entered=sorted(reshape.entrants), shadows=shadows,

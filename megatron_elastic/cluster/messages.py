@@ -102,6 +102,27 @@ class Settled(Message, frozen=True):
     epoch: int
 
 
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
+
+    rank: int
+    unit: int
+    slice: int
+    tp: int
+    what: str
+
+
+class Damaged(Message, frozen=True):
+    """Verification has found damage before ``step`` was voted; it is to be healed, and the step redone."""
+
+    rank: int
+    epoch: int
+    step: int
+    found: list[Damage]
+    verified: int
+    """All slices were sound after this step, as far as verification can tell."""
+
+
 class Suspect(Message, frozen=True):
     """A link failed or a wait reached its limit: these ranks may be dead."""
 
@@ -202,6 +223,8 @@ class Commit(Message, frozen=True):
     vote: VoteResult | None
     held: dict[int, list[tuple[int, int, int]]]
     """Live state of every reporting rank, so that all derive the same transfers."""
+    gather: bool
+    """Whether the owners have to send the parameters to everybody again."""
     saved: int
     """Step of the newest complete checkpoint, 0 without one: an interrupted save is complete for all ranks or none."""
 
@@ -281,8 +304,8 @@ class Fence(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Committed | Report | Recovered | Ready | Switched | Settled | Suspect | Injected | Event | Failed | Finished
-    | Start | Interrupt | Invite | Plan | Commit | Stop
+    Hello | Committed | Report | Recovered | Ready | Switched | Settled | Damaged | Suspect | Injected | Event | Failed
+    | Finished | Start | Interrupt | Invite | Plan | Commit | Stop
     | AgentHello | RankDying | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
 )
 

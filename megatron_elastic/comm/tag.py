@@ -28,6 +28,7 @@ class Channel(IntEnum):
     STATE = 8
     CHECKPOINT = 9
     RENDEZVOUS = 10
+    DIGEST = 11
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

@@ -26,10 +26,18 @@ class Hooks:
         rank: this rank.
         injections: faults to inject; those of other ranks are ignored.
         announce: called with an injection right before it fires, so that recovery can be timed from the fault.
+        flip: flips a bit of this rank's memory, in what it is given (one of ``injection.FLIPS``).
     """
 
-    def __init__(self, rank: int, injections: Sequence[Injection], announce: Callable[[Injection], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        injections: Sequence[Injection],
+        announce: Callable[[Injection], None],
+        flip: Callable[[str], None],
+    ) -> None:
         self.step = 0
+        self._flip = flip
         self._rank = rank
         self._injections = [i for i in injections if i.rank == rank]
         self._announce = announce
@@ -57,4 +65,7 @@ class Hooks:
         self._announce(injection)
         if injection.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if injection.what is not None:
+            self._flip(injection.what)
+            return
         raise InjectedError(f"injected: {injection}")

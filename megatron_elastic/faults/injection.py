@@ -10,8 +10,10 @@ HOOK_POINTS = (
 )
 """Where faults can be injected and detectors attach, in the order a step and then a recovery meet them."""
 
-ACTIONS = ("kill", "raise")
-_FIELDS = ("rank", "step", "at", "grain")
+ACTIONS = ("kill", "raise", "flip")
+FLIPS = ("weights", "moments", "replica")
+"""What a bit can be flipped in: the model's weights, an optimizer moment of a slice owned, or of one replicated."""
+_FIELDS = ("rank", "step", "at", "grain", "what")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Injection:
     step: int | None
     at: str
     grain: int | None = None
+    what: str | None = None
+    """One of ``FLIPS``, for the action ``flip``."""
 
     @classmethod
     def parse(cls, text: str) -> Injection:
@@ -41,6 +45,8 @@ class Injection:
             raise ValueError(f"{text!r} lacks {', '.join(missing)}")
         if values["at"] not in HOOK_POINTS:
             raise ValueError(f"at={values['at']} in {text!r} is no hook point: one of {', '.join(HOOK_POINTS)}")
+        if (action == "flip") != ("what" in values) or values.get("what", FLIPS[0]) not in FLIPS:
+            raise ValueError(f"{text!r}: flip, and only flip, takes what=, which is one of {', '.join(FLIPS)}")
         numbers: dict[str, int] = {}
         for key in ("rank", "step", "grain"):
             if key in values:
@@ -48,7 +54,8 @@ class Injection:
                     numbers[key] = int(values[key])
                 except ValueError:
                     raise ValueError(f"{key}={values[key]} in {text!r} is no integer") from None
-        return cls(action, numbers["rank"], numbers.get("step"), values["at"], numbers.get("grain"))
+        return cls(action, numbers["rank"], numbers.get("step"), values["at"], numbers.get("grain"),
+                   values.get("what"))
 
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""
@@ -58,4 +65,5 @@ class Injection:
     def __str__(self) -> str:
         step = "" if self.step is None else f",step={self.step}"
         grain = "" if self.grain is None else f",grain={self.grain}"
-        return f"{self.action}:rank={self.rank}{step},at={self.at}{grain}"
+        what = "" if self.what is None else f",what={self.what}"
+        return f"{self.action}:rank={self.rank}{step},at={self.at}{grain}{what}"
