@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -110,11 +110,17 @@ def edit(layout: Layout, rank: int) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Meanwhile this rank is the only member of the default group: what waits for all others does not wait."""
-    world = backend.groups()[0].group
-    members: Any = world.ranks
-    world.edit([world.transport.rank])
+    """Meanwhile this rank is the only member of the groups over which a model and its data are built together.
+
+    These are the default group (barriers) and those of the tied embeddings (whose first values are exchanged).
+    """
+    embedding = (parallel_state._EMBEDDING_GROUP, parallel_state._POSITION_EMBEDDING_GROUP)
+    views = [group.group for group in (backend.groups()[0], *embedding) if group is not None]
+    members = [view.ranks for view in views]
+    for view in views:
+        view.edit([view.transport.rank])
     try:
         yield
     finally:
-        world.edit(members)
+        for view, ranks in zip(views, members, strict=True):
+            view.edit(ranks)
