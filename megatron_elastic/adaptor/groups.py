@@ -81,6 +81,8 @@ def initialize(
         dist.destroy_process_group()
     ranks = list(range(tp * pp * dp))
     if position is not None:
+        if transport.rank in ranks:
+            ranks[transport.rank] = ranks[position]
         ranks[position] = transport.rank
     backend.initialize(transport, ranks, timeout)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
