@@ -7,11 +7,10 @@ values, so it is asked for a step instead.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-
-from megatron_elastic.adaptor.settings import build_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +22,18 @@ class Rates:
 
 
 class Schedule:
-    """Megatron's scheduler, asked by step."""
+    """Megatron's scheduler, asked by step.
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    ``build`` makes it for an optimizer, of which it reads and writes ``param_groups``.
+    """
+
+    def __init__(self, args: argparse.Namespace, build: Callable[[Any], Any]) -> None:
         self._batch = args.global_batch_size
         self._group: dict[str, Any] = {
             "params": [], "lr": args.lr, "max_lr": args.lr, "min_lr": args.min_lr,
             "weight_decay": args.weight_decay, "wd_mult": 1.0, "lr_mult": 1.0,
         }  # fmt: skip
-        self._scheduler = build_scheduler(args, SimpleNamespace(param_groups=[self._group]))
+        self._scheduler = build(SimpleNamespace(param_groups=[self._group]))
 
     def at(self, step: int) -> Rates:
         """Rates of step ``step`` (1-based): the scheduler's after ``step - 1`` global batches."""

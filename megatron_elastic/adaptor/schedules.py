@@ -58,7 +58,7 @@ class GrainModel:
         self._key.grain = grain
         store: list[Mapping[str, Any]] = []
         output, _ = schedules.forward_step(
-            self._forward_step, iter([self._batch(grain)]), self._model, 1, received, store, self._config,
+            self._forward_step, self._read(grain), self._model, 1, received, store, self._config,
             cp_group_size=1, is_last_stage=self._last,
         )  # fmt: skip
         if self._last:
@@ -66,6 +66,10 @@ class GrainModel:
             self.losses[grain] = (total, tokens)
         assert isinstance(output, torch.Tensor)
         return output
+
+    def _read(self, grain: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The grain's batch, made only if the forward step asks for it: a middle stage does not."""
+        yield self._batch(grain)
 
     def backward(
         self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None

@@ -166,6 +166,8 @@ LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("messa
                   "one rank logs alone, whichever it is")
 RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
                "checks losses for NaN")
+TIMER = Target(_CORE + "timers", "Timers._get_elapsed_time_all_ranks", "replaced",
+               ("self", "names", "reset", "barrier"), "checkout", "a rank's timers are its own")
 BUILDER = Target(_DATASETS + "blended_megatron_dataset_builder", "BlendedMegatronDatasetBuilder.__init__", "wrapped",
                  ("self", "cls", "sizes", "is_built_on_rank", "config"), "checkout",
                  "every rank has the data sets, since ranks change their place")

@@ -26,6 +26,7 @@ from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
+from megatron_elastic.adaptor.settings import build_scheduler
 from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
     Commit,
@@ -94,9 +95,15 @@ def pretrain(
     ``args`` has Megatron-LM's names and the ``elastic_*`` ones. Returns when training is done. Raises JobStopped when
     the job ends otherwise; whatever else it raises is an error of the program.
     """
+    run(lambda control: Trainer(args, control, model_provider, datasets_provider, forward_step))
+
+
+def run(make: Callable[[Control], Trainer]) -> None:
+    """Let the trainer that ``make`` builds train as this rank, and tell the coordinator if the program fails."""
     control = Control.connect()
-    trainer = Trainer(args, control, model_provider, datasets_provider, forward_step)
+    trainer: Trainer | None = None
     try:
+        trainer = make(control)
         trainer.run()
     except JobStopped:
         raise
@@ -106,7 +113,8 @@ def pretrain(
         control.send(Failed(rank=control.rank, traceback=text))
         raise
     finally:
-        trainer.close()
+        if trainer is not None:
+            trainer.close()
         control.close()
 
 
@@ -157,7 +165,7 @@ class Trainer:
         self.layout = initial_layout(args, self.world_size)
         if self.rank in self.layout.ranks:
             self._make_groups()
-        self.schedule = Schedule(args)
+        self.schedule = self._schedule()
         # Twice: a tied embedding gets a gradient from each of its two stages.
         self.accumulator = make_accumulator(self.config.consistency, 2 * self.layout.num_grains)
         self.step = checkpoint.latest_step(args.load) + 1
@@ -191,13 +199,20 @@ class Trainer:
                         return
                 elif self.store is None:
                     self._build()
-                elif self.step <= self.args.train_iters:
+                elif self._goes_on():
                     self._step()
                 else:
                     self._finish()
                     return
             except Interrupted as interrupted:
                 self._recover(interrupted)
+
+    def _schedule(self) -> Schedule:
+        return Schedule(self.args, partial(build_scheduler, self.args))
+
+    def _goes_on(self) -> bool:
+        """Whether there is another step to do. All ranks ask before each, and again after a recovery."""
+        return self.step <= self.args.train_iters
 
     def close(self) -> None:
         """Release links and groups."""
@@ -288,7 +303,7 @@ class Trainer:
         )
         wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
-        self.train_data, self.valid_data, _ = self._datasets_provider(args)
+        self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
         self.built = layout.stages[stage].units, layout.tp_index(self.rank)
 
     def _enter(self, store: StateStore) -> None:
@@ -375,11 +390,15 @@ class Trainer:
         if self.verification is not None:
             self.verification.note(self.step)
         self.step += 1
+        self._committed(self.last)
         if self.store.settle(self.step - 1) and not self.store.replicating:
             self._event("replicated", step=self.step - 1)
         if not self.settled and not self.store.replicating:
             self.settled = True
             self.control.send(Settled(rank=self.rank, epoch=self.layout.epoch))
+
+    def _committed(self, result: VoteResult) -> None:
+        """This rank has done a step. May come again for the same step, after a recovery."""
 
     def _switch(self) -> None:
         """Between two steps: make the planned layout true, which all ranks do now."""
@@ -405,25 +424,30 @@ class Trainer:
         """What is due after ``done`` steps. Part of the next step, so that an interruption repeats it."""
         args = self.args
         if args.eval_interval and args.eval_iters and done and done % args.eval_interval == 0:
-            self._evaluate(done)
+            self._evaluate(done, "validation", self.valid_data, done // args.eval_interval - 1)
         if args.save and args.save_interval and done >= self.first_save and done % args.save_interval == 0:
             self.hooks.at("checkpoint")
             self._save(done)
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int, name: str, data: Sequence[dict[str, Any]], position: int) -> None:
+        """Mean loss over ``--eval-iters`` batches of ``data``: the ``position``-th such stretch of it."""
+        first = position * self.args.eval_iters
         self.gpt.eval()
         try:
             total, tokens = 0.0, 0
             for i in range(self.args.eval_iters):
-                self.grains.begin(_EVALUATION, partial(self._batch, self.valid_data, i))
+                self.grains.begin(_EVALUATION, partial(self._batch, data, first + i))
                 self.executor.run_forward(self.layout.cell_of(self.rank).grains, self.grains)
                 ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
                 outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
                 total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
         finally:
             self.gpt.train()
+        self._evaluated(done, name, total / max(tokens, 1))
+
+    def _evaluated(self, done: int, name: str, loss: float) -> None:
         if self.rank == self.layout.ranks[0]:
-            self._event("evaluated", step=done, loss=total / max(tokens, 1))
+            self._event("evaluated", step=done, data=name, loss=loss)
 
     def _save(self, done: int) -> None:
         assert self.store is not None
@@ -437,6 +461,7 @@ class Trainer:
         assert self.store is not None
         self.hooks.step = self.step
         self._between_steps(self.step - 1)
+        self._conclude(self.step - 1)
         digests = []
         for unit, k in self.layout.owned(self.rank):
             weights = self.units[unit].slice_of(self.units[unit].params, k)
@@ -444,6 +469,9 @@ class Trainer:
             digests.append(SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=sha256))
         self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
         self.control.wait((Stop,), timeout=float("inf"))
+
+    def _conclude(self, done: int) -> None:
+        """What is due after the last step. Repeated if it is interrupted."""
 
     # ---- data -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_elastic import support
 from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
 from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
@@ -168,6 +169,8 @@ def _check_script(command: _Command) -> None:
         path = Path(program.target)
         if not path.is_file():
             raise UsageError(f"there is no script {path}" + (" (it is a directory)" if path.is_dir() else ""))
+        if command.config.elastic and (path.parent / "megatron" / "training").is_dir():
+            _check_checkout(path, program.arguments)
         if _defines_check(path):
             sys.path.insert(0, str(path.resolve().parent))
             try:
@@ -177,6 +180,13 @@ def _check_script(command: _Command) -> None:
                 sys.path.pop(0)
     if command.config.elastic and importlib.util.find_spec("ucxx") is None:
         raise UsageError("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu12==0.52.*'")
+
+
+def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
+    """Check what can be checked of a Megatron-LM script without Megatron: that it is patched, and its flags."""
+    if "megatron_elastic" not in path.read_text(errors="replace"):
+        raise UsageError(f"{path} does not know --elastic; let it: megatron-elastic patch apply {path.parent}")
+    support.check_arguments(arguments)
 
 
 def _defines_check(path: Path) -> bool:

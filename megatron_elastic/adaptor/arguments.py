@@ -1,0 +1,78 @@
+"""``megatron.training.arguments``: Megatron's own parser and checks, with our flags among its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.checkpoint import TRACKER
+from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+from megatron_elastic.device import cpu
+from megatron_elastic.support import check_namespace
+
+Parser = argparse.ArgumentParser
+
+
+def parse(
+    extra: Callable[[Parser], Parser] | None = None, defaults: Mapping[str, Any] | None = None
+) -> argparse.Namespace:
+    """Megatron's arguments from the command line, checked by Megatron and for what works with ``--elastic``.
+
+    ``extra`` adds a script's own flags, ``defaults`` hold where neither the command line nor the parser says anything,
+    both as Megatron's ``pretrain`` takes them. Raises UsageError where Megatron prints its usage or fails an assertion.
+    """
+
+    def provide(parser: Parser) -> Parser:
+        return add_elastic_arguments(parser if extra is None else extra(parser))
+
+    with _usage_errors():
+        args: argparse.Namespace = targets.PARSE.find()(provide)
+        check_namespace(args)
+        targets.VALIDATE.find()(args, dict(defaults or {}))
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What Megatron does not look at, or only later."""
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise UsageError("--transformer-impl transformer_engine is the default, and Transformer Engine is not "
+                         "installed: add --transformer-impl local")
+    if cpu.needed() and args.gradient_accumulation_fusion:
+        raise UsageError("gradient accumulation fusion needs a GPU: add --no-gradient-accumulation-fusion")
+    if args.eval_interval is None:
+        raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
+    for fault in ElasticConfig.from_args(args).inject:
+        if not 0 <= fault.rank < args.world_size:
+            raise UsageError(f"--elastic-inject {fault}: rank must be from 0 to {args.world_size - 1}")
+    if args.load is not None and not (Path(args.load) / TRACKER).is_file():
+        if args.exit_on_missing_checkpoint:
+            raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
+        args.load = None  # a job that is queued again with the same flags finds one
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn what Megatron does about bad flags into UsageError: printing its usage, and failing assertions."""
+
+    def refuse(_: Parser, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].lower()}{message[1:]}")
+
+    original = Parser.error
+    Parser.error = refuse  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = str(error) or f"this must hold: {frame.line}"
+        raise UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
+                         f"{what}") from error
+    finally:
+        Parser.error = original  # type: ignore[method-assign]

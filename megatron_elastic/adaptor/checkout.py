@@ -1,0 +1,176 @@
+"""``megatron.training.training.pretrain``, for the scripts of a Megatron-LM checkout: train elastically in its place.
+
+Megatron's parser, checks, tokenizer, data sets, model, step function, schedule, log and writers are used as they are.
+Its loop is not: the elastic trainer runs in its place, because a loop that holds schedules and counts in local
+variables cannot be taken back to the start of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from megatron.core.models.gpt import GPTModel
+
+from megatron_elastic.adaptor import arguments, helpers, log, slice_checkpoint, targets, training
+from megatron_elastic.adaptor.schedule import Schedule
+from megatron_elastic.cluster.control import Control
+from megatron_elastic.cluster.messages import VoteResult
+from megatron_elastic.config import UsageError
+
+_STARTED = time.time()
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[[tuple[int, int, int]], tuple[Any, Any, Any]],
+    model_provider: Callable[..., torch.nn.Module],
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+) -> None:
+    """Train elastically, as one rank of a job started by ``megatron-elastic run``; takes what Megatron's own takes.
+
+    ``get_embedding_ranks``, ``get_position_embedding_ranks`` and ``store`` are for groups that the layout makes here.
+    Returns when training is over. Raises UsageError for flags or a script that cannot work.
+    """
+
+    def make(control: Control) -> CheckoutTrainer:
+        if process_non_loss_data_func or non_loss_data_func or inprocess_call_wrapper:
+            raise UsageError("process_non_loss_data_func, non_loss_data_func and in-process restart are not supported "
+                             "with --elastic: call pretrain() without them")
+        return CheckoutTrainer(
+            _initialize(extra_args_provider, args_defaults), control,
+            model_provider=partial(_build_model, model_provider, model_type),
+            datasets_provider=partial(_build_datasets, train_valid_test_dataset_provider),
+            forward_step=forward_step_func,
+        )
+
+    targets.PRETRAIN.find()
+    training.run(make)
+
+
+def _initialize(
+    extra: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None, defaults: Mapping[str, Any] | None
+) -> argparse.Namespace:
+    """Arguments and everything else that Megatron keeps for the whole process, except its groups."""
+    args = arguments.parse(extra, defaults)
+    log.install()
+    targets.BUILDER.wrap(_on_every_rank)
+    helpers.provide()
+    targets.GLOBALS.find()(args)
+    if args.logging_level is not None:
+        logging.getLogger().setLevel(args.logging_level)
+    from megatron.core.rerun_state_machine import RerunMode
+
+    targets.RERUN.find()(mode=RerunMode.DISABLED)  # results are looked at; steps are not repeated
+    args.iteration = slice_checkpoint.latest_step(args.load)
+    args.num_floating_point_operations_so_far = 0
+    return args
+
+
+def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron builds data sets on the ranks that read them; here a rank may become one of these later."""
+
+    def build(self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any) -> None:
+        original(self, cls, sizes, lambda: True, config)
+
+    return build
+
+
+def _build_model(
+    provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace, config: Any, first: bool,
+    last: bool,
+) -> GPTModel:
+    model = provider(pre_process=first, post_process=last)
+    if not isinstance(model, GPTModel):
+        raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
+    model.model_type = model_type
+    model.config.deallocate_pipeline_outputs = False  # they may be on their way to the next stage
+    return model
+
+
+def _build_datasets(
+    provider: Callable[[tuple[int, int, int]], tuple[Any, Any, Any]], args: argparse.Namespace
+) -> tuple[Any, Any, Any]:
+    return provider(targets.SAMPLES.find()())
+
+
+class CheckoutTrainer(training.Trainer):
+    """The elastic trainer with Megatron-LM's schedule, log and reasons to stop."""
+
+    def __init__(self, args: argparse.Namespace, control: Control, **providers: Any) -> None:
+        super().__init__(args, control, **providers)
+        self._begun_at = self.step - 1
+        self._log = log.TrainingLog(args)
+
+    def close(self) -> None:
+        """Release links and groups, and the writers of the log."""
+        self._log.close()
+        super().close()
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank writes the log: the last one of the layout, as in Megatron."""
+        return self.rank == self.layout.ranks[-1]
+
+    def _schedule(self) -> Schedule:
+        return Schedule(self.args, targets.SCHEDULER.find())
+
+    def _build(self) -> None:
+        super()._build()
+        self._log.begin()
+
+    def _goes_on(self) -> bool:
+        args, done = self.args, self.step - 1
+        if done >= args.train_iters:
+            return False
+        if args.exit_interval and done > self._begun_at and done % args.exit_interval == 0:
+            return False
+        return not self._somebody_wants_to_stop()
+
+    def _somebody_wants_to_stop(self) -> bool:
+        """Whether a rank got the exit signal, or has run for long enough. Asked of all ranks, so that all agree."""
+        args = self.args
+        if not (args.exit_signal_handler or args.exit_duration_in_mins):
+            return False
+        wants = False
+        if args.exit_signal_handler:
+            from megatron.training.global_vars import get_signal_handler
+
+            wants = get_signal_handler()._signal_received
+        if args.exit_duration_in_mins:
+            wants = wants or (time.time() - _STARTED) / 60 > args.exit_duration_in_mins
+        answer = torch.tensor([int(wants)])
+        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
+        return bool(answer.item())
+
+    def _committed(self, result: VoteResult) -> None:
+        following = self.schedule.at(result.step + 1).lr  # Megatron logs the rate as the step leaves it
+        self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
+                       len(self.layout.ranks), self._writes)
+
+    def _evaluated(self, done: int, name: str, loss: float) -> None:
+        super()._evaluated(done, name, loss)
+        self._log.evaluation(done, name, loss, self._writes)
+
+    def _conclude(self, done: int) -> None:
+        """The last checkpoint, and the last evaluations if training is complete."""
+        args = self.args
+        if args.save and done >= self.first_save:
+            self._save(done)
+        if done >= args.train_iters and args.eval_iters:
+            self._evaluate(done, "validation", self.valid_data, done // args.eval_interval)
+            self._evaluate(done, "test", self.test_data, 0)

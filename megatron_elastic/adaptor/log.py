@@ -1,0 +1,139 @@
+"""``megatron.training.training.training_log``: Megatron's log, TensorBoard and Weights & Biases in a job that changes.
+
+Every rank of the layout keeps the running averages, because any of them may have to go on with the log; the last one
+writes it. In Megatron that is the last rank too, but a fixed one, and some values are reduced over groups on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.timers import LocalTimers
+
+
+def install() -> None:
+    """Let Megatron's log and timers be one rank's. Call it before Megatron's global variables are set."""
+    targets.TIMERS.replace(_set_timers)
+    targets.LOG_RATE.replace(lambda stat: stat)
+
+
+def _set_timers(args: argparse.Namespace) -> None:
+    from megatron.training import global_vars
+
+    global_vars._GLOBAL_TIMERS = LocalTimers(args.timing_log_level, args.timing_log_option)
+
+
+class TrainingLog:
+    """The log of one rank. ``writes`` says whether this rank is the one that writes it now."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron.training.global_vars import get_timers
+
+        self._args = args
+        self._losses: dict[str, Any] = {}
+        """Megatron's sums since its last line."""
+        self._logged = args.iteration
+        self._timer = get_timers()("interval-time", log_level=0)
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._timer.start()
+
+    def step(self, done: int, loss: float, grad_norm: float, lr: float, samples: int, ranks: int, writes: bool) -> None:
+        """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far. Once for each step."""
+        if done <= self._logged:
+            return
+        self._logged = done
+        args = self._args
+        args.iteration = args.curr_iteration = done
+        args.consumed_train_samples = samples
+        with self._as_writer(writes), _world_of(args, ranks):
+            targets.LOG.find()(
+                {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done, loss_scale=1.0,
+                report_memory_flag=False, skipped_iter=0, grad_norm=grad_norm, params_norm=None,
+                num_zeros_in_grad=None, max_attention_logit=None,
+            )  # fmt: skip
+
+    def evaluation(self, done: int, name: str, loss: float, writes: bool) -> None:
+        """Log the mean loss over the ``name`` data after ``done`` steps."""
+        if not writes:
+            return
+        args = self._args
+        perplexity = math.exp(min(20, loss))
+        with self._as_writer(True):
+            from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+            where = "" if name == "validation" else f" on {name} set"
+            line = (f" validation loss at iteration {done}{where} | lm loss value: {loss:.6E} | "
+                    f"lm loss PPL: {perplexity:.6E} | ")
+            print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
+            writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+            if writer:
+                writer.add_scalar(f"lm loss {name}", loss, done)
+                writer.add_scalar(f"lm loss {name} vs samples", loss, args.consumed_train_samples)
+                if args.log_validation_ppl_to_tensorboard:
+                    writer.add_scalar(f"lm loss {name} ppl", perplexity, done)
+                    writer.add_scalar(f"lm loss {name} ppl vs samples", perplexity, args.consumed_train_samples)
+            if wandb:
+                wandb.log({f"lm loss {name}": loss}, done)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if writer:
+            writer.flush()
+        if wandb:
+            wandb.finish()
+
+    @contextmanager
+    def _as_writer(self, writes: bool) -> Iterator[None]:
+        """Let Megatron's log print and write only if this rank is the one; it may have become so just now."""
+        targets.LOG_LAST.replace(_print if writes else _keep_quiet)
+        if writes:
+            self._open_writers()
+        from megatron.training import global_vars
+
+        held = global_vars._GLOBAL_TENSORBOARD_WRITER, global_vars._GLOBAL_WANDB_WRITER
+        if not writes:
+            global_vars._GLOBAL_TENSORBOARD_WRITER = global_vars._GLOBAL_WANDB_WRITER = None
+        try:
+            yield
+        finally:
+            global_vars._GLOBAL_TENSORBOARD_WRITER, global_vars._GLOBAL_WANDB_WRITER = held
+
+    def _open_writers(self) -> None:
+        """Open the writers that the flags ask for, as Megatron's last rank does at start."""
+        from megatron.training import global_vars
+
+        args = argparse.Namespace(**{**vars(self._args), "rank": self._args.world_size - 1})
+        if global_vars._GLOBAL_TENSORBOARD_WRITER is None:
+            targets.TENSORBOARD.find()(args)
+        if global_vars._GLOBAL_WANDB_WRITER is None:
+            targets.WANDB.find()(args)
+
+
+@contextmanager
+def _world_of(args: argparse.Namespace, ranks: int) -> Iterator[None]:
+    """Let Megatron divide throughput by the ranks that are there."""
+    start, args.world_size = args.world_size, ranks
+    try:
+        yield
+    finally:
+        args.world_size = start
+
+
+def _print(message: str) -> None:
+    print(message, flush=True)
+
+
+def _keep_quiet(message: str) -> None:
+    pass
