@@ -115,6 +115,8 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
                        help="shard the optimizer over data-parallel ranks; --elastic always does")
+    group.add_argument("--distributed-backend", choices=("gloo", "elastic"),
+                       help="what carries messages; default: elastic with --elastic, else gloo")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -288,6 +290,9 @@ def _check_checkpoint(load: Path) -> None:
 
 def _check_elastic(args: argparse.Namespace) -> None:
     config = ElasticConfig.from_args(args)
+    args.distributed_backend = args.distributed_backend or ("elastic" if args.elastic else "gloo")
+    if args.elastic and args.distributed_backend != "elastic":
+        raise UsageError("--elastic needs --distributed-backend elastic: leave --distributed-backend out")
     for fault in config.inject:
         flag = f"--elastic-inject {fault}"
         if not args.elastic:

@@ -1,4 +1,4 @@
-"""Plain training: Megatron's own data-parallel wrapper, optimizer and schedules over gloo, without anything elastic.
+"""Plain training: Megatron's own data-parallel wrapper, optimizer and schedules, without anything elastic.
 
 This is the reference that elastic runs are compared with, so it stays close to what Megatron-LM's loop does.
 """
@@ -27,6 +27,7 @@ from megatron_elastic.adaptor import checkpoint, checkpoint_writer, cpu, torch_a
 from megatron_elastic.adaptor.checkpoint import Progress
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
+from megatron_elastic.comm import backend
 from megatron_elastic.observe.records import RunRecords
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -57,10 +58,11 @@ def _initialize(args: argparse.Namespace) -> None:
     if args.world_size == 1:
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
-    torch.distributed.init_process_group("gloo")
+    backend.register()
+    torch.distributed.init_process_group(args.distributed_backend)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
-        create_gloo_process_groups=False,  # the groups are gloo's already
+        create_gloo_process_groups=False,  # the groups are for the CPU already
     )
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)

@@ -1,0 +1,116 @@
+"""Megatron's own step over ``elastic`` and over gloo. ``megatron-elastic bench step_time --tp 2 --pp 2``.
+
+Both are plain Megatron (its data-parallel wrapper, distributed optimizer and schedules); only ``--distributed-backend``
+differs. Short jobs take turns, so that what else the machine does hits both; the first of a round changes each time.
+Losses are compared too: sums of floats over more than two ranks are taken in another order, so the last digits may
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times
+
+from megatron_elastic.observe.records import read_metrics
+
+BACKENDS = ("elastic", "gloo")
+
+
+def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
+    """Flags that both backends share."""
+    values = {
+        "data-path": data, "tensor-model-parallel-size": options.tp, "pipeline-model-parallel-size": options.pp,
+        "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
+        "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
+        "train-iters": options.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
+    }
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """The ratio of the medians over all rounds, and by round. ``times``: backend -> rounds -> steps, in ms."""
+    medians = {name: statistics.median(t for each in rounds for t in each) for name, rounds in times.items()}
+    by_round = [statistics.median(ours) / statistics.median(gloos)
+                for ours, gloos in zip(times["elastic"], times["gloo"], strict=True)]
+    return {
+        "ratio": round(medians["elastic"] / medians["gloo"], 4),
+        "ratio_rounds": {"min": round(min(by_round), 4), "max": round(max(by_round), 4)},
+        "step_ms": {name: round(value, 1) for name, value in medians.items()},
+    }
+
+
+def losses_apart(losses: dict[str, list[float]]) -> dict[str, Any]:
+    """How far the losses of the two backends are apart, step by step."""
+    pairs = list(zip(losses["elastic"], losses["gloo"], strict=True))
+    return {"steps": len(pairs), "equal": sum(ours == gloos for ours, gloos in pairs),
+            "largest_relative_difference": max(abs(ours - gloos) / abs(gloos) for ours, gloos in pairs)}
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic bench step_time", description="Megatron's step time over elastic against gloo.")
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: %(default)s)")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline-parallel size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N",
+                        help="jobs over each backend (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N",
+                        help="steps of each job; the first two are left out (default: %(default)s)")
+    parser.add_argument("--num-layers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.nproc_per_node % (options.tp * options.pp):
+        parser.error(f"--nproc-per-node {options.nproc_per_node} is no multiple of --tp {options.tp} x "
+                     f"--pp {options.pp}")
+    if options.rounds < 1 or options.steps < 3:
+        parser.error("--rounds must be at least 1 and --steps at least 3")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; 0 if all jobs finished."""
+    options = parse_args(argv)
+    load = load_average()
+    flags = flags_of_job(options, prepare_data())
+    times: dict[str, list[list[float]]] = {name: [] for name in BACKENDS}
+    losses: dict[str, list[float]] = {name: [] for name in BACKENDS}
+    with run_root() as root:
+        for turn in range(options.rounds):
+            for name in BACKENDS if turn % 2 == 0 else reversed(BACKENDS):
+                run_dir = root / f"round{turn + 1}-{name}"
+                run_job(run_dir, options.nproc_per_node, [*flags, "--distributed-backend", name])
+                metrics = read_metrics(run_dir)
+                times[name].append(step_times(metrics))
+                losses[name] += [metrics[step]["loss"] for step in sorted(metrics)]
+                progress(f"round {turn + 1}/{options.rounds}: {name} "
+                         f"{statistics.median(times[name][-1]):.0f} ms a step")
+    emit("step_time", argv, {
+        **figures(times),
+        "losses": losses_apart(losses),
+        "rounds": options.rounds,
+        "steps_counted": (options.steps - 2) * options.rounds,
+        "layout": {"tp": options.tp, "pp": options.pp, "dp": options.nproc_per_node // (options.tp * options.pp)},
+        "model": {name: getattr(options, name)
+                  for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+        "load_before": load,
+    })
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except JobFailed as error:
+        print(f"megatron-elastic bench step_time: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
