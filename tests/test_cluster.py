@@ -380,10 +380,11 @@ class Server:
 
 def test_control_hands_over_messages_and_drops_old_commits() -> None:
     server = Server(
-        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, saved=0),
+        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, gather=False, saved=0),
         Start(layout="l", addresses={0: b"a"}),
         Interrupt(epoch=2, lost=[1]),
-        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, saved=0),
+        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, gather=False,
+               saved=0),
     )
     control = Control.connect(server.env)
     assert control.wait((Start,), timeout=10).addresses == {0: b"a"}
@@ -418,7 +419,7 @@ def test_messages_survive_the_wire() -> None:
     vote = VoteResult(step=3, loss=float("inf"), grad_norm=0.1, lr=1e-4, consumed_samples=24, tokens=512)
     for message in (
         Committed(rank=1, epoch=2, vote=vote, time=1.5),
-        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4),
+        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4, flags={}),
     ):
         assert wire.decode(wire.encode(message)[4:]) == message
     with pytest.raises(wire.WireError):
@@ -427,7 +428,7 @@ def test_messages_survive_the_wire() -> None:
 
 def test_reports_that_contradict_each_other_are_refused() -> None:
     def report(rank: int, step: int) -> Report:
-        return Report(rank=rank, epoch=1, step=step, vote=None, last=None, held=[], interrupted_at=0.0)
+        return Report(rank=rank, epoch=1, member=True, step=step, vote=None, last=None, held=[], interrupted_at=0.0)
 
     assert decide([report(0, 4), report(1, 4)], lambda _: None).decision == "back"
     with pytest.raises(ValueError, match="more than one step"):

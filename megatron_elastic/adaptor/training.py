@@ -68,6 +68,8 @@ from megatron_elastic.state.vote import Ballot, vote
 
 _VOTE_GROUP = (1 << 14) - 1
 """Group id of the vote, beyond any that Megatron's groups reach."""
+_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject"})
+"""Flags that may differ from node to node."""
 _EVALUATION = -1
 """Step number under which evaluation draws its keys; dropout is off there."""
 
@@ -223,6 +225,7 @@ class Trainer:
             Hello(
                 rank=self.rank, pid=os.getpid(), host=socket.gethostname(), address=self.transport.address,
                 layout=self.layout.to_json(), start_step=self.step - 1, train_iters=self.args.train_iters,
+                flags={name: str(value) for name, value in vars(self.args).items() if name not in _OWN_FLAGS},
             )
         )  # fmt: skip
         if self.rank in self.layout.ranks:
@@ -250,7 +253,7 @@ class Trainer:
         layout = Layout.from_json(invite.layout)
         self.transport.add_peers(invite.addresses)
         stage, tp = layout.stage_of(self.rank), layout.tp_index(self.rank)
-        if self.built != (layout.stages[stage].units, tp):
+        if self.store is None or self.built != (layout.stages[stage].units, tp):
             self.store = None
             width = self.world_size // (layout.cell_size * self.args.pipeline_model_parallel_size)
             self._make_groups(tp + layout.cell_size * width * stage)
@@ -404,6 +407,7 @@ class Trainer:
         """Between two steps: make the planned layout true, which all ranks do now."""
         plan, self.agreed = self.plan, False
         assert plan is not None
+        tells = self.rank == self.layout.ranks[0]  # of those that were there before: who enters does not come here
         self.hooks.at("switch")
         self.transport.add_peers(plan.addresses)
         self._adopt(
@@ -412,7 +416,7 @@ class Trainer:
                 gather=False, saved=self.first_save - 1,
             )
         )  # fmt: skip
-        if self.rank == self.layout.ranks[0]:
+        if tells:
             self.control.send(Switched(rank=self.rank, epoch=plan.epoch, step=self.step))
 
     def _update(self, result: VoteResult) -> Update:
@@ -517,8 +521,8 @@ class Trainer:
             self.store.abandon_loading()
         self.control.send(
             Report(
-                rank=self.rank, epoch=epoch, step=self.step, vote=self.vote, last=self.last,
-                held=self._held(), interrupted_at=time.time(),
+                rank=self.rank, epoch=epoch, member=self.rank in self.layout.ranks, step=self.step,
+                vote=self.vote, last=self.last, held=self._held(), interrupted_at=time.time(),
             )
         )  # fmt: skip
         self.hooks.at("report")
@@ -542,6 +546,8 @@ class Trainer:
         if member:
             groups.edit(layout, self.rank)
         if self.store is None:
+            if not member:
+                self.control.send(Settled(rank=self.rank, epoch=layout.epoch))
             return
         if member:
             self._enter(self.store)
@@ -554,12 +560,12 @@ class Trainer:
             self.store.apply(self._update(commit.vote))
             # A spare's part in the step ends here.
             self.step, self.vote = (commit.step, commit.vote) if member else (commit.step + 1, None)
-        elif commit.decision == "switch":
+        else:
             self.step = commit.step  # new to a rank that enters
-        elif commit.decision == "reload":
+        if commit.decision == "reload":
             self.hooks.at("reload")
             self.store.retire(())
-            self.step, self.vote, self.last = commit.step, None, None
+            self.vote, self.last = None, None
             if member:
                 self._load(self.store, self.step - 1)
         moves = transfers(layout, commit.held) if commit.decision != "reload" else ()

@@ -97,8 +97,10 @@ class Coordinator:
         self._reshape: Reshape | None = None
         self._newest_epoch = 0
         """The highest one ever given to a layout; ``epoch`` stays behind it while a change is planned."""
-        self._settled: set[int] = set()
-        """Ranks at which everything that the present layout asks for is live."""
+        self._early: dict[Node, int] = {}
+        """Nodes that are to join and came before training began, with the ranks of each."""
+        self._settled: dict[int, int] = {}
+        """Newest epoch for which everything that the layout asks for is live at a rank."""
         self._saves: list[int] = []
         """Steps of the complete checkpoints, ascending."""
         self._damaged: set[tuple[int, tuple[int, int, int]]] = set()
@@ -123,8 +125,11 @@ class Coordinator:
 
         The ranks of a node that comes to a running job join it, under new ids.
         """
-        if self._ranks.launched and self._config.elastic:
-            self._event("spawned", ranks=self._ranks.join_node(len(ranks), node))
+        if self._config.elastic and (self._ranks.launched or min(ranks) >= self.world_size):
+            if self._layout is None:
+                self._early[node] = len(ranks)
+            else:
+                self._event("spawned", ranks=self._ranks.join_node(len(ranks), node))
             return
         taken = [rank for rank in ranks if rank not in self._ranks or self._ranks[rank].node is not None]
         if taken:
@@ -143,7 +148,7 @@ class Coordinator:
         self._timers.cancel_all()
         self._event("finished" if outcome.ok else "failed", reason=outcome.reason)
         self._ranks.send(Stop(ok=outcome.ok, reason=outcome.reason), self._ranks)
-        for node in self._ranks.nodes:
+        for node in (*self._ranks.nodes, *self._early):
             if isinstance(node, RemoteNode):
                 node.stop(outcome.ok, outcome.reason)
         self.outcome.set_result(outcome)
@@ -182,6 +187,7 @@ class Coordinator:
         """The agent of a node is gone, or silent, since ``when``: its ranks are lost with it."""
         if node in self._ranks.nodes:
             self._ranks.nodes.remove(node)
+        self._early.pop(node, None)
         alive = [rank for rank in self._ranks.of(node)
                  if self._ranks[rank].returncode is None and not self._ranks[rank].lost]
         if self.outcome.done() or not alive:
@@ -214,10 +220,12 @@ class Coordinator:
         if len(hellos) < len(self._ranks) or self.outcome.done() or self._layout is not None:
             return
         first = hellos[0]
-        for name in ("layout", "start_step", "train_iters"):
-            differ = [hello.rank for hello in hellos if getattr(hello, name) != getattr(first, name)]
-            if differ:
-                self.stop(Outcome(False, f"ranks {differ} propose another {name} than rank 0; "
+        for hello in hellos:
+            difference = _difference(hello, first)
+            if difference is None and hello.start_step != first.start_step:
+                difference = f"its newest checkpoint is that of step {hello.start_step} instead of {first.start_step}"
+            if difference is not None:
+                self.stop(Outcome(False, f"rank {hello.rank} is not like rank 0: {difference}; "
                                          "all ranks must get the same flags and the same checkpoint"))
                 return
         self._timers.cancel("start")
@@ -232,6 +240,9 @@ class Coordinator:
         self._say(f"{len(hellos)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
         start = Start(layout=first.layout, addresses=self._ranks.addresses(self._ranks))
         self._ranks.send(start, self._ranks)
+        for node, count in self._early.items():
+            self._event("spawned", ranks=self._ranks.join_node(count, node))
+        self._early.clear()
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
@@ -431,7 +442,6 @@ class Coordinator:
         self._newest_epoch += 1
         self.epoch = self._newest_epoch
         self._reshape = None
-        self._settled.clear()
         self._timers.cancel("ready")
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         # First of all: everybody waits for this.
@@ -510,7 +520,9 @@ class Coordinator:
     def _reconfigure(self) -> None:
         assert self._layout is not None and self._ledger is not None and self._recovery is not None
         reported = time.time()
-        working = [self._reports[rank] for rank in self._layout.ranks if rank in self._reports]
+        # Who has just been let in may not know it yet, and has no part in the step.
+        reports = (self._reports.get(rank) for rank in self._layout.ranks)
+        working = [report for report in reports if report is not None and report.member]
         if not working:
             self.stop(Outcome(False, "every rank of the layout is dead; restart the job from its newest checkpoint"))
             return
@@ -523,11 +535,14 @@ class Coordinator:
                     for rank, report in self._reports.items()}
             known = {*self._layout.ranks, *self._layout.spares, *self._layout.lost}
             lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
-            try:
-                layout = lose(self._layout, lost, held, self.epoch)
-            except StateLost as lost_state:
-                decision = self._fall_back(decision, self._undecided() if self._damaged else str(lost_state))
+            if decision.decision != "reload":
+                try:
+                    layout = lose(self._layout, lost, held, self.epoch)
+                except StateLost as lost_state:
+                    decision = self._fall_back(decision, self._undecided() if self._damaged else str(lost_state))
             if decision.decision == "reload":
+                # Those who have not gone back yet have told of votes that are not cast any more.
+                self._ledger.rewind(decision.step - 1)
                 layout = lose(self._layout, lost, everything(self._layout), self.epoch)
         except NoLayout as error:
             self.stop(Outcome(False, f"training cannot go on: {error}"))
@@ -560,13 +575,11 @@ class Coordinator:
 
     def _fall_back(self, decision: Decision, reason: str) -> Decision:
         """Some state is gone for good: everybody goes back to the newest checkpoint. Raises NoLayout without one."""
-        assert self._ledger is not None
         saves = [step for step in self._saves if self._verified is None or step <= self._verified]
         if not saves:
             raise NoLayout(reason)
         done = decision.step if decision.decision == "forward" else decision.step - 1
         self._saves = saves
-        self._ledger.rewind(saves[-1])
         self._event("fallback", reason=reason, step=saves[-1], lost_steps=list(range(saves[-1] + 1, done + 1)))
         self._say(f"WARNING: {reason}. Going back to the checkpoint of step {saves[-1]}: "
                   f"{done - saves[-1]} steps are done again")
@@ -583,7 +596,8 @@ class Coordinator:
         layout = self._layout
         if layout is None or self.outcome.done() or self._collecting or self._recovery or self._reshape is not None:
             return
-        if not self._settled.issuperset(layout.ranks) or not all(self._ranks[rank].standby for rank in layout.spares):
+        settled = all(self._settled.get(rank) == self.epoch for rank in layout.ranks)
+        if not settled or not all(self._ranks[rank].standby for rank in layout.spares):
             return
         newcomers = {rank: state.host for rank, state in self._ranks.items()
                      if state.standby and state.hello and not state.lost and rank not in layout.spares}
@@ -635,10 +649,9 @@ class Coordinator:
         held = self._held()
         self._reshape = None
         self.epoch = reshape.layout.epoch
-        self._settled.clear()
         self._use(reshape.layout)
         for rank in reshape.entrants:
-            self._ranks[rank].standby = False
+            self._ranks[rank].standby, self._ranks[rank].joined = False, True
         self._ranks.send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
                           vote=None, held=held, gather=False, saved=self._newest_save), reshape.entrants)
         shadows = [rank for stage in reshape.layout.stages for cell in stage.cells if cell.shadow
@@ -650,14 +663,16 @@ class Coordinator:
                       "they have caught up")
         elif not shadows:
             self._say(f"slices and grains are even over {len(reshape.layout.ranks)} ranks from step {message.step} on")
+        self._consider()
 
     def _on_settled(self, message: Settled) -> None:
-        if message.epoch == self.epoch and self._layout is not None:
-            if message.rank in self._layout.ranks:
-                self._settled.add(message.rank)
-            else:
-                self._ranks[message.rank].standby = True
-            self._consider()
+        assert self._layout is not None
+        if message.rank in self._layout.ranks:
+            # The word that they have switched may come later than this one, over another connection.
+            self._settled[message.rank] = message.epoch
+        elif message.epoch == self.epoch:
+            self._ranks[message.rank].standby = True
+        self._consider()
 
     # ---- newcomers -----------------------------------------------------------------------
 
@@ -665,7 +680,7 @@ class Coordinator:
         """Start a rank in place of one whose process has ended, if that is wanted."""
         state = self._ranks[rank]
         # One that ended before it had joined would probably do so again.
-        if self._config.respawn and self._layout is not None and state.node in self._ranks.nodes and not state.standby:
+        if self._config.respawn and self._layout is not None and state.node in self._ranks.nodes and state.joined:
             assert state.node is not None
             new = self._ranks.spawn(state.node, [state.local_rank], state.host)
             self._event("spawned", ranks=new)
@@ -673,8 +688,9 @@ class Coordinator:
 
     def _newcomer_connected(self, hello: Hello) -> None:
         assert self._first is not None
-        if hello.layout != self._first.layout or hello.train_iters != self._first.train_iters:
-            self._suspicion.fence(hello.rank, "fenced", "its flags are not those of the running job")
+        difference = _difference(hello, self._first)
+        if difference is not None:
+            self._suspicion.fence(hello.rank, "refused", f"it is not like the running job: {difference}")
             return
         self._consider()
 
@@ -692,3 +708,14 @@ class Coordinator:
             self._timers.cancel("ready")
             self._reshape = None
             self._consider()
+
+
+def _difference(hello: Hello, first: Hello) -> str | None:
+    """What a rank was told otherwise than the first one, for people; None if they can work together."""
+    for name in sorted({*hello.flags, *first.flags}):
+        theirs, ours = hello.flags.get(name), first.flags.get(name)
+        if theirs != ours:
+            return f"its --{name.replace('_', '-')} is {theirs} instead of {ours}"
+    if hello.layout != first.layout or hello.train_iters != first.train_iters:
+        return "it would begin with another layout or number of steps; give it the same --nproc-per-node"
+    return None

@@ -37,7 +37,10 @@ class Deathwatch:
 
     def hold(self, slot: int) -> None:
         """In the rank, on its main thread: from now on its death is told."""
-        _check(_libc.pthread_mutex_lock(self._mutex(slot)))
+        code = _libc.pthread_mutex_lock(self._mutex(slot))
+        if code == errno.EOWNERDEAD:  # faster than the thread that was to tell of the last holder's death
+            code = _libc.pthread_mutex_consistent(self._mutex(slot))
+        _check(code)
 
     def release(self, slot: int) -> None:
         """In the rank: it ends in order, which is not to be told."""

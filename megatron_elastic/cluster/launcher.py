@@ -82,7 +82,8 @@ def _parser() -> _Parser:
 
     add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, auto, cpu or gpu (default: 1)")
     add("nnodes", metavar="N", default="1", help="nodes of the job (default: 1)")
-    add("node-rank", metavar="I", type=int, default=0, help="which of them this is; node 0 coordinates (default: 0)")
+    add("node-rank", metavar="I", type=int, default=0, help="which of them this is; node 0 coordinates, and a node "
+        "beyond --nnodes joins the running job, which must be --elastic (default: 0)")
     add("master-addr", metavar="HOST", default=None, help="address of node 0, as every node can reach it")
     add("master-port", metavar="PORT", type=int, default=None, help="port of the coordinator (default: any free "
         "one; 29500 with several nodes)")
@@ -109,8 +110,9 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     add_elastic_arguments(elastic)
     config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
     nodes = _nodes(options.nnodes)
-    if not 0 <= options.node_rank < nodes:
-        raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}")
+    if options.node_rank < 0 or (options.node_rank >= nodes and not config.elastic):
+        raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}; only "
+                         "to an --elastic job further nodes can come")
     host, port = _endpoint(options, nodes)
     program = Program(options.script, options.module, options.arguments)
     command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config)
@@ -149,12 +151,12 @@ def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
             raise UsageError(f"--rdzv-endpoint {options.rdzv_endpoint}: expected HOST:PORT")
         host = host or given_host
         port = port if port is not None else int(given_port or 0) or None
-    if nodes == 1:
+    if nodes == 1 and options.node_rank == 0:
         return host or "127.0.0.1", port or 0
     if not host:
-        raise UsageError("--nnodes above 1 needs --master-addr: the address of node 0, as every node can reach it")
+        raise UsageError("several nodes need --master-addr: the address of node 0, as every node can reach it")
     if not os.environ.get(TOKEN_VARIABLE):
-        raise UsageError(f"--nnodes above 1 needs the environment variable {TOKEN_VARIABLE}: the same secret on every "
+        raise UsageError(f"several nodes need the environment variable {TOKEN_VARIABLE}: the same secret on every "
                          "node, for instance from `openssl rand -hex 32`")
     return host, port or 29500
 
@@ -304,7 +306,8 @@ async def _lead(command: _Command, run_dir: Path) -> int:
 
 
 async def _listen(server: Server, command: _Command) -> int:
-    address = "127.0.0.1" if command.nodes == 1 else "0.0.0.0"
+    # To a job of one node others can come only if it was started with an address that they can reach.
+    address = "127.0.0.1" if command.nodes == 1 and command.host == "127.0.0.1" else "0.0.0.0"
     try:
         return await server.listen(address, command.port)
     except OSError as error:

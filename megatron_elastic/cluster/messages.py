@@ -39,6 +39,8 @@ class Hello(Message, frozen=True):
     start_step: int
     """Steps already done before this job (from a checkpoint); all ranks must agree."""
     train_iters: int
+    flags: dict[str, str]
+    """The script's flags by name; all ranks must agree."""
 
 
 class Committed(Message, frozen=True):
@@ -59,6 +61,8 @@ class Report(Message, frozen=True):
 
     rank: int
     epoch: int
+    member: bool
+    """Whether it takes part in the step: in the newest layout that it knows it is in a cell."""
     step: int
     """Step in progress: the number of committed steps plus one."""
     vote: VoteResult | None

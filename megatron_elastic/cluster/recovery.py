@@ -38,7 +38,9 @@ def decide(reports: Collection[Report], known_vote: Callable[[int], VoteResult |
 
 
 def cause_of(returncode: int) -> str:
-    """Name what ended a process: ``kill -9``, ``SIGSEGV`` and so on."""
+    """Name what ended a process: ``kill -9``, ``SIGSEGV``, ``exit code 1`` and so on."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
     if returncode == -signal.SIGKILL:
         return "kill -9"
     try:

@@ -18,6 +18,8 @@ class Member:
     local_rank: int = 0
     host: int = 0
     """Its failure domain: the node's number, counting nodes that came later on."""
+    joined: bool = True
+    """It has had a part in training, if only as a spare."""
     standby: bool = False
     """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
     wire: AsyncWire | None = None
@@ -84,7 +86,7 @@ class Roster(Mapping[int, Member]):
         ranks: dict[int, int] = {}
         for local_rank in local_ranks:
             rank = ranks[local_rank] = len(self._members)
-            self._members[rank] = Member(node=node, local_rank=local_rank, host=host, standby=True)
+            self._members[rank] = Member(node=node, local_rank=local_rank, host=host, joined=False, standby=True)
         node.launch(ranks, self.torch_port)
         return list(ranks.values())
 

@@ -107,7 +107,7 @@ class Member:
     def train(self) -> None:
         print(f"pid {os.getpid()}")
         self.control.send(Hello(rank=self.rank, pid=os.getpid(), host="here", address=b"a",
-                                layout=self.layout.to_json(), start_step=0, train_iters=self.options.steps))
+                                layout=self.layout.to_json(), start_step=0, train_iters=self.options.steps, flags={}))
         start = self.control.wait((Start,), timeout=60)
         assert set(start.addresses) == set(self.layout.ranks)
         while True:
@@ -148,8 +148,8 @@ class Member:
             held = [(*at, tp) for at in (*self.layout.owned(self.rank), *self.layout.replicated(self.rank))]
             try:
                 self.at("report")
-                self.control.send(Report(rank=self.rank, epoch=epoch, step=self.step, vote=self.vote, last=self.last,
-                                         held=held, interrupted_at=time.time()))
+                self.control.send(Report(rank=self.rank, epoch=epoch, member=True, step=self.step, vote=self.vote,
+                                         last=self.last, held=held, interrupted_at=time.time()))
                 commit = self.control.wait((Commit,), timeout=60)
                 self.layout = Layout.from_json(commit.layout)
                 self.at("edit")
