@@ -125,6 +125,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--train-iters", type=int, required=True)
     group.add_argument("--lr", type=float, required=True)
     group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument("--decoupled-lr", type=float, help="learning rate of embedding and output layer")
+    group.add_argument("--decoupled-min-lr", type=float)
     group.add_argument("--lr-decay-style", choices=("constant", "linear", "cosine", "inverse-square-root"),
                        default="linear")
     group.add_argument("--lr-decay-iters", type=int, help="default: --train-iters")
@@ -136,6 +138,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--adam-eps", type=float, default=1e-8)
     group.add_argument("--sgd-momentum", type=float, default=0.9)
     group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--start-weight-decay", type=float)
+    group.add_argument("--end-weight-decay", type=float)
+    group.add_argument("--weight-decay-incr-style", choices=("constant", "linear", "cosine"), default="constant")
+    group.add_argument("--main-grads-dtype", choices=("fp32", "bf16"), default="fp32",
+                       help="of the gradients that the optimizer gets; they are summed up in more bits first")
     group.add_argument("--clip-grad", type=float, default=1.0, help="0 does not clip")
     group.add_argument("--seed", type=int, default=1234)
 
@@ -233,16 +240,39 @@ def _check_training(args: argparse.Namespace) -> None:
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise UsageError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters "
                          f"{args.lr_decay_iters} (by default --train-iters)")
-    if args.optimizer == "sgd" and args.elastic:
-        raise UsageError("--optimizer sgd is not supported with --elastic yet: use adam")
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        raise UsageError("--optimizer sgd cannot be sharded by Megatron: add --no-use-distributed-optimizer")
-    if args.optimizer == "sgd" and args.load is not None:
-        raise UsageError("--load does not work with --optimizer sgd in megatron-core: use adam, or start anew")
+    _check_weight_decay(args)
+    if args.decoupled_min_lr is not None and args.decoupled_lr is None:
+        raise UsageError("--decoupled-min-lr needs --decoupled-lr: add it")
+    if not args.elastic:
+        _check_plain_optimizer(args)
     if args.save_interval is not None:
         _at_least(1, save_interval=args.save_interval)
         if args.save is None:
             raise UsageError("--save-interval needs --save DIR: add it")
+
+
+def _check_weight_decay(args: argparse.Namespace) -> None:
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None or args.end_weight_decay is not None:
+            raise UsageError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+                             "cosine: add it, or use --weight-decay")
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    elif args.start_weight_decay is None or args.end_weight_decay is None:
+        raise UsageError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+                         "--end-weight-decay: add them")
+    if not 0 <= args.start_weight_decay <= args.end_weight_decay:
+        raise UsageError(f"weight decay must be at least 0 and not fall, got --start-weight-decay "
+                         f"{args.start_weight_decay:g} and --end-weight-decay {args.end_weight_decay:g}")
+
+
+def _check_plain_optimizer(args: argparse.Namespace) -> None:
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise UsageError("--optimizer sgd cannot be sharded by Megatron: add --no-use-distributed-optimizer")
+    if args.optimizer == "sgd" and args.load is not None:
+        raise UsageError("--load does not work with --optimizer sgd in megatron-core: use adam, or start anew")
+    if args.main_grads_dtype != "fp32":
+        raise UsageError(f"--main-grads-dtype {args.main_grads_dtype} works with --elastic only: Megatron has it with "
+                         "kernels of Transformer Engine; leave it out")
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -127,7 +127,7 @@ class CheckoutTrainer(training.Trainer):
         return self.rank == self.layout.ranks[-1]
 
     def _schedule(self) -> Schedule:
-        return Schedule(self.args, targets.SCHEDULER.find())
+        return Schedule(self.args, targets.SCHEDULER.find(), self.parameter_groups)
 
     def _build(self) -> None:
         super()._build()

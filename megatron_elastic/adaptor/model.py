@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_elastic.adaptor.optimizer import ParameterGroups
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer
@@ -54,12 +55,9 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
 
 
 def build_buffers(
-    model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator
+    model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator, groups: ParameterGroups
 ) -> dict[int, UnitBuffer]:
-    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them.
-
-    Weight decay spares biases and one-dimensional parameters, as Megatron's optimizer does.
-    """
+    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them."""
     parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]] = unit_parameters(model)
     names = {layout.units[unit] for unit in layout.stages[stage].units}
     if names != set(parameters):
@@ -70,7 +68,7 @@ def build_buffers(
             [
                 Member(
                     parameter=parameter,
-                    decay=not (name.endswith(".bias") or parameter.dim() == 1),
+                    group=groups.index(name, parameter),
                     sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
                 )
                 for name, parameter in parameters[layout.units[unit]]

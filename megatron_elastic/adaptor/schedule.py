@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the scheduler says about one step."""
-
-    lr: float
-    weight_decay: float
+from megatron_elastic.adaptor.optimizer import ParameterGroups
+from megatron_elastic.state.optimizer import Rates
 
 
 class Schedule:
@@ -27,16 +21,13 @@ class Schedule:
     ``build`` makes it for an optimizer, of which it reads and writes ``param_groups``.
     """
 
-    def __init__(self, args: argparse.Namespace, build: Callable[[Any], Any]) -> None:
+    def __init__(self, args: argparse.Namespace, build: Callable[[Any], Any], groups: ParameterGroups) -> None:
         self._batch = args.global_batch_size
-        self._group: dict[str, Any] = {
-            "params": [], "lr": args.lr, "max_lr": args.lr, "min_lr": args.min_lr,
-            "weight_decay": args.weight_decay, "wd_mult": 1.0, "lr_mult": 1.0,
-        }  # fmt: skip
-        self._scheduler = build(SimpleNamespace(param_groups=[self._group]))
+        self._groups = groups.for_scheduler()
+        self._scheduler = build(SimpleNamespace(param_groups=self._groups))
 
-    def at(self, step: int) -> Rates:
-        """Rates of step ``step`` (1-based): the scheduler's after ``step - 1`` global batches."""
+    def at(self, step: int) -> tuple[Rates, ...]:
+        """Rates of all groups in step ``step`` (1-based): the scheduler's after ``step - 1`` global batches."""
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=(step - 1) * self._batch)
-        return Rates(lr=float(self._group["lr"]), weight_decay=float(self._group["weight_decay"]))
+        return tuple(Rates(lr=float(group["lr"]), weight_decay=float(group["weight_decay"])) for group in self._groups)

@@ -59,11 +59,19 @@ def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
         sgd_momentum=args.sgd_momentum,
+        decoupled_lr=args.decoupled_lr,
+        decoupled_min_lr=args.decoupled_min_lr,
         clip_grad=args.clip_grad,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
+
+
+def main_grads_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Type of the mean gradients that the optimizer gets; Megatron-LM's own parser has made a dtype of it already."""
+    name = args.main_grads_dtype
+    return name if isinstance(name, torch.dtype) else {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -80,10 +88,10 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
         lr_warmup_steps=args.lr_warmup_iters * batch,
         lr_decay_steps=args.lr_decay_iters * batch,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
         wd_incr_steps=max(1, args.train_iters) * batch,
-        wd_incr_style="constant",
+        wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -8,7 +8,7 @@ so a checkpoint can be loaded under any other layout.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,16 @@ from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.optimizer import Optimizer
 from megatron_elastic.state.store import StateStore
 
-_PARTS = ("fp32_param", "exp_avg", "exp_avg_sq")
-"""Megatron's names of ``SliceState.tensors``."""
-
 FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
-"""Unit index -> the three parts of its optimizer state, flat and whole (this tensor-parallel index)."""
+"""Unit index -> the parts of its optimizer state, flat and whole (this tensor-parallel index)."""
+
+
+def parts(optimizer: Optimizer) -> tuple[str, ...]:
+    """Megatron's names of ``SliceState.tensors``."""
+    return "fp32_param", *optimizer.moments
 
 
 def latest_step(directory: str | Path | None) -> int:
@@ -60,22 +63,24 @@ def save(
     dist.barrier()
     state: dict[str, Any] = {"model": model.sharded_state_dict(), "iteration": step}
     whole = _collect(layout, units, store, transport)
-    state["optimizer"] = dict(_sharded_states(model, layout, units, whole, state["model"]))
+    state["optimizer"] = dict(_sharded_states(model, parts(store.optimizer), units, whole, state["model"]))
     dist_checkpointing.save(state, str(target))
     if dist.get_rank() == 0:
         mark_newest(Path(directory), step)
 
 
 def load(
-    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], step: int
-) -> FlatStates:
+    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], optimizer: Optimizer,
+    step: int,
+) -> FlatStates:  # fmt: skip
     """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here.
 
     Raises UsageError when it is damaged, or is another model's.
     """
-    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in _PARTS) for unit, buffer in _homed(layout, units)}
+    names = parts(optimizer)
+    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in _homed(layout, units)}
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
-    state["optimizer"] = dict(_sharded_states(model, layout, units, empty, state["model"]))
+    state["optimizer"] = dict(_sharded_states(model, names, units, empty, state["model"]))
     folder = step_folder(Path(directory), step)
     try:
         loaded = dist_checkpointing.load(state, str(folder))
@@ -89,7 +94,7 @@ def load(
         ) from error
     model.load_state_dict(loaded["model"])
     with torch.no_grad():
-        for name, target in _views(model, layout, units, empty):
+        for name, target in _views(model, names, units, empty):
             target.copy_(loaded["optimizer"][name])
     return empty
 
@@ -113,17 +118,17 @@ def _homed(layout: Layout, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[in
 
 def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore, transport: Transport) -> FlatStates:
     """The whole optimizer state of each unit, at the first cell of its home stage; nothing elsewhere."""
-    me, tp = transport.rank, layout.tp_index(transport.rank)
+    me, tp, names = transport.rank, layout.tp_index(transport.rank), parts(store.optimizer)
     whole: dict[int, tuple[torch.Tensor, ...]] = {}
     operations: list[Send | Recv] = []
     for unit, buffer in _homed(layout, units):
         saver = layout.stages[layout.home(unit)].cells[0].ranks[tp]
         if me == saver:
-            whole[unit] = tuple(torch.zeros(buffer.params.shape) for _ in _PARTS)
+            whole[unit] = tuple(torch.zeros(buffer.params.shape) for _ in names)
         for k in range(layout.num_slices):
             owner = layout.owner(unit, k, tp)
-            for part in range(len(_PARTS)):
-                coordinate = pair(unit, k * len(_PARTS) + part)
+            for part in range(len(names)):
+                coordinate = pair(unit, k * len(names) + part)
                 if me == saver:
                     target = buffer.slice_of(whole[unit][part], k)
                     if owner == me:
@@ -139,24 +144,24 @@ def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
 
 
 def _views(
-    model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], whole: FlatStates
+    model: GPTModel, names: Sequence[str], units: Mapping[int, UnitBuffer], whole: FlatStates
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """("<part>.<parameter name>", its view in the flat state) for every parameter of the units in ``whole``."""
-    names = {id(p): name for members in unit_parameters(model).values() for name, p in members}
+    parameters = {id(p): name for members in unit_parameters(model).values() for name, p in members}
     for unit, states in whole.items():
         for member, start in units[unit].members:
             p = member.parameter
-            for part, flat in zip(_PARTS, states, strict=True):
-                yield f"{part}.{names[id(p)]}", flat[start : start + p.numel()].view_as(p)
+            for part, flat in zip(names, states, strict=True):
+                yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
 
 
 def _sharded_states(
     model: GPTModel,
-    layout: Layout,
+    names: Sequence[str],
     units: Mapping[int, UnitBuffer],
     whole: FlatStates,
     sharded_model: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any]]:
-    for name, view in _views(model, layout, units, whole):
+    for name, view in _views(model, names, units, whole):
         part, _, parameter = name.partition(".")
         yield name, make_sharded_optimizer_tensor(sharded_model[parameter], view, f"optimizer.state.{part}")

@@ -24,9 +24,10 @@ from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
+from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
-from megatron_elastic.adaptor.settings import build_scheduler
+from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
 from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
     Commit,
@@ -60,8 +61,8 @@ from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.schedule import one_forward_one_backward
 from megatron_elastic.plan import everything
+from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.reduction import Reduction
-from megatron_elastic.state.slice import Adam, Update
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
@@ -167,9 +168,14 @@ class Trainer:
         self.layout = initial_layout(args, self.world_size)
         if self.rank in self.layout.ranks:
             self._make_groups()
+        optimizer_config = build_optimizer_config(args)
+        self.optimizer = make_optimizer(optimizer_config)
+        self.parameter_groups = ParameterGroups(optimizer_config)
         self.schedule = self._schedule()
         # Twice: a tied embedding gets a gradient from each of its two stages.
-        self.accumulator = make_accumulator(self.config.consistency, 2 * self.layout.num_grains)
+        self.accumulator = make_accumulator(
+            self.config.consistency, 2 * self.layout.num_grains, main_grads_dtype(args)
+        )
         self.step = checkpoint.latest_step(args.load) + 1
         """The step in progress: committed steps plus one."""
         self.first_save = self.step
@@ -210,7 +216,7 @@ class Trainer:
                 self._recover(interrupted)
 
     def _schedule(self) -> Schedule:
-        return Schedule(self.args, partial(build_scheduler, self.args))
+        return Schedule(self.args, partial(build_scheduler, self.args), self.parameter_groups)
 
     def _goes_on(self) -> bool:
         """Whether there is another step to do. All ranks ask before each, and again after a recovery."""
@@ -272,16 +278,14 @@ class Trainer:
         self.store = store
 
     def _empty_store(self, layout: Layout) -> StateStore:
-        args = self.args
-        adam = Adam(args.adam_beta1, args.adam_beta2, args.adam_eps)
-        return StateStore(self.units, adam, self.transport, layout.tp_index(self.rank))
+        return StateStore(self.units, self.optimizer, self.transport, layout.tp_index(self.rank))
 
     def _load(self, store: StateStore, step: int) -> None:
         """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
         if step == 0:
             store.create(self.layout)
             return
-        states = checkpoint.load(self._checkpoint_of(step), self.gpt, self.layout, self.units, step)
+        states = checkpoint.load(self._checkpoint_of(step), self.gpt, self.layout, self.units, self.optimizer, step)
         store.create(self.layout)
         checkpoint.fill(store, self.units, states, step)
 
@@ -302,7 +306,7 @@ class Trainer:
             key.attach(module, unit)
             watch(module, self._look)
         self.units = build_buffers(
-            model, layout, stage, layout.tp_index(self.rank), self.accumulator
+            model, layout, stage, layout.tp_index(self.rank), self.accumulator, self.parameter_groups
         )
         wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
@@ -377,7 +381,7 @@ class Trainer:
         outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
         self.agreed = outcome.switch
         return VoteResult(
-            step=self.step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=self.schedule.at(self.step).lr,
+            step=self.step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=self.schedule.at(self.step)[0].lr,
             consumed_samples=self.step * self.args.global_batch_size, tokens=outcome.tokens,
         )  # fmt: skip
 
@@ -420,9 +424,8 @@ class Trainer:
             self.control.send(Switched(rank=self.rank, epoch=plan.epoch, step=self.step))
 
     def _update(self, result: VoteResult) -> Update:
-        at = self.schedule.at(result.step)
         clip = self.args.clip_grad / (result.grad_norm + 1e-6) if self.args.clip_grad > 0 else 1.0
-        return Update(step=result.step, clip=clip, lr=at.lr, weight_decay=at.weight_decay)
+        return Update(step=result.step, clip=clip, rates=self.schedule.at(result.step))
 
     def _between_steps(self, done: int) -> None:
         """What is due after ``done`` steps. Part of the next step, so that an interruption repeats it."""

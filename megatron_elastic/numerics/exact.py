@@ -24,11 +24,13 @@ class ExactAccumulator:
 
     Args:
         contributions: the largest number of tensors that one total will ever get.
+        mean_dtype: of the means.
     """
 
     dtype = torch.int64
 
-    def __init__(self, contributions: int) -> None:
+    def __init__(self, contributions: int, mean_dtype: torch.dtype = torch.float32) -> None:
+        self.mean_dtype = mean_dtype
         self._limit = _RANGE / contributions
         self._scaled = torch.empty(_CHUNK)
         self._integers = torch.empty(_CHUNK, dtype=torch.int64)
@@ -52,8 +54,8 @@ class ExactAccumulator:
             sink.add_(integers)
 
     def mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
-        """``total / count`` as float32, rounded once; the same for the same total wherever it is computed."""
-        return total.to(torch.float64).mul_(1.0 / (SCALE * count)).to(torch.float32)
+        """``total / count``, rounded once; the same for the same total wherever it is computed."""
+        return total.to(torch.float64).mul_(1.0 / (SCALE * count)).to(self.mean_dtype)
 
 
 class FloatAccumulator:
@@ -61,18 +63,21 @@ class FloatAccumulator:
 
     dtype = torch.float32
 
+    def __init__(self, mean_dtype: torch.dtype = torch.float32) -> None:
+        self.mean_dtype = mean_dtype
+
     def add(self, total: torch.Tensor, value: torch.Tensor) -> None:
         """``total += value``; both flat, total float32."""
         total.add_(value)
 
     def mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
-        """``total / count`` as float32."""
-        return total / count
+        """``total / count``."""
+        return (total / count).to(self.mean_dtype)
 
 
 Accumulator = ExactAccumulator | FloatAccumulator
 
 
-def make_accumulator(consistency: str, contributions: int) -> Accumulator:
-    """The accumulator for ``--elastic-consistency``."""
-    return ExactAccumulator(contributions) if consistency == "bitwise" else FloatAccumulator()
+def make_accumulator(consistency: str, contributions: int, mean_dtype: torch.dtype) -> Accumulator:
+    """The accumulator for ``--elastic-consistency`` whose means have ``mean_dtype``."""
+    return ExactAccumulator(contributions, mean_dtype) if consistency == "bitwise" else FloatAccumulator(mean_dtype)

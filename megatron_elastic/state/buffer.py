@@ -6,6 +6,7 @@ holds the unit. Parameters are ordered into segments that the optimizer treats a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,12 @@ _ALIGN = 32
 class Member:
     """A parameter of a unit and how the optimizer treats it.
 
-    ``decay``: weight decay applies. ``sharded``: tensor-parallel ranks hold different parts of it; otherwise they
+    ``group``: index of its group (see ``state.optimizer``). ``sharded``: tensor-parallel ranks hold different parts of it; otherwise they
     all hold the same.
     """
 
     parameter: torch.nn.Parameter
-    decay: bool
+    group: int
     sharded: bool
 
 
@@ -40,7 +41,7 @@ class Segment:
 
     start: int
     end: int
-    decay: bool
+    group: int
     counted: bool
 
 
@@ -65,14 +66,14 @@ class UnitBuffer:
         self.members: list[tuple[Member, int]] = []
         self._segments: list[Segment] = []
         offset = 0
-        for decay, sharded in ((True, True), (True, False), (False, True), (False, False)):
+        for group, sharded in itertools.product(sorted({member.group for member in members}), (True, False)):
             start = offset
             for member in members:
-                if (member.decay, member.sharded) == (decay, sharded):
+                if (member.group, member.sharded) == (group, sharded):
                     self.members.append((member, offset))
                     offset += -(-member.parameter.numel() // _ALIGN) * _ALIGN
             if offset > start:
-                self._segments.append(Segment(start, offset, decay, sharded or tp_index == 0))
+                self._segments.append(Segment(start, offset, group, sharded or tp_index == 0))
         self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
         size = self.slice_size * num_slices
         dtype = members[0].parameter.dtype
@@ -89,7 +90,7 @@ class UnitBuffer:
         """The segments of slice k, relative to its start; padding belongs to none."""
         low, high = k * self.slice_size, (k + 1) * self.slice_size
         return [
-            Segment(max(s.start, low) - low, min(s.end, high) - low, s.decay, s.counted)
+            Segment(max(s.start, low) - low, min(s.end, high) - low, s.group, s.counted)
             for s in self._segments
             if s.start < high and s.end > low
         ]

@@ -38,7 +38,7 @@ class Reduction:
         self._tp = layout.tp_index(transport.rank)
 
     def reduce_gradients(self) -> None:
-        """Sum every owned slice over all holders into a float32 mean over the grains, kept in the store."""
+        """Sum every owned slice over all holders into a mean over the grains, kept in the store."""
         sends = [
             self._transport.send(owner, Channel.GRADIENT, pair(unit, k), buffer.slice_of(buffer.sums, k))
             for unit, k, owner, buffer in self._slices()
@@ -70,7 +70,7 @@ class Reduction:
                 sends.append(self._transport.send(copy, Channel.REPLAY, pair(unit, k), grad))
         recvs: list[Recv] = []
         for unit, k in self._layout.replicated(me):
-            grad = torch.empty(self._units[unit].slice_size)
+            grad = torch.empty(self._units[unit].slice_size, dtype=self._accumulator.mean_dtype)
             recvs.append(
                 self._transport.recv(self._layout.owner(unit, k, self._tp), Channel.REPLAY, pair(unit, k), grad)
             )

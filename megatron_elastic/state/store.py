@@ -16,7 +16,8 @@ from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
 from megatron_elastic.state.buffer import UnitBuffer
-from megatron_elastic.state.slice import Adam, SliceState, Update
+from megatron_elastic.state.optimizer import Optimizer, Update
+from megatron_elastic.state.slice import SliceState
 
 SliceId = tuple[int, int]
 """(unit, slice)"""
@@ -35,10 +36,12 @@ class _Loading:
 class StateStore:
     """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each."""
 
-    def __init__(self, units: Mapping[int, UnitBuffer], adam: Adam, transport: Transport, tp_index: int) -> None:
+    def __init__(
+        self, units: Mapping[int, UnitBuffer], optimizer: Optimizer, transport: Transport, tp_index: int
+    ) -> None:
         self._tp = tp_index
         self._units = units
-        self._adam = adam
+        self.optimizer = optimizer
         self._transport = transport
         self._live: dict[SliceId, SliceState] = {}
         self._loading: dict[SliceId, _Loading] = {}
@@ -56,7 +59,9 @@ class StateStore:
         """Make fresh states, from the model's weights, for every slice this rank owns or replicates."""
         for unit, k in (*layout.owned(self._transport.rank), *layout.replicated(self._transport.rank)):
             buffer = self._units[unit]
-            self._live[unit, k] = SliceState(buffer.slice_of(buffer.params, k).to(torch.float32, copy=True))
+            self._live[unit, k] = SliceState(
+                buffer.slice_of(buffer.params, k).to(torch.float32, copy=True), self.optimizer
+            )
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ class StateStore:
     def apply(self, update: Update) -> None:
         """Do the update on everything live that has not done it; loading replicas keep it for later."""
         for (unit, k), state in self._live.items():
-            state.apply(update, self._adam, self._units[unit].segments(k))
+            state.apply(update, self._units[unit].segments(k))
         for loading in self._loading.values():
             if loading.grad is not None:
                 loading.missed.append((update, loading.grad))
@@ -100,7 +105,7 @@ class StateStore:
                     )
             if transfer.dst == me:
                 size = self._units[transfer.unit].slice_size
-                state = SliceState(torch.empty(size))
+                state = SliceState(torch.empty(size), self.optimizer)
                 recvs = tuple(
                     self._transport.recv(transfer.src, Channel.STATE, _coordinate(at, part), tensor)
                     for part, tensor in enumerate(state.tensors)
@@ -126,7 +131,7 @@ class StateStore:
             state.step = step - len(loading.missed)
             for update, grad in loading.missed:
                 state.grad = grad
-                state.apply(update, self._adam, self._units[at[0]].segments(at[1]))
+                state.apply(update, self._units[at[0]].segments(at[1]))
             state.grad = loading.grad
             self._live[at] = state
         return arrived

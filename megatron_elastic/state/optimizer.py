@@ -1,0 +1,98 @@
+"""Optimizer: how a step changes the state of a slice. Adam and SGD with momentum, as Megatron has them.
+
+Elements that are treated alike form a *group*: whether weight decay applies, and which learning rate. All ranks know the
+same groups in the same order. An optimizer is a value without state of its own; owner and replica run the same kernels
+on the same memory layout, so that they stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Learning rate and weight decay of one group in one step."""
+
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step's update needs besides the gradient; the same on every rank.
+
+    ``clip`` multiplies the gradient where it is below 1. ``rates`` are the groups', from the scheduler.
+    """
+
+    step: int
+    clip: float
+    rates: tuple[Rates, ...]
+
+
+class Optimizer(Protocol):
+    """Updates flat float32 tensors in place."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors that it keeps for each weight, as in torch's ``state_dict``; they begin with zeros."""
+        ...
+
+    def update(
+        self, step: int, weights: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tensor], rates: Rates
+    ) -> None:
+        """Do step ``step`` (from 1) on some elements. All tensors are flat, float32 and of one size."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam. ``decoupled``: weight decay shrinks the weights (AdamW); otherwise it is added to the gradient."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool = True
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Both moments."""
+        return "exp_avg", "exp_avg_sq"
+
+    def update(
+        self, step: int, weights: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tensor], rates: Rates
+    ) -> None:
+        """See ``Optimizer``."""
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        exp_avg, exp_avg_sq = moments
+        kernel(
+            [weights], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))],
+            lr=rates.lr, beta1=self.beta1, beta2=self.beta2, weight_decay=rates.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """SGD with momentum (no dampening, not Nesterov's); weight decay is added to the gradient."""
+
+    momentum: float
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The momentum, if there is any."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def update(
+        self, step: int, weights: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tensor], rates: Rates
+    ) -> None:
+        """See ``Optimizer``."""
+        # torch begins with the first gradient as momentum, which is what a momentum of zeros becomes, too.
+        torch._fused_sgd_(
+            [weights], [grad], list(moments), lr=rates.lr, momentum=self.momentum, weight_decay=rates.weight_decay,
+            dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
