@@ -16,8 +16,9 @@ from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Layout, transfers
 from megatron_elastic.numerics.exact import ExactAccumulator, FloatAccumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer
+from megatron_elastic.state.optimizer import Adam, Rates, Update
 from megatron_elastic.state.reduction import Reduction
-from megatron_elastic.state.slice import Adam, SliceState, Update
+from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.vote import Ballot, vote
 from tests import world
@@ -27,11 +28,11 @@ ADAM = Adam(beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 def _members(sizes: Sequence[tuple[int, bool, bool]], seed: int = 0) -> list[Member]:
-    """(elements, decay, sharded) -> parameters with values of their own."""
+    """(elements, in group 1, sharded) -> parameters with values of their own."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Member(torch.nn.Parameter(torch.randn(size, generator=generator)), decay, sharded)
-        for size, decay, sharded in sizes
+        Member(torch.nn.Parameter(torch.randn(size, generator=generator)), int(group), sharded)
+        for size, group, sharded in sizes
     ]
 
 
@@ -67,18 +68,18 @@ def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool
 def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     """They treat every parameter as it wants, whoever asks; only who counts depends on the tensor-parallel index."""
     buffers = [UnitBuffer(0, _members(sizes), num_slices, tp, ExactAccumulator(1)) for tp in (0, 1)]
-    decay = torch.full_like(buffers[0].params, math.nan)
+    groups = torch.full_like(buffers[0].params, math.nan)
     for k in range(num_slices):
         first, second = (buffer.segments(k) for buffer in buffers)
-        assert [(s.start, s.end, s.decay) for s in first] == [(s.start, s.end, s.decay) for s in second]
+        assert [(s.start, s.end, s.group) for s in first] == [(s.start, s.end, s.group) for s in second]
         assert all(segment.counted for segment in first)
         ends = [bound for segment in first for bound in (segment.start, segment.end)]
         assert ends == sorted(ends)
         assert all(0 <= bound <= buffers[0].slice_size for bound in ends)
         for segment in first:
-            buffers[0].slice_of(decay, k)[segment.start : segment.end] = float(segment.decay)
+            buffers[0].slice_of(groups, k)[segment.start : segment.end] = float(segment.group)
     for member, start in buffers[0].members:
-        assert (decay[start : start + member.parameter.numel()] == float(member.decay)).all()
+        assert (groups[start : start + member.parameter.numel()] == float(member.group)).all()
     counted = torch.zeros_like(buffers[1].params)
     for k in range(num_slices):
         for segment in buffers[1].segments(k):
@@ -99,9 +100,27 @@ def test_gradients_are_summed() -> None:
 
 
 def test_buffers_keep_bf16() -> None:
-    members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), True, False)]
+    members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), 0, False)]
     buffer = UnitBuffer(0, members, 2, 0, ExactAccumulator(1))
     assert (buffer.params.dtype, buffer.sums.dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    types = torch.float32, torch.bfloat16
+    members = [Member(torch.nn.Parameter(torch.zeros(4, dtype=dtype)), 0, False) for dtype in types]
+    with pytest.raises(ValueError, match=r"unit 3 have types torch.float32 and torch.bfloat16: cast them"):
+        UnitBuffer(3, members, 2, 0, ExactAccumulator(1))
+
+
+def test_twins_sum_apart() -> None:
+    """As two ranks with one use each do, where autograd's own sum would be rounded."""
+    members = _members([(64, False, False)])
+    parameter = members[0].parameter
+    buffer = UnitBuffer(0, members, 2, 0, ExactAccumulator(2))
+    twin = buffer.twin(parameter)
+    assert twin.data_ptr() == parameter.data_ptr()
+    (parameter.sum() * 1.0 + twin.sum() * 2.0**-30).backward()
+    assert (buffer.sums[:64] == 2**40 + 2**10).all()
 
 
 # ---- the update ---------------------------------------------------------------------------
@@ -109,12 +128,17 @@ def test_buffers_keep_bf16() -> None:
 
 def _trained(steps: int, clip: float = 1.0) -> tuple[SliceState, UnitBuffer]:
     """A state after some steps, on gradients that depend on the step alone."""
-    buffer = UnitBuffer(0, _members([(70, True, False), (50, False, False)]), 1, 0, ExactAccumulator(1))
-    state = SliceState(buffer.params.clone())
+    buffer = UnitBuffer(0, _members([(70, False, False), (50, True, False)]), 1, 0, ExactAccumulator(1))
+    state = SliceState(buffer.params.clone(), ADAM)
     for step in range(1, steps + 1):
         state.grad = _gradient(step, state.master.numel())
-        state.apply(Update(step, clip, 0.01 * step, 0.1), ADAM, buffer.segments(0))
+        state.apply(Update(step, clip, _rates(0.01 * step)), buffer.segments(0))
     return state, buffer
+
+
+def _rates(lr: float) -> tuple[Rates, Rates]:
+    """Group 0 decays, group 1 does not."""
+    return Rates(lr, 0.1), Rates(lr, 0.0)
 
 
 def _gradient(step: int, size: int) -> torch.Tensor:
@@ -126,7 +150,7 @@ def test_update_equals_adamw(clip: float) -> None:
     """Clipping only ever makes gradients smaller; what is not to decay does not."""
     steps = 12
     state, buffer = _trained(steps, clip)
-    members = _members([(70, True, False), (50, False, False)])
+    members = _members([(70, False, False), (50, True, False)])
     decayed, plain = (member.parameter for member in members)
     optimizer = torch.optim.AdamW(
         [{"params": [decayed], "weight_decay": 0.1}, {"params": [plain], "weight_decay": 0.0}],
@@ -148,19 +172,19 @@ def test_update_equals_adamw(clip: float) -> None:
 def test_update_is_done_once() -> None:
     state, buffer = _trained(3)
     before = state.sha256(buffer.params)
-    state.apply(Update(3, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+    state.apply(Update(3, 1.0, _rates(0.5)), buffer.segments(0))
     state.grad = _gradient(3, state.master.numel())
-    state.apply(Update(2, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+    state.apply(Update(2, 1.0, _rates(0.5)), buffer.segments(0))
     assert state.sha256(buffer.params) == before
 
 
 def test_update_out_of_turn_is_an_error() -> None:
     state, buffer = _trained(3)
     with pytest.raises(RuntimeError, match=r"at step 3 \(without a gradient\) cannot do step 4"):
-        state.apply(Update(4, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+        state.apply(Update(4, 1.0, _rates(0.5)), buffer.segments(0))
     state.grad = _gradient(5, state.master.numel())
     with pytest.raises(RuntimeError, match=r"at step 3 \(with a gradient\) cannot do step 5"):
-        state.apply(Update(5, 1.0, 0.5, 0.1), ADAM, buffer.segments(0))
+        state.apply(Update(5, 1.0, _rates(0.5)), buffer.segments(0))
 
 
 def test_owner_and_replica_stay_equal() -> None:
@@ -168,21 +192,21 @@ def test_owner_and_replica_stay_equal() -> None:
     owner, buffer = _trained(8)
     shifted = torch.zeros(owner.master.numel() + 1)[1:]
     shifted.copy_(buffer.params)
-    replica = SliceState(shifted)
+    replica = SliceState(shifted, ADAM)
     for step in range(1, 9):
         replica.grad = _gradient(step, replica.master.numel())
-        replica.apply(Update(step, 1.0, 0.01 * step, 0.1), ADAM, buffer.segments(0))
+        replica.apply(Update(step, 1.0, _rates(0.01 * step)), buffer.segments(0))
     for mine, theirs in zip(owner.tensors, replica.tensors, strict=True):
         assert torch.equal(mine, theirs)
     assert owner.sha256(buffer.params) == replica.sha256(buffer.params)
-    replica.exp_avg_sq[5] *= 1 + 2**-20
+    replica.moments[1][5] *= 1 + 2**-20
     assert owner.sha256(buffer.params) != replica.sha256(buffer.params)
 
 
 def test_norm_counts_what_is_counted() -> None:
     for tp, expected in ((0, 40.0 + 9.0), (1, 40.0)):
         buffer = UnitBuffer(0, _members([(40, True, True), (9, False, False)]), 1, tp, ExactAccumulator(1))
-        state = SliceState(buffer.params.clone())
+        state = SliceState(buffer.params.clone(), ADAM)
         state.grad = torch.zeros_like(state.master)
         for member, start in buffer.members:
             state.grad[start : start + member.parameter.numel()] = 1.0
@@ -225,7 +249,7 @@ def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduc
     store.drop_gradients()
     reduction.reduce_gradients()
     reduction.replay()
-    store.apply(Update(step, 0.5, 0.01, 0.1))
+    store.apply(Update(step, 0.5, _rates(0.01)))
     reduction.gather_parameters()
 
 
@@ -310,11 +334,11 @@ def test_copies_under_way_can_be_abandoned() -> None:
             layout = replace(_layout(), epoch=epoch)
             moves = transfers(layout, held)
             for at in bare.owned(peer.rank):
-                store[at].exp_avg.fill_(epoch)
+                store[at].moments[0].fill_(epoch)
             store.replicate(moves)
         store.settle(0, wait=moves)
         for at in layout.replicated(peer.rank):
-            assert (store[at].exp_avg == 2).all()
+            assert (store[at].moments[0] == 2).all()
         store.flush()
         peer.leave()
 

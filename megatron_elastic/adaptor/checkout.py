@@ -158,7 +158,7 @@ class CheckoutTrainer(training.Trainer):
         return bool(answer.item())
 
     def _committed(self, result: VoteResult) -> None:
-        following = self.schedule.at(result.step + 1).lr  # Megatron logs the rate as the step leaves it
+        following = self.schedule.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
         self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
                        len(self.layout.ranks), self._writes)
 

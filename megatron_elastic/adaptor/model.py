@@ -57,12 +57,15 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
 def build_buffers(
     model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator, groups: ParameterGroups
 ) -> dict[int, UnitBuffer]:
-    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them."""
+    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them.
+
+    Where a tied embedding is used twice, both uses get leaves of their own.
+    """
     parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]] = unit_parameters(model)
     names = {layout.units[unit] for unit in layout.stages[stage].units}
     if names != set(parameters):
         raise ValueError(f"stage {stage} should hold units {sorted(names)}, but its model has {sorted(parameters)}")
-    return {
+    buffers = {
         unit: UnitBuffer(
             unit,
             [
@@ -79,3 +82,8 @@ def build_buffers(
         )
         for unit in layout.stages[stage].units
     }
+    if model.pre_process and model.post_process and model.share_embeddings_and_output_weights:
+        buffer = buffers[layout.units.index("embedding")]
+        twin = buffer.twin(model.embedding.word_embeddings.weight)
+        model.shared_embedding_or_output_weight = lambda: twin
+    return buffers

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from megatron_elastic.numerics import keyed
 
@@ -30,13 +30,18 @@ def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def install(seed: int) -> None:
     """Make the tracker's forks keyed, and the initial weights of each unit a function of (seed, unit)."""
     megatron_random.CudaRNGStatesTracker.fork = _keyed_fork
-    _key_construction(TransformerLayer, seed, lambda kwargs: f"layer.{kwargs.get('layer_number', 1) - 1}")
+    _key_construction(TransformerLayer, seed, lambda kwargs: f"layer.{_layer_index(**kwargs)}")
     _key_construction(LanguageModelEmbedding, seed, lambda _: "embedding")
 
 
 def name_streams(seed: int) -> None:
     """Give Megatron's tracker the streams that its modules ask for by name. Needs Megatron's groups."""
     megatron_random.model_parallel_cuda_manual_seed(seed)
+
+
+def _layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collection: Any, **_: Any) -> int:
+    """Index in the whole model of a layer under construction, whose number counts from its stage's first one."""
+    return layer_number - 1 + int(get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()))
 
 
 def _key_construction(module: type[torch.nn.Module], seed: int, unit: Callable[[dict[str, Any]], str]) -> None:

@@ -305,10 +305,11 @@ class Trainer:
         for unit, module in unit_modules(model):
             key.attach(module, unit)
             watch(module, self._look)
+        # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
+        wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.units = build_buffers(
             model, layout, stage, layout.tp_index(self.rank), self.accumulator, self.parameter_groups
         )
-        wrapped = Float16Module(model.config, model) if args.bf16 else model
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
         self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
         self.built = layout.stages[stage].units, layout.tp_index(self.rank)

@@ -78,6 +78,8 @@ class FloatAccumulator:
 Accumulator = ExactAccumulator | FloatAccumulator
 
 
-def make_accumulator(consistency: str, contributions: int, mean_dtype: torch.dtype) -> Accumulator:
+def make_accumulator(
+    consistency: str, contributions: int, mean_dtype: torch.dtype = torch.float32
+) -> Accumulator:
     """The accumulator for ``--elastic-consistency`` whose means have ``mean_dtype``."""
     return ExactAccumulator(contributions, mean_dtype) if consistency == "bitwise" else FloatAccumulator(mean_dtype)

@@ -22,8 +22,8 @@ _ALIGN = 32
 class Member:
     """A parameter of a unit and how the optimizer treats it.
 
-    ``group``: index of its group (see ``state.optimizer``). ``sharded``: tensor-parallel ranks hold different parts of it; otherwise they
-    all hold the same.
+    ``group``: index of its group (see ``state.optimizer``). ``sharded``: tensor-parallel ranks hold different parts of
+    it; otherwise they all hold the same.
     """
 
     parameter: torch.nn.Parameter
@@ -54,6 +54,8 @@ class UnitBuffer:
         num_slices: K.
         tp_index: this rank's tensor-parallel index.
         accumulator: how gradients are summed.
+
+    Raises ValueError when the parameters do not all have one type.
     """
 
     def __init__(
@@ -77,6 +79,10 @@ class UnitBuffer:
         self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
         size = self.slice_size * num_slices
         dtype = members[0].parameter.dtype
+        if types := {str(member.parameter.dtype) for member in members} - {str(dtype)}:
+            raise ValueError(
+                f"the parameters of unit {index} have types {dtype} and {', '.join(types)}: cast them first"
+            )
         self.params = torch.zeros(size, dtype=dtype)
         self.sums = torch.zeros(size, dtype=accumulator.dtype)
         for member, start in self.members:
@@ -101,10 +107,23 @@ class UnitBuffer:
         for member, _ in self.members:
             member.parameter.grad = None
 
+    def twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """A second leaf over a member's memory, for another use of it; what the two uses contribute is summed apart.
+
+        Autograd would add both in floating point first, and ranks that hold one use each do not.
+        """
+        start = next(start for member, start in self.members if member.parameter is parameter)
+        twin = torch.nn.Parameter(parameter.detach())
+        self._accumulate(twin, start)
+        return twin
+
     def _adopt(self, parameter: torch.nn.Parameter, start: int) -> None:
         view = self.params[start : start + parameter.numel()]
         view.copy_(parameter.detach().view(-1))
         parameter.data = view.view_as(parameter)
+        self._accumulate(parameter, start)
+
+    def _accumulate(self, parameter: torch.nn.Parameter, start: int) -> None:
         sums = self.sums[start : start + parameter.numel()]
 
         def accumulate(p: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Optimizer: how a step changes the state of a slice. Adam and SGD with momentum, as Megatron has them.
 
-Elements that are treated alike form a *group*: whether weight decay applies, and which learning rate. All ranks know the
-same groups in the same order. An optimizer is a value without state of its own; owner and replica run the same kernels
-on the same memory layout, so that they stay equal bit for bit.
+Elements that are treated alike form a *group*: whether weight decay applies, and which learning rate. All ranks know
+the same groups in the same order. An optimizer is a value without state of its own; owner and replica run the same
+kernels on the same memory layout, so that they stay equal bit for bit.
 """
 
 from __future__ import annotations
