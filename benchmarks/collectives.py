@@ -40,10 +40,10 @@ def operation(name: str, size: int, group: dist.ProcessGroup, me: int, ranks: in
         return lambda: dist.all_reduce(whole, group=group)
     if name == "reduce_scatter":
         source = torch.ones(part.numel() * ranks)
-        return lambda: dist.reduce_scatter_tensor(part, source, group=group)
+        return lambda: dist.reduce_scatter_single(part, source, group=group)
     if name == "all_gather":
         gathered = torch.empty(count * ranks)
-        return lambda: dist.all_gather_into_tensor(gathered, whole, group=group)
+        return lambda: dist.all_gather_single(gathered, whole, group=group)
     if name == "all_to_all":
         source, target = torch.ones(part.numel() * ranks), torch.empty(part.numel() * ranks)
         return lambda: dist.all_to_all_single(target, source, group=group)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_elastic.cluster.control import Interrupted, InterruptFlag
-from megatron_elastic.comm import backend
+from megatron_elastic.comm import backend, transport
 from megatron_elastic.comm.tag import Channel, is_older, make_tag, pair
 from tests import world
 from tests.world import Peer
@@ -299,11 +299,15 @@ def test_older_epochs_are_dropped(apart: bool) -> None:
                 transport.wait(transport.recv(0, Channel.ACTIVATION, size, got))
                 _equal(got, torch.full((size,), 2.0))
             transport.wait(transport.recv(0, Channel.ACTIVATION, 3, torch.zeros(1)))
-            assert not transport._arrived
+            assert not transport._inbox.arrived
             assert not stale.any()
         peer.leave()
 
     world.run(body, size=2, apart=apart)
+
+
+LAST_LOOK = transport._YIELDS_CROWDED + 1
+"""How often a wait looks before it sleeps."""
 
 
 class RaisedWhileWaiting:
@@ -316,9 +320,9 @@ class RaisedWhileWaiting:
     @property
     def raised(self) -> bool:
         self.looks += 1
-        if self.looks == 1:
+        if self.looks == LAST_LOOK:
             os.eventfd_write(self.fd, 1)
-        return self.looks > 1
+        return self.looks > LAST_LOOK
 
     @raised.setter
     def raised(self, value: bool) -> None:
@@ -336,7 +340,7 @@ def test_an_interrupt_wakes_a_wait() -> None:
         assert caught.value.epoch == 1
         assert time.monotonic() - begun < 0.9  # without the descriptor it sleeps for a second
         assert isinstance(peer.flag, RaisedWhileWaiting)
-        assert peer.flag.looks == 2
+        assert peer.flag.looks == LAST_LOOK + 1
         peer.leave()
 
     world.run(body, size=2, make_flag=RaisedWhileWaiting)

@@ -18,10 +18,12 @@ from megatron_elastic.comm.operation import Operation, Recv, Send, Steps
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 
-_SMALL = 16 * 1024
-"""Below this many bytes a star through the first member beats exchanging chunks."""
+_STAR = 256 * 1024
+"""Up to this many bytes a star through the first member beats exchanging chunks: 2 n messages, not n squared."""
 _FEW = 3
 """Up to this many members, small messages go from each to each: one hop instead of two."""
+_PART = 512 * 1024
+"""Bytes of a chunk that is reduced at once: while it is read, the next ones are written, and it stays in the cache."""
 _PHASES = 2
 _SEQUENCES = (1 << 14) // _PHASES
 _TAGS = 1 << 14
@@ -90,13 +92,11 @@ class Group:
         if self.size == 1 or not tensor.numel():
             return _nothing()
         at = self._next()
-        if self.size <= _FEW and tensor.nbytes <= _SMALL:
+        if tensor.nbytes > _STAR and tensor.numel() >= self.size:
+            return self._all_reduce(at, tensor, combine)
+        if self.size <= _FEW:
             return self._exchange_and_reduce(at, tensor, combine)
-        if tensor.nbytes <= _SMALL or tensor.numel() < self.size:
-            return _both(self._reduce(at, tensor, combine, 0), self._broadcast(at + 1, tensor, 0))
-        chunks = list(tensor.view(-1).tensor_split(self.size))
-        mine = chunks[self.index]
-        return _both(self._reduce_scatter(at, mine, chunks, combine), self._all_gather(at + 1, chunks, mine))
+        return _both(self._reduce(at, tensor, combine, 0), self._broadcast(at + 1, tensor, 0))
 
     def reduce(self, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
         """Reduce into member ``to``, in member order; other members' tensors keep their values."""
@@ -104,6 +104,8 @@ class Group:
 
     def reduce_scatter(self, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine) -> Steps:
         """Reduce chunk i over all members into member i's output, in member order. Chunk sizes may differ."""
+        if self.size > _FEW and sum(chunk.nbytes for chunk in chunks) <= _STAR:
+            return self._reduce_scatter_star(self._next(), output, chunks, combine)
         return self._reduce_scatter(self._next(), output, chunks, combine)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Steps:
@@ -112,6 +114,8 @@ class Group:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
         """Everybody gets member i's tensor in outputs[i] (contiguous; sizes may differ between members)."""
+        if self.size > _FEW and sum(output.nbytes for output in outputs) <= _STAR:
+            return self._all_gather_star(self._next(), outputs, tensor)
         return self._all_gather(self._next(), outputs, tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, to: int) -> Steps:
@@ -153,15 +157,13 @@ class Group:
 
     def _exchange(self, at: int, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> list[Operation]:
         """Start sending to and receiving from members by index. Tensors are contiguous; empty ones move nothing."""
-        coordinate, transport = pair(self.ident, at), self.transport
-        started: list[Operation] = []
-        for i, tensor in recvs.items():
-            if tensor.numel():
-                started.append(transport.recv(self.ranks[i], Channel.COLLECTIVE, coordinate, tensor))
-        for i, tensor in sends.items():
-            if tensor.numel():
-                started.append(transport.send(self.ranks[i], Channel.COLLECTIVE, coordinate, tensor))
-        return started
+        ranks = self.ranks
+        return self.transport.exchange(
+            Channel.COLLECTIVE,
+            pair(self.ident, at),
+            [(ranks[i], tensor) for i, tensor in sends.items() if tensor.numel()],
+            [(ranks[i], tensor) for i, tensor in recvs.items() if tensor.numel()],
+        )
 
     def _swap(self, at: int, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor]) -> Steps:
         yield self._exchange(at, sends, recvs)
@@ -194,21 +196,78 @@ class Group:
             return self._tell_all(at, tensor)
         return self._swap(at, {}, {source: tensor})
 
-    def _all_gather(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
-        own = outputs[self.index]
-        if own.data_ptr() != tensor.data_ptr():
-            own.copy_(tensor.view_as(own))
-        yield [*self._exchange(at, {}, {i: outputs[i] for i in self._others()}), *self._tell(at, tensor)]
+    def _all_reduce(self, at: int, tensor: torch.Tensor, combine: Combine) -> Steps:
+        """In segments: everybody reduces a chunk of each and tells it. The next segment is sent meanwhile."""
+        segments = tensor.view(-1).split(_PART // tensor.element_size() * self.size)
+        telling: list[Operation] = []
+        ahead = self._begin(at, segments[0].tensor_split(self.size))
+        for following in (*segments[1:], None):
+            chunks, parts, started = ahead
+            if following is not None:
+                ahead = self._begin(at, following.tensor_split(self.size))
+            yield [*started, *telling]
+            self._combine_in_order(chunks[self.index], parts, combine)
+            telling = self._tell_and_hear(at + 1, chunks)
+        yield telling
 
     def _reduce_scatter(
         self, at: int, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine
     ) -> Steps:
-        mine = chunks[self.index]
-        parts = self._borrow(at, mine)
-        yield [*parts.values(), *self._exchange(at, {i: chunks[i] for i in self._others()}, {})]
-        if output.data_ptr() != mine.data_ptr():
-            output.copy_(mine.view_as(output))
-        self._combine_in_order(output, parts, combine)
+        """Everybody reduces a chunk, part by part. The next parts are sent meanwhile."""
+        own, flat = output.view(-1), [chunk.view(-1) for chunk in chunks]
+        size = _PART // output.element_size()
+        rounds = max(1, -(-max(chunk.numel() for chunk in chunks) // size))
+        ahead = self._begin(at, [chunk[:size] for chunk in flat])
+        for i in range(1, rounds + 1):
+            parted, parts, started = ahead
+            if i < rounds:
+                ahead = self._begin(at, [chunk[i * size : (i + 1) * size] for chunk in flat])
+            yield started
+            mine = own[(i - 1) * size : i * size]
+            if mine.data_ptr() != parted[self.index].data_ptr():
+                mine.copy_(parted[self.index])
+            self._combine_in_order(mine, parts, combine)
+
+    def _reduce_scatter_star(
+        self, at: int, output: torch.Tensor, chunks: Sequence[torch.Tensor], combine: Combine
+    ) -> Steps:
+        whole = _joined(chunks)
+        if self.index:
+            yield self._exchange(at, {0: whole}, {})
+            yield self._exchange(at + 1, {}, {0: output})
+            return
+        total = whole.clone()
+        yield from self._reduce(at, total, combine, 0)
+        reduced = total.split([chunk.numel() for chunk in chunks])
+        output.copy_(reduced[0].view_as(output))
+        yield self._exchange(at + 1, {i: reduced[i] for i in self._others()}, {})
+
+    def _all_gather(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        _put(outputs[self.index], tensor)
+        yield self._tell_and_hear(at, outputs)
+
+    def _all_gather_star(self, at: int, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Steps:
+        _put(outputs[self.index], tensor)
+        if self.index:
+            yield self._exchange(at, {0: tensor}, {})
+        else:
+            yield self._exchange(at, {}, {i: outputs[i] for i in self._others()})
+        whole = _joined(outputs)
+        yield from self._broadcast(at + 1, whole, 0)
+        if self.index:
+            for output, part in zip(outputs, whole.split([output.numel() for output in outputs]), strict=True):
+                _put(output, part)
+
+    def _begin(
+        self, at: int, chunks: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], dict[int, Recv], list[Operation]]:
+        """Send every member its chunk, and expect everybody's of this member's chunk."""
+        parts = self._borrow(at, chunks[self.index])
+        return chunks, parts, [*parts.values(), *self._exchange(at, {i: chunks[i] for i in self._others()}, {})]
+
+    def _tell_and_hear(self, at: int, tensors: Sequence[torch.Tensor]) -> list[Operation]:
+        """Tell everybody this member's tensor, and hear the others'."""
+        return [*self._exchange(at, {}, {i: tensors[i] for i in self._others()}), *self._tell(at, tensors[self.index])]
 
     def _borrow(self, at: int, like: torch.Tensor) -> dict[int, Recv]:
         """Expect every other member's tensor, to be read once."""
@@ -236,6 +295,23 @@ class Group:
             combine(flat, mine if i == me else parts[i].buffer)
         for recv in parts.values():
             recv.release()
+
+
+def _put(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy, unless it is the same memory."""
+    if target.data_ptr() != tensor.data_ptr():
+        target.copy_(tensor.view_as(target))
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors as one flat tensor: the same memory if they lie in a row, else a copy."""
+    first, storage = tensors[0], tensors[0].untyped_storage().data_ptr()
+    at = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != at or tensor.untyped_storage().data_ptr() != storage:
+            return torch.cat([each.view(-1) for each in tensors])
+        at += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 def _nothing() -> Steps:

@@ -10,8 +10,7 @@ from enum import IntEnum
 
 EPOCH_BITS, CHANNEL_BITS, COORDINATE_BITS, SOURCE_BITS = 12, 8, 28, 16
 _EPOCHS = 1 << EPOCH_BITS
-DESCRIPTOR = 1 << (COORDINATE_BITS + SOURCE_BITS + CHANNEL_BITS - 1)
-"""Bit (the channel's highest) of a message that only describes where its bytes are."""
+_SOURCE_MASK = (1 << SOURCE_BITS) - 1
 
 
 class Channel(IntEnum):
@@ -37,6 +36,11 @@ def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:
         raise ValueError(f"coordinate {coordinate} or rank {source} does not fit a message tag")
     head = ((epoch % _EPOCHS) << CHANNEL_BITS) | channel
     return (((head << COORDINATE_BITS) | coordinate) << SOURCE_BITS) | source
+
+
+def source_of(tag: int) -> int:
+    """The rank that sent it."""
+    return tag & _SOURCE_MASK
 
 
 def is_older(tag: int, epoch: int) -> bool:

@@ -11,10 +11,11 @@ unless there is such work, makes it progress. Everything else happens in the thr
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -23,19 +24,19 @@ import torch
 
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.arena import Arena, address_of
+from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.link import Links
 from megatron_elastic.comm.mailbox import NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, Neighbour, encode
-from megatron_elastic.comm.message import Block, Message, Pieces, Whole
+from megatron_elastic.comm.message import Block, Whole
 from megatron_elastic.comm.operation import Arrival, Operation, Recv, Send, Shape, Steps, Task
 from megatron_elastic.comm.outbox import Outbox
-from megatron_elastic.comm.tag import SOURCE_BITS, Channel, is_older, make_tag
+from megatron_elastic.comm.tag import Channel, make_tag, source_of
 
-_SOURCE_MASK = (1 << SOURCE_BITS) - 1
-_MANY = 256
-"""Borrowing receives that are remembered before those that are over are pruned."""
 _ARENA_SIZE = 64 << 20
-_SPIN = 100e-6
-"""Seconds that a wait spins before it sleeps, where every rank has a core."""
+_YIELDS, _YIELDS_CROWDED = 60, 2
+"""Times that a wait looks and lets others have its core before it sleeps: about 100 us where every rank has a core.
+Where ranks outnumber cores, what is waited for has often come when the core comes back after once or twice, and a sleep
+and a wake-up cost more than that."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
 
@@ -63,7 +64,7 @@ class Transport:
         rank: this rank's global id.
         interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
         wait_timeout: seconds after which one wait gives up with TimeoutError.
-        crowded: ranks outnumber cores: sleep in the kernel instead of spinning.
+        crowded: ranks outnumber cores: sleep in the kernel almost at once.
     """
 
     def __init__(self, rank: int, interrupt: Interruptible, wait_timeout: float, crowded: bool = True) -> None:
@@ -72,7 +73,7 @@ class Transport:
         self.bytes_sent = 0
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
-        self._spin = 0.0 if crowded else _SPIN
+        self._yields = _YIELDS_CROWDED if crowded else _YIELDS
         self._lock = threading.RLock()
         self._events = select.epoll()
         """Readable when there is something to do."""
@@ -100,12 +101,8 @@ class Transport:
         """Peers that messages were sent to or expected from."""
         self._broken: set[int] = set()
         self._lost: set[int] = set()
-        self._expected: dict[int, deque[Recv]] = defaultdict(deque)
-        self._arrived: dict[int, deque[Message]] = defaultdict(deque)
-        self._partial: dict[int, Pieces] = {}
+        self._inbox = Inbox(rank)
         self._tasks: list[Task] = []
-        self._borrowed: list[Recv] = []
-        """Borrowing receives, those that are over too until they are pruned: an interrupted reader releases nothing."""
         self._background: threading.Thread | None = None
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
@@ -146,21 +143,13 @@ class Transport:
             for task in self._tasks:
                 task.abandon(Interrupted(epoch))
             self._tasks.clear()
-            for recv in self._borrowed:
-                recv.release()
-            self._borrowed.clear()
-            self._expected.clear()
             gone = set(lost)
-            for tag in [t for t in self._arrived if is_older(t, epoch) or (t & _SOURCE_MASK) in gone]:
-                for message in self._arrived.pop(tag):
-                    message.drop()
-            for tag in [t for t in self._partial if is_older(t, epoch) or (t & _SOURCE_MASK) in gone]:
-                self._partial.pop(tag).drop()
+            self._inbox.advance(epoch, gone)
             self._outbox.advance(epoch)
             for peer in gone - self._lost:
                 self._lose(peer)
             if not self._outbox.busy:
-                self._work.clear()
+                self._rest()
 
     def _lose(self, peer: int) -> None:
         self._lost.add(peer)
@@ -179,21 +168,43 @@ class Transport:
 
     def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
-        return self.send_all((peer,), channel, coordinate, buffer)[0]
+        with self._lock:
+            tag = make_tag(self.epoch, channel, coordinate, self.rank)
+            send = self._send(peer, tag, buffer, channel in _BACKGROUND)
+            if self._outbox.busy:
+                self._work_goes_on()
+            return send
 
     def send_all(self, peers: Sequence[int], channel: Channel, coordinate: int, buffer: torch.Tensor) -> list[Send]:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
-            self.bytes_sent += buffer.nbytes * len(peers)
             near = [self._near[peer] for peer in peers if peer in self._near]
-            sends = [self._send_far(peer, tag, buffer) for peer in peers if peer not in self._near]
-            self._touched.update(peers)
+            sends = [self._send(peer, tag, buffer, False) for peer in peers if peer not in self._near]
             if near:
+                self.bytes_sent += buffer.nbytes * len(near)
+                self._touched.update(peers)
                 sends.append(self._outbox.send(near, tag, buffer, channel in _BACKGROUND))
                 if self._outbox.busy:
                     self._work_goes_on()
             return sends
+
+    def exchange(
+        self, channel: Channel, coordinate: int,
+        sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]],
+    ) -> list[Operation]:
+        """Start sending a contiguous tensor to each of some peers and receiving one from each of some."""
+        with self._lock:
+            tag = make_tag(self.epoch, channel, coordinate, 0)
+            started: list[Operation] = []
+            for peer, buffer in recvs:
+                address_of(buffer)
+                started.append(self._expect(Recv(peer, tag | peer, buffer)))
+            for peer, buffer in sends:
+                started.append(self._send(peer, tag | self.rank, buffer, channel in _BACKGROUND))
+            if self._outbox.busy:
+                self._work_goes_on()
+            return started
 
     def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
         """Expect a message from ``peer`` into a contiguous tensor of exactly its size."""
@@ -204,35 +215,30 @@ class Transport:
     def borrow(self, peer: int, channel: Channel, coordinate: int, numel: int, dtype: torch.dtype) -> Recv:
         """Expect a flat tensor, to be read where it lies and released (see ``Recv``)."""
         with self._lock:
-            recv = Recv(peer, make_tag(self.epoch, channel, coordinate, peer), None, Shape(numel, dtype))
-            if len(self._borrowed) > _MANY:
-                self._borrowed = [each for each in self._borrowed if each.held]
-            self._borrowed.append(recv)
-            return self._expect(recv)
+            tag = make_tag(self.epoch, channel, coordinate, peer)
+            return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
 
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
         self._touched.update(peers)
         tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
-        arrival = Arrival(self._arrived, tags)
+        arrival = Arrival(self._inbox.arrived, tags)
         self.wait(arrival)
         return arrival.peer
 
-    def _send_far(self, peer: int, tag: int, buffer: torch.Tensor) -> Send:
+    def _send(self, peer: int, tag: int, buffer: torch.Tensor, background: bool) -> Send:
+        self.bytes_sent += buffer.nbytes
+        self._touched.add(peer)
+        neighbour = self._near.get(peer)
+        if neighbour is not None:
+            return self._outbox.send((neighbour,), tag, buffer, background)
         if peer not in self._peers:
             raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
         return Send(peer, self._links.send(peer, self._peers[peer].worker, tag, buffer))
 
     def _expect(self, recv: Recv) -> Recv:
         self._touched.add(recv.peer)
-        arrived = self._arrived.get(recv.tag)
-        if arrived:
-            self._give(arrived.popleft(), recv)
-            if not arrived:
-                del self._arrived[recv.tag]
-        else:
-            self._expected[recv.tag].append(recv)
-        return recv
+        return self._inbox.expect(recv)
 
     # ---- waiting ----------------------------------------------------------------------------
 
@@ -262,7 +268,7 @@ class Transport:
             return
         with self._lock:
             self._waiting += 1
-            self._work.clear()
+            self._rest()
         try:
             self._wait(pending, self._wait_timeout if limit is None else limit)
         finally:
@@ -272,7 +278,7 @@ class Transport:
                     self._work_goes_on()
 
     def _wait(self, pending: list[Operation], limit: float) -> None:
-        begun = now = time.monotonic()
+        deadline, yields = time.monotonic() + limit, self._yields
         while True:
             with self._lock:
                 self._progress()
@@ -280,11 +286,16 @@ class Transport:
                 if not pending:
                     return
                 self._check()
-                idle = now - begun >= self._spin and (not self._linked or self._links.arm())
-            if idle and any(fd == self._events.fileno() for fd, _ in self._epoll.poll(min(1.0, limit))):
-                self._see(self._events.poll(0))
-            now = time.monotonic()
-            if now - begun > limit:
+                idle = not self._linked or self._links.arm()
+            if yields:
+                yields -= 1
+                os.sched_yield()
+                continue
+            if idle:
+                if any(fd == self._events.fileno() for fd, _ in self._epoll.poll(min(1.0, limit))):
+                    self._see(self._events.poll(0))
+                yields = self._yields
+            if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in pending})
                 raise TimeoutError(
                     f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
@@ -327,69 +338,32 @@ class Transport:
             self._outbox.progress()
         if self._linked:
             for tag, message in self._links.progress():
-                self._sort(tag, message)
-        if self._tasks:
+                self._inbox.put(tag, message)
+        if self._tasks or self._work.is_set():
             self._tasks = [task for task in self._tasks if not task.advance()]
-        if not self._tasks and not self._outbox.busy:
-            self._work.clear()
+            if not self._tasks and not self._outbox.busy:
+                self._rest()
 
     def _deliver(self, frame: Frame) -> None:
         """Make a message of a frame from this host."""
         tag, size, start, length, release, kind, data = frame
-        source = tag & _SOURCE_MASK
+        source = source_of(tag)
         neighbour = self._near.get(source)
         if neighbour is None and source not in self._peers and source not in self._lost:
             self._strangers[source].append(frame)
         elif kind == WHOLE:
-            self._sort(tag, Whole(data))
+            self._inbox.put(tag, Whole(data))
         elif neighbour is None:
             self._broke(source)  # it had ended before its memory could be opened
         elif kind == SQUEEZE:
-            self._squeeze(source)
+            self._inbox.squeeze(source)
             self._outbox.answer(neighbour, encode(self.rank, NUDGE))
         elif kind != NUDGE:
             block = Block(neighbour.view, start, length, release)
             if size == length:
-                self._sort(tag, block)
+                self._inbox.put(tag, block)
             else:
-                self._add_piece(tag, size, block)
-
-    def _add_piece(self, tag: int, size: int, piece: Block) -> None:
-        if is_older(tag, self.epoch):
-            piece.drop()
-            return
-        pieces = self._partial.get(tag)
-        if pieces is None:
-            self._partial[tag] = pieces = Pieces(size)
-            self._sort(tag, pieces)
-        if pieces.add(piece):
-            del self._partial[tag]
-
-    def _squeeze(self, source: int) -> None:
-        """A sender has no room: copy what it sent and nobody expects yet."""
-        for tag, messages in self._arrived.items():
-            if tag & _SOURCE_MASK == source:
-                self._arrived[tag] = deque(message.detach() for message in messages)
-
-    def _sort(self, tag: int, message: Message) -> None:
-        """Give an arrived message to who expects it, keep it, or drop it."""
-        if is_older(tag, self.epoch) or (tag & _SOURCE_MASK) in self._lost:
-            message.drop()
-        elif expected := self._expected.get(tag):
-            recv = expected.popleft()
-            if not expected:
-                del self._expected[tag]
-            self._give(message, recv)
-        else:
-            self._arrived[tag].append(message)
-
-    def _give(self, message: Message, recv: Recv) -> None:
-        if message.length != recv.nbytes:
-            raise RuntimeError(
-                f"rank {self.rank} got {message.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where it "
-                f"expected {recv.nbytes}: the two ranks disagree about the layout"
-            )
-        message.give(recv)
+                self._inbox.put_piece(tag, size, block)
 
     def _work_goes_on(self) -> None:
         """Let the background thread work while nobody waits."""
@@ -399,6 +373,11 @@ class Transport:
             self._background = threading.Thread(target=self._progress_in_background, daemon=True, name="links")
             self._background.start()
         self._work.set()
+
+    def _rest(self) -> None:
+        """Let the background thread sleep."""
+        if self._work.is_set():  # which costs less than to clear
+            self._work.clear()
 
     def _progress_in_background(self) -> None:
         while True:
@@ -425,9 +404,6 @@ class Transport:
         for neighbour in self._near.values():
             neighbour.close()
         self._near.clear()
-        self._expected.clear()
-        self._arrived.clear()
-        self._partial.clear()
-        self._borrowed.clear()
+        self._inbox.clear()
         self._mailbox.close()
         self._arena.close()

@@ -1,0 +1,275 @@
+"""Mailboxes and shared memory between real processes: no room, full pipes, strangers, deaths, leaks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+import torch
+
+from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.comm.arena import Arena, ArenaView
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.mailbox import BLOCK, INLINE, WHOLE, Mailbox, NearAddress, Neighbour, encode
+from megatron_elastic.comm.tag import Channel
+from megatron_elastic.comm.transport import Transport
+from tests import world
+from tests.world import Peer
+
+LARGE = 30_000_000
+"""Elements of float32 that are more bytes than an arena has."""
+
+
+def _open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- a mailbox ------------------------------------------------------------------------------
+
+
+def test_frames_come_whole_and_in_order() -> None:
+    """More than one read can take, with frames that the end of a read cuts."""
+    mailbox, arena = Mailbox(), Arena(1 << 20)
+    address = NearAddress(arena.address, mailbox.fd)
+    neighbour = Neighbour.open(7, address, 3)
+    assert neighbour is not None
+    sent = []
+    for i in range(60):
+        data = bytes([i]) * (i * 61 % INLINE)
+        sent.append((i, len(data), 0, len(data), 0, WHOLE, data))
+        sent.append((i, 1 << 40, 5, 6, 7, BLOCK, b""))
+    for tag, size, start, length, release, kind, data in sent:
+        assert neighbour.write(encode(tag, kind, size, start, length, release, data))
+    assert mailbox.take() == sent
+    assert mailbox.take() == []
+    count = 0
+    while neighbour.write(encode(count, BLOCK)):
+        count += 1
+    assert [frame[0] for frame in mailbox.take()] == list(range(count))
+    neighbour.close()
+    mailbox.close()
+    neighbour.view.release(100)  # a lent block may be released after its owner is forgotten
+    arena.close()
+
+
+def test_an_arena_serves_several_readers_and_uses_its_memory_again() -> None:
+    arena = Arena(1 << 20)
+    data = torch.arange(25_000, dtype=torch.int64)  # 200 kB: three fit what a step's messages have
+    opened = _view(arena)
+    blocks = [arena.put(data.data_ptr(), data.nbytes, (1, 2), False) for _ in range(4)]
+    assert blocks[3] is None
+    first = blocks[0]
+    assert first is not None
+    assert torch.equal(opened.tensor(first + arena.header(2), 25_000, torch.int64), data)
+    assert arena.put(data.data_ptr(), data.nbytes, (1,), True) is not None  # background traffic has its own room
+    assert arena.holders() == {1, 2}
+    opened.release(first)
+    assert arena.put(data.data_ptr(), data.nbytes, (1, 2), False) is None
+    opened.release(first + 1)
+    assert arena.put(data.data_ptr(), data.nbytes, (1, 2), False) == first
+    arena.forget(1)
+    assert arena.holders() == {2}
+    arena.close()
+
+
+def _view(arena: Arena) -> ArenaView:
+    view = ArenaView.open(arena.address, lambda: None)
+    assert view is not None
+    return view
+
+
+# ---- no room --------------------------------------------------------------------------------
+
+
+def test_a_large_message_does_not_hold_up_a_small_one() -> None:
+    """One that is expected late waits in its sender; a later one passes it, and both come whole."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            large = transport.send(1, Channel.STATE, 1, torch.arange(LARGE, dtype=torch.float32))
+            assert not large.done
+            step = [transport.send(1, Channel.GRADIENT, i, torch.full((100_000,), float(i))) for i in range(20)]
+            transport.wait(*step, limit=30)
+            transport.wait(large)
+        else:
+            for i in range(20):
+                got = torch.empty(100_000)
+                transport.wait(transport.recv(0, Channel.GRADIENT, i, got), limit=30)
+                assert (got == i).all()
+            whole = torch.zeros(LARGE)
+            transport.wait(transport.recv(0, Channel.STATE, 1, whole))
+            assert torch.equal(whole, torch.arange(LARGE, dtype=torch.float32))
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_sends_end_although_nobody_expects_them_yet() -> None:
+    """Both send more than an arena has, and wait for that before they receive."""
+
+    def body(peer: Peer) -> None:
+        transport, other = peer.transport, 1 - peer.rank
+        for channel in (Channel.STATE, Channel.GRADIENT):
+            mine = torch.full((LARGE,), float(peer.rank))
+            transport.wait(transport.send(other, channel, 1, mine))
+            transport.wait(transport.send(other, channel, 1, torch.ones(3)))  # behind the large one of the same tag
+            got, small = torch.empty(LARGE), torch.empty(3)
+            transport.wait(transport.recv(other, channel, 1, got), transport.recv(other, channel, 1, small))
+            assert (got == other).all() and (small == 1).all()
+        assert not transport._outbox.busy
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_a_send_goes_on_while_its_sender_computes() -> None:
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            send = transport.send(1, Channel.STATE, 1, torch.ones(LARGE))
+            peer.meet()  # which does not look at messages
+            assert send.done
+        else:
+            got = torch.zeros(LARGE)
+            transport.wait(transport.recv(0, Channel.STATE, 1, got))
+            assert (got == 1).all()
+            peer.meet()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_a_full_mailbox_delays_but_loses_nothing() -> None:
+    count = 1000
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            sends = [transport.send(1, Channel.VOTE, 1, torch.full((500,), float(i))) for i in range(count)]
+            assert not sends[-1].done
+            peer.meet()
+            transport.wait(*sends)
+        else:
+            peer.meet()
+            for i in range(count):
+                got = torch.empty(500)
+                transport.wait(transport.recv(0, Channel.VOTE, 1, got))
+                assert (got == i).all()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_what_is_dropped_makes_room_again() -> None:
+    """A new epoch forgets what was not written, and receivers drop what was: the arena is empty afterwards."""
+
+    def body(peer: Peer) -> None:
+        transport, other = peer.transport, 1 - peer.rank
+        for epoch in range(1, 6):
+            transport.send(other, Channel.GRADIENT, 1, torch.ones(LARGE))
+            peer.meet()
+            transport.advance(epoch)
+            peer.meet()
+            got = torch.empty(LARGE)
+            send = transport.send(other, Channel.GRADIENT, 1, torch.full((LARGE,), float(epoch)))
+            transport.wait(send, transport.recv(other, Channel.GRADIENT, 1, got))
+            assert (got == epoch).all()
+            peer.meet()
+        transport.progress()
+        assert not transport._inbox.arrived and not transport._inbox._partial
+        peer.meet()
+        assert transport._arena.holders() == set()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+# ---- peers come and go ----------------------------------------------------------------------
+
+
+def test_a_stranger_is_heard_once_it_is_known() -> None:
+    """A joiner may send before its address has come to everybody."""
+    here, stranger = (Transport(rank, InterruptFlag(), 60) for rank in range(2))
+    stranger.add_peers({0: here.address})
+    sends = [stranger.send(0, Channel.VOTE, size, torch.ones(size)) for size in (5, 50_000)]
+    assert all(send.done for send in sends)
+    recvs = [here.recv(1, Channel.VOTE, size, torch.zeros(size)) for size in (5, 50_000)]
+    here.progress()
+    assert not any(recv.done for recv in recvs)
+    here.add_peers({1: stranger.address})
+    here.wait(*recvs)
+    assert all((recv.buffer == 1).all() for recv in recvs)
+    stranger.close()
+    here.close()
+
+
+def test_a_death_is_known_at_once() -> None:
+    """Without links and without an agent: by the process itself."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        peer.meet()
+        if peer.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(Interrupted) as caught:
+            transport.wait(transport.recv(3, Channel.VOTE, 1, torch.empty(1)))
+        assert caught.value.suspects == (3,)
+        assert time.monotonic() - begun < 0.9  # a wait that nothing wakes sleeps for a second
+        transport.advance(1, [3])
+        group = Group(transport, 0, [0, 1, 2])
+        total = torch.ones(5000)
+        transport.run(group.all_reduce(total, torch.Tensor.add_))
+        assert (total == 3).all()
+        peer.leave()
+
+    world.run(body, killed=[3])
+
+
+def test_the_end_of_a_rank_that_nothing_was_exchanged_with_interrupts_nobody() -> None:
+    def body(peer: Peer) -> None:
+        peer.meet()
+        if peer.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        peer.await_death(2)
+        group = Group(peer.transport, 0, [0, 1])
+        for _ in range(3):
+            total = torch.ones(5000)
+            peer.transport.run(group.all_reduce(total, torch.Tensor.add_))
+            assert (total == 2).all()
+        peer.leave()
+
+    world.run(body, size=3, killed=[2])
+
+
+def test_close_leaves_nothing_open() -> None:
+    before, threads = _open_files(), len(os.listdir("/proc/self/task"))
+    transports = [Transport(rank, InterruptFlag(), 60) for rank in range(2)]
+    addresses = {rank: transport.address for rank, transport in enumerate(transports)}
+    flags = [transport.interrupt for transport in transports]
+    for transport in transports:
+        transport.add_peers(addresses)
+    got = torch.empty(LARGE)
+    send = transports[0].send(1, Channel.STATE, 1, torch.ones(LARGE))
+    transports[1].wait(transports[1].recv(0, Channel.STATE, 1, got), send)
+    for transport in transports:
+        transport.close()
+    for flag in flags:
+        assert isinstance(flag, InterruptFlag)
+        flag.close()
+    del transport, transports, send
+    assert _open_files() == before
+    assert len(os.listdir("/proc/self/task")) <= threads + 1  # UCX keeps one for all its contexts
+
+
+def test_an_address_is_opaque_and_checked() -> None:
+    transport = Transport(0, InterruptFlag(), 60)
+    with pytest.raises(msgspec.DecodeError):
+        transport.add_peers({1: b"nonsense"})
+    transport.close()
