@@ -15,6 +15,7 @@ _COMMANDS = {
     "data": ("make training data from text", ""),
     "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
     "report": ("show what happened in a run", "megatron_elastic.observe.report"),
+    "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),
     "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
     "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
 }

@@ -53,7 +53,7 @@ def widths(layout: Layout) -> list[int]:
 def test_a_stage_that_lost_a_cell_gives_layers_away() -> None:
     layout = make(1, 4, 2, layers=12, grains=16)
     interim = lose(layout, [2], {rank: parts for rank, parts in holds(layout).items() if rank != 2}, 1)
-    new = replan(interim, even(layout), 2)
+    new = replan(interim, even(layout), 2, cells_stay=True)
     assert (new.epoch, new.lost, widths(new)) == (2, (2,), [2, 1, 2, 2])
     assert layers(new) in ([4, 2, 3, 3], [3, 2, 4, 3])
     moves = transfers(new, holds(interim))
@@ -61,6 +61,18 @@ def test_a_stage_that_lost_a_cell_gives_layers_away() -> None:
     assert {move.src for move in moves} == {3}
     owners = [move for move in moves if move.role == "owner"]
     assert len({move.dst for move in owners}) == len(owners) == 2, "slice k goes to the k-th cell"
+
+
+def test_cells_move_too_where_that_is_better() -> None:
+    """Two live activations are few for a narrow stage in the middle, but all that a last stage needs."""
+    layout = make(1, 4, 2, layers=12, grains=16)
+    interim = lose(layout, [2], {rank: parts for rank, parts in holds(layout).items() if rank != 2}, 1)
+    costs = even(layout)
+    free, stay = (replan(interim, costs, 2, cells_stay=stay) for stay in (False, True))
+    assert widths(free) == [2, 2, 2, 1]
+    assert costs.pace_of(free).step_ms < costs.pace_of(stay).step_ms * (1 - WORTH)
+    roomy = replace(costs, memory_bytes=10**6)
+    assert widths(replan(interim, roomy, 2, stages=[4])) == [2, 1, 2, 2]
 
 
 def test_a_whole_layer_moves_between_disjoint_pairs() -> None:
@@ -128,7 +140,7 @@ def test_what_is_impossible_is_refused() -> None:
         replan(layout, even(layout), 1, lost=[0, 1, 2, 3])
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     tp=st.integers(1, 2),
     pp=st.integers(1, 4),
@@ -189,7 +201,7 @@ def test_the_estimate_never_gets_worse_without_a_loss(pp: int, dp: int, each: in
     rng = random.Random(seed)
     layout = make(1, pp, dp, layers=pp * each, grains=3 * dp)
     costs = Costs(tuple(UnitCost(rng.uniform(0, 4), rng.uniform(0, 8), 6, 12, 1) for _ in layout.units))
-    before, after = costs.step_ms(layout), costs.step_ms(replan(layout, costs, 1))
+    before, after = costs.pace_of(layout).step_ms, costs.pace_of(replan(layout, costs, 1)).step_ms
     assert after == pytest.approx(before) or after < before * (1 - WORTH) + 1e-9
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Cell, Layout, Stage, gpt_units
 from megatron_elastic.pipeline.program import Op, Program, ProgramError, check
 from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward, rounds, split_backward
-from megatron_elastic.pipeline.simulate import Timeline, simulate
+from megatron_elastic.pipeline.simulate import Timeline, fastest, simulate
+from megatron_elastic.plan.cost import Costs, UnitCost
 
 UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 """Milliseconds of an operation on one chunk of one."""
@@ -116,7 +117,7 @@ layouts = st.builds(
 )
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(layout=layouts, chunks=st.integers(1, 3), split=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_generated_program_is_right_and_ends(layout: Layout, chunks: int, split: bool, seed: int) -> None:
     """Whatever cells have which grains: the checker passes it within the promised memory; any operation times end."""
@@ -143,7 +144,7 @@ def test_every_generated_program_is_right_and_ends(layout: Layout, chunks: int, 
         assert timeline.peak(leader) <= allowed[leader]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(layout=layouts)
 def test_a_step_ends_with_the_last_round(layout: Layout) -> None:
     """With even times the timetable of 1F1B is itself a schedule: 3 ms a round, and 3 ms for each further stage."""
@@ -194,3 +195,48 @@ def test_the_simulator_refuses_a_cycle() -> None:
 def test_a_stage_has_at_least_one_chunk() -> None:
     with pytest.raises(ValueError, match="at least one chunk, got 0"):
         interleaved(grid(1, 1, 1), 0)
+
+
+@settings(max_examples=500, deadline=None)
+@given(layout=layouts, more=st.lists(st.integers(0, 4), min_size=7, max_size=7))
+def test_more_live_activations_can_be_allowed(layout: Layout, more: list[int]) -> None:
+    stages = layout.pipeline_size
+    live = [stages - stage + extra for stage, extra in zip(range(stages), more, strict=False)]
+    program = one_forward_one_backward(layout, live=live)
+    bounds = {cell.leader: live[index] for index, stage in enumerate(layout.stages) for cell in stage.cells}
+    check(program, layout, bounds)
+
+
+def test_fewer_live_activations_than_stages_follow_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"must be at least 3, .* but are \[3, 1, 1\]"):
+        one_forward_one_backward(grid(3, 1, 4), live=[3, 1, 1])
+    with pytest.raises(ValueError, match="at 3 stages"):
+        one_forward_one_backward(grid(3, 1, 4), live=[3, 2])
+
+
+def test_a_narrow_stage_with_room_keeps_its_neighbours_busy() -> None:
+    """Stage 2 of 4 has one cell for two of the others, and the last stage takes longer: it needs a third activation."""
+    layout = grid(4, 2, 16)
+    narrow = Stage(layout.stages[2].units, (Cell(layout.stages[2].cells[0].ranks, tuple(range(16))),))
+    layout = replace(layout, stages=(*layout.stages[:2], narrow, layout.stages[3]))
+    units = tuple(UnitCost(4.0 * (name == "head"), 8.0 * (name == "head"), 1, 1, 1) for name in layout.units)
+    units = tuple(
+        UnitCost(2.0, 4.0, 1, 1, 1) if name.startswith("layer.") else unit
+        for name, unit in zip(layout.units, units, strict=True)
+    )
+    usual = fastest(layout, Costs(units))[1].makespan
+    roomy = fastest(layout, Costs(units, memory_bytes=1000))[1]
+    assert roomy.makespan < 0.9 * usual
+    assert roomy.peak(narrow.cells[0].leader) > 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(pp=st.integers(1, 6), dp=st.integers(1, 3), each=st.integers(1, 6), comm=st.sampled_from([0, 10**6]))
+def test_the_estimate_is_exact_for_even_layouts(pp: int, dp: int, each: int, comm: int) -> None:
+    layout = grid(pp, dp, dp * each)
+    units = tuple(UnitCost(float(n.startswith("layer.")), 2.0 * n.startswith("layer."), 1, 1, 1) for n in layout.units)
+    costs = Costs(units, boundary_bytes=comm, bandwidth=1e10, latency_ms=0.0)
+    program, timeline = fastest(layout, costs)
+    assert program == one_forward_one_backward(layout)
+    if not comm or pp == 1:
+        assert timeline.makespan == pytest.approx(costs.pace_of(layout).step_ms)

@@ -9,28 +9,56 @@ In a fault-free layout this is exactly the usual order. The distance between rou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program
 
-_Place = Callable[[Op, int, int], int]
-"""(operation, stage, round of its grain) -> place in the timetable."""
+_Place = Callable[[Op, int], int]
+"""(operation, stage) -> place in the timetable."""
 
 
-def one_forward_one_backward(layout: Layout, leaders: Collection[int] | None = None) -> Program:
+def one_forward_one_backward(
+    layout: Layout, leaders: Collection[int] | None = None, live: Sequence[int] | None = None
+) -> Program:
     """The 1F1B schedule: a cell of stage s runs ahead by as many forwards as stages follow, then alternates.
 
-    A cell of stage s of P never has more than P - s live activations. ``leaders`` are the cells to make it for
-    (default: all).
+    ``leaders`` are the cells to make it for (default: all). ``live[s]`` bounds the live activations of a cell of stage
+    s; the default is P - s for stage s of P, and less than that cannot be asked for. ``plan.cost`` says
+    where more would help. Raises ValueError for bounds that are too low.
     """
     stages = layout.pipeline_size
+    bounds = [stages - stage for stage in range(stages)] if live is None else list(live)
+    if len(bounds) != stages or any(bound < stages - stage for stage, bound in enumerate(bounds)):
+        raise ValueError(
+            f"the live activations allowed at {stages} stages must be at least {stages}, one less at each stage, down "
+            f"to 1, but are {bounds}"
+        )
+    round_of = rounds(layout)
+    windows = _windows(layout, round_of, bounds)
 
     # A forward takes one unit of time, a backward two, so rounds are three apart.
-    def place(op: Op, stage: int, round: int) -> int:
-        return 3 * round + (stage if op.kind == "forward" else 3 * stages - 2 - 2 * stage)
+    def place(op: Op, stage: int) -> int:
+        return 3 * round_of[op.grain] + stage + (0 if op.kind == "forward" else 3 * windows[stage] - 2)
 
     return _by_timetable(layout, 1, place, leaders)
+
+
+def _windows(layout: Layout, round_of: Mapping[int, int], bounds: Sequence[int]) -> list[int]:
+    """For each stage, how many rounds a backward comes after its forward, so that no cell exceeds its bound.
+
+    Where a cell has a grain in every round this is the bound itself. It must become less from stage to stage, because
+    backwards go the other way.
+    """
+    last = max(round_of.values())
+    windows: list[int] = []
+    for stage, bound in zip(layout.stages, bounds, strict=True):
+        window = windows[-1] - 1 if windows else last + 1 + layout.pipeline_size
+        for cell in stage.cells:
+            used = sorted(round_of[grain] for grain in cell.grains)
+            window = min([window, *(later - sooner for sooner, later in zip(used, used[bound:], strict=False))])
+        windows.append(window)
+    return windows
 
 
 def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = None) -> Program:
@@ -45,9 +73,10 @@ def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = N
     if chunks == 1:
         return one_forward_one_backward(layout, leaders)
     stages = layout.pipeline_size
+    round_of = rounds(layout)
 
-    def place(op: Op, stage: int, round: int) -> int:
-        group, member = divmod(round, stages)
+    def place(op: Op, stage: int) -> int:
+        group, member = divmod(round_of[op.grain], stages)
         turn = group * chunks * stages + member
         if op.kind == "forward":
             return 2 * (turn + op.chunk * stages + stage)
@@ -98,13 +127,12 @@ def rounds(layout: Layout) -> Mapping[int, int]:
 
 
 def _by_timetable(layout: Layout, chunks: int, place: _Place, leaders: Collection[int] | None) -> Program:
-    round_of = rounds(layout)
     cells = {}
     for index, stage in enumerate(layout.stages):
         for cell in stage.cells:
             if leaders is None or cell.leader in leaders:
                 ops = [
-                    (place(op, index, round_of[grain]), op)
+                    (place(op, index), op)
                     for grain in cell.grains
                     for chunk in range(chunks)
                     for op in (Op("forward", grain, chunk), Op("backward", grain, chunk))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, live, needs, result, walk
+from megatron_elastic.pipeline.schedule import one_forward_one_backward
+from megatron_elastic.plan.cost import Costs, own
 
 
 class Span(NamedTuple):
@@ -68,3 +70,29 @@ def simulate(
         if (made := result(stage, op)) is not None:
             ready[made] = end
     return Timeline({leader: tuple(of) for leader, of in spans.items()})
+
+
+def fastest(layout: Layout, costs: Costs) -> tuple[Program, Timeline]:
+    """The 1F1B program of ``layout`` that takes least by ``costs``, and a step of it without the overhead.
+
+    It is the usual one, or one with more live activations where ``Costs.pace`` finds them of use.
+    """
+    stage_units = [stage.units for stage in layout.stages]
+    units = [[costs.units[unit] for unit in own(stage_units, stage)] for stage in range(len(stage_units))]
+    forward = [sum(unit.forward_ms for unit in held) for held in units]
+    backward = [sum(unit.backward_ms for unit in held) for held in units]
+
+    def run(program: Program) -> tuple[Program, Timeline]:
+        timeline = simulate(
+            program,
+            layout,
+            lambda leader, stage, op: (forward if op.kind == "forward" else backward)[stage],
+            lambda result: costs.boundary_ms,
+        )
+        return program, timeline
+
+    usual = run(one_forward_one_backward(layout))
+    bounds = costs.pace_of(layout).live
+    if bounds == tuple(range(layout.pipeline_size, 0, -1)):
+        return usual
+    return min(usual, run(one_forward_one_backward(layout, live=bounds)), key=lambda found: found[1].makespan)

@@ -137,19 +137,59 @@ class Costs:
 
     # ---- predictions -----------------------------------------------------------------------
 
-    def stage_ms(self, layout: Layout, stage: int) -> float:
-        """Forward and backward of one grain at a stage. A tied embedding counts at its home only."""
-        return sum(self.units[unit].grain_ms for unit in layout.stages[stage].units if layout.home(unit) == stage)
+    def pace(self, stage_units: Sequence[Sequence[int]], widths: Sequence[int], grains: Sequence[int]) -> Pace:
+        """Step time under 1F1B of stages of the given units and widths, whose fullest cells have ``grains``."""
+        stages = len(stage_units)
+        each = [sum(self.units[unit].grain_ms for unit in own(stage_units, stage)) for stage in range(stages)]
+        slowest = max(count * ms for count, ms in zip(grains, each, strict=True))
+        live, rest = [], 0.0
+        for stage, count in enumerate(grains):
+            # From a grain's forward until its backward is done, all stages from here on compute it.
+            away = sum(each[stage:]) + 2 * (stages - 1 - stage) * self.boundary_ms
+            enough = math.ceil(away * count / slowest * (1 - 1e-9)) if slowest else 1
+            usual = stages - stage
+            # Far more would only let forwards go before backwards that others wait for.
+            live.append(max(usual, min(enough, 2 * usual, self._room(stage_units, stage, widths[stage]))))
+            # A cell works without a break, or waits for the first of its live grains to come back.
+            rest = max(rest, (count - 1) * each[stage], away * (count - live[stage]) / live[stage])
+        return Pace(tuple(live), sum(each) + rest + 2 * (stages - 1) * self.boundary_ms + self.overhead_ms)
 
-    def step_ms(self, layout: Layout) -> float:
-        """Estimated step time under 1F1B: the slowest cell's grains, one grain through all other stages, the overhead.
+    def pace_of(self, layout: Layout) -> Pace:
+        """The pace of a layout."""
+        return self.pace(
+            [stage.units for stage in layout.stages],
+            [stage.width for stage in layout.stages],
+            [max(len(cell.grains) for cell in stage.cells) for stage in layout.stages],
+        )
 
-        Exact for stages of equal times and grains; ``pipeline.simulate`` is for the others.
-        """
-        each = [self.stage_ms(layout, stage) for stage in range(layout.pipeline_size)]
-        most = [max(len(cell.grains) for cell in stage.cells) for stage in layout.stages]
-        slowest = max((count - 1) * ms for count, ms in zip(most, each, strict=True))
-        return self.overhead_ms + sum(each) + slowest + 2 * (layout.pipeline_size - 1) * self.boundary_ms
+    def _room(self, stage_units: Sequence[Sequence[int]], stage: int, width: int) -> int:
+        """Live activations that fit a device of a stage; 0 if its memory is not known."""
+        if self.memory_bytes is None:
+            return 0
+        costs = [self.units[unit] for unit in own(stage_units, stage)]
+        fixed = sum(self.units[unit].parameter_bytes for unit in stage_units[stage])
+        left = self.memory_bytes - fixed - sum(cost.optimizer_bytes for cost in costs) / width
+        return int(left // max(1, sum(cost.activation_bytes for cost in costs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a pipeline is under 1F1B.
+
+    Attributes:
+        live: for each stage, how many live activations its cells should be allowed: P - s at stage s of P, and up to
+            twice as many where a stage is narrower than those after it and the memory is known to be enough.
+        step_ms: estimated time of a step with these; exact for stages of equal times and widths.
+    """
+
+    live: tuple[int, ...]
+    step_ms: float
+
+
+def own(stage_units: Sequence[Sequence[int]], stage: int) -> Sequence[int]:
+    """Units of a stage without the tied embedding, which is at home in the first."""
+    units = stage_units[stage]
+    return units[1:] if stage and units[0] == 0 else units
 
 
 def _unit(name: str, entries: Mapping[str, Any]) -> UnitCost:

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.cost import Costs, own
 from megatron_elastic.plan.loss import NoLayout
 
 _Matrix = NDArray[np.float64]
@@ -258,12 +258,6 @@ class Planner:
             f"the model does not fit {len(widths)} pipeline stages of widths {', '.join(map(str, widths))} with "
             f"{self._costs.memory_bytes} bytes of memory a device: use more stages or cells, or recompute activations"
         )
-
-
-def own(stage_units: Sequence[Sequence[int]], stage: int) -> Sequence[int]:
-    """Units of a stage without the tied embedding, which is at home in the first."""
-    units = stage_units[stage]
-    return units[1:] if stage and units[0] == 0 else units
 
 
 def _start(size: int) -> _Matrix:

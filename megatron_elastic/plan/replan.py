@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_elastic.layout import Cell, Layout, Stage
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.graph import Graph, Planner, own
+from megatron_elastic.plan.cost import Costs, own
+from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.loss import NoLayout
 
 WORTH = 0.02
@@ -28,6 +28,7 @@ def replan(
     lost: Collection[int] = (),
     stages: Collection[int] | None = None,
     tied: bool | None = None,
+    cells_stay: bool = False,
 ) -> Layout:
     """The best layout of ``epoch`` for the cells of ``layout`` that have none of the ranks in ``lost``.
 
@@ -35,19 +36,23 @@ def replan(
     and for each number of stages in ``stages`` even widths, then the best ones. A candidate has to shorten the
     estimated step by ``WORTH`` to be taken rather than one before it. The default for ``stages`` is the present number;
     where the memory of a device is known, one less and one more too; and one less where a stage has lost all its cells.
-    Whether the embedding is ``tied`` to the last stage must be said for a layout of one stage, and is seen from others.
+    With ``cells_stay`` only units move, unless another number of stages is asked for or a stage has no cells.
+    Whether the embedding is ``tied`` to the last stage is seen from the layout; one of a single stage counts as tied.
     Raises NoLayout when the model does not fit.
     """
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     if tied is None:
         tied = 0 in layout.stages[-1].units
-    if stages is None:
-        present = layout.pipeline_size
-        stages = {present, present - 1} if not all(survivors) else {present}
-        if costs.memory_bytes is not None:
-            stages = {present - 1, present, present + 1}
-    graph = _best(layout, costs, survivors, tied, stages)
+    present = layout.pipeline_size
+    if stages is not None:
+        stages = set(stages)
+    elif costs.memory_bytes is None or cells_stay:
+        stages = {present} if all(survivors) else {present, present - 1}
+    else:
+        stages = {present - 1, present, present + 1}
+    fixed = cells_stay and all(survivors) and stages == {present}
+    graph = _best(layout, costs, survivors, tied, stages, fixed)
     staying = _staying(layout, costs, survivors, graph)
     new_stages = tuple(
         _stage(units, cells, layout.num_grains) for units, cells in zip(graph.stage_units, staying, strict=True)
@@ -73,7 +78,12 @@ def replan(
 
 
 def _best(
-    layout: Layout, costs: Costs, survivors: Sequence[Sequence[Cell]], tied: bool, stages: Collection[int]
+    layout: Layout,
+    costs: Costs,
+    survivors: Sequence[Sequence[Cell]],
+    tied: bool,
+    stages: Collection[int],
+    cells_stay: bool,
 ) -> Graph:
     planner = Planner(layout.units, costs, tied, layout.num_grains)
     best: Graph | None = None
@@ -83,13 +93,14 @@ def _best(
         f"{wanted} pipeline stages cannot be made of {sum(map(len, survivors))} cells and {planner.layers} layers: "
         "ask for another number, or restart the job from its newest checkpoint"
     )
-    for make in _candidates(layout, planner, survivors, stages):
+    for make in _candidates(layout, planner, survivors, stages, cells_stay):
         try:
             candidate = make()
         except NoLayout as why:
             problem = why
             continue
-        step_ms = estimate(candidate, costs, layout.num_grains)
+        grains = [math.ceil(layout.num_grains / width) for width in candidate.widths]
+        step_ms = costs.pace(candidate.stage_units, candidate.widths, grains).step_ms
         if step_ms < best_ms * (1 - WORTH):
             best, best_ms = candidate, step_ms
     if best is None:
@@ -98,7 +109,7 @@ def _best(
 
 
 def _candidates(
-    layout: Layout, planner: Planner, survivors: Sequence[Sequence[Cell]], stages: Collection[int]
+    layout: Layout, planner: Planner, survivors: Sequence[Sequence[Cell]], stages: Collection[int], cells_stay: bool
 ) -> Iterator[Callable[[], Graph]]:
     """What makes graphs, those that move least first."""
     units = [stage.units for stage in layout.stages]
@@ -109,6 +120,8 @@ def _candidates(
         if all(widths):
             yield partial(planner.keep, units, widths)
             yield partial(planner.split, widths, held)
+        if cells_stay:
+            return
         yield lambda: planner.split(planner.widen(units, cells), held)
     for count in sorted(stages, key=lambda count: (abs(count - present), count)):
         if 1 <= count <= min(cells, planner.layers):
@@ -120,16 +133,6 @@ def _candidates(
 
 def _widened(planner: Planner, stages: int, cells: int, most: int) -> Graph:
     return planner.split(planner.widths(stages, cells, most))
-
-
-def estimate(graph: Graph, costs: Costs, grains: int) -> float:
-    """Step time of a graph in milliseconds: one grain through all stages, then the rest at the slowest one's pace."""
-    each = [
-        sum(costs.units[unit].grain_ms for unit in own(graph.stage_units, stage))
-        for stage in range(len(graph.stage_units))
-    ]
-    rest = max((math.ceil(grains / width) - 1) * ms for width, ms in zip(graph.widths, each, strict=True))
-    return costs.overhead_ms + sum(each) + rest + 2 * (len(each) - 1) * costs.boundary_ms
 
 
 # ---- cells ----------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""How long planning takes. ``megatron-elastic bench planning``.
+
+The graph of a GPT of 128 layers with random costs over 64 stages, and layouts of 100,000 ranks that lose one: the
+interim layout (``lose``) and the one to work towards (``replan``). Processor time is given besides wall-clock time,
+because it does not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common import emit, load_average, progress
+
+from megatron_elastic.layout import Layout, gpt_units
+from megatron_elastic.plan import lose
+from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.graph import Planner
+from megatron_elastic.plan.replan import replan
+
+SHAPES = ((8, 64, 195), (8, 8, 1560), (1, 64, 1560))
+"""Tensor-parallel, pipeline and data-parallel sizes of about 100,000 ranks each."""
+LAYERS = 128
+SLICES = 64
+
+
+def timed(what: str, action: Callable[[], Any], repeat: int) -> dict[str, float]:
+    """Median wall-clock and processor time of ``action`` in ms."""
+    walls, cpus = [], []
+    for _ in range(repeat):
+        wall, cpu = time.perf_counter(), time.process_time()
+        action()
+        walls.append((time.perf_counter() - wall) * 1e3)
+        cpus.append((time.process_time() - cpu) * 1e3)
+    result = {"wall_ms": round(statistics.median(walls), 1), "cpu_ms": round(statistics.median(cpus), 1)}
+    progress(f"{what}: {result['wall_ms']} ms ({result['cpu_ms']} ms of the processor)")
+    return result
+
+
+def random_costs(names: Sequence[str], rng: random.Random) -> Costs:
+    """Costs of no pattern, with a limit of memory."""
+    units = (UnitCost(rng.uniform(1, 3), rng.uniform(2, 6), rng.randint(10**9, 2 * 10**9), 10**9, 10**8) for _ in names)
+    return Costs(tuple(units), memory_bytes=80 * 10**9)
+
+
+def graph(repeat: int) -> dict[str, dict[str, float]]:
+    """Planning 128 layers over 64 stages, one of which has lost a cell."""
+    names, _ = gpt_units(LAYERS, 64, tied=True, positions=False)
+    planner = Planner(names, random_costs(names, random.Random(0)), tied=True, grains=1560)
+    widths = [24] * 64
+    held = [set(units) for units in planner.split(widths).stage_units]
+    widths[30] -= 1
+    return {
+        "split": timed("units of 64 stages of given widths", lambda: planner.split(widths, held), repeat),
+        "widths": timed("widths of 64 stages", lambda: planner.widths(64, sum(widths)), repeat),
+    }
+
+
+def layout(tp: int, pp: int, dp: int, repeat: int) -> dict[str, Any]:
+    """Planning for a layout of TP x PP x DP ranks that loses one."""
+    units, stage_units = gpt_units(LAYERS, pp, tied=True, positions=False)
+    old = Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4 * dp, num_slices=SLICES, replicas=1,
+        ranks_per_host=8,
+    )  # fmt: skip
+    held = {
+        rank: [(unit, k, old.tp_index(rank)) for unit, k in (*old.owned(rank), *old.replicated(rank))]
+        for rank in old.ranks
+        if rank != 5
+    }
+    costs = Costs.assumed(units)
+    name = f"TP{tp} x PP{pp} x DP{dp}"
+    return {
+        "layout": name,
+        "ranks": len(old.ranks),
+        "lose": timed(f"{name}: lose", lambda: lose(old, [5], held, 1), repeat),
+        "replan": timed(f"{name}: replan", lambda: replan(old, costs, 1, lost=[5]), repeat),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="megatron-elastic bench planning", description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="times of each (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"--repeat must be at least 1, got {options.repeat}")
+    load = load_average()
+    figures = {"graph": graph(options.repeat), "layouts": [layout(*shape, options.repeat) for shape in SHAPES]}
+    emit("planning", arguments, {**figures, "load_before": load})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

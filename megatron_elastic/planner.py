@@ -1,0 +1,320 @@
+"""Planner: ``megatron-elastic plan``, which shows what an event would make of a layout, without a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_elastic.layout import Held, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
+from megatron_elastic.pipeline.picture import LEGEND, Panel, draw, shown, svg
+from megatron_elastic.pipeline.simulate import Timeline, fastest
+from megatron_elastic.plan import NoLayout, lose
+from megatron_elastic.plan.cost import Costs, ProfileError
+from megatron_elastic.plan.growth import admit
+from megatron_elastic.plan.replan import replan
+
+_EXAMPLES = """\
+examples:
+  what the loss of rank 5 would do to the newest layout of a run:
+    megatron-elastic plan --layout runs/1/layouts/0.json --event lose:rank=5
+  two ranks at once, with measured costs, and a picture:
+    megatron-elastic plan --layout L.json --event lose:rank=5,6 --profile P.json --svg plan.svg
+  a node with 8 ranks joins; the pipeline gets 2 stages:
+    megatron-elastic plan --layout L.json --event join:ranks=8
+    megatron-elastic plan --layout L.json --event pp:2 --json
+
+Three layouts are shown: before; interim, which goes on at once and moves nothing that the job waits for; and after, the
+layout to work towards in the background. docs/planning.md explains how they are made and what a profile contains."""
+_MOST_SIMULATED = 100_000
+"""Grains times stages beyond which step times are estimated instead of simulated."""
+_MOST_CELLS = 16
+"""Cells that a picture shows, where there are not more stages."""
+
+
+class _Refused(Exception):
+    """The command cannot do what it was asked; printed without a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an event makes of a layout. ``interim`` is None where nothing can go on before state has been moved."""
+
+    before: Layout
+    interim: Layout | None
+    after: Layout
+    moves: tuple[Transfer, ...]
+    """Slices to copy so that ``after`` can be entered."""
+    missing: str | None
+    """Why some slice has to be loaded from a checkpoint; then ``moves`` is empty."""
+
+    @property
+    def layouts(self) -> Iterable[tuple[str, Layout]]:
+        """The layouts with their names, in order."""
+        named = (("before", self.before), ("interim", self.interim), ("after", self.after))
+        return ((name, layout) for name, layout in named if layout is not None)
+
+
+def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> Outcome:
+    """What ``event`` ('lose:rank=R[,R...]', 'join:ranks=N' or 'pp:N') makes of ``layout``.
+
+    Every owner and replica is taken to hold its slices. Raises ValueError for an event that cannot be read, LayoutError
+    for ranks that are not there, NoLayout where nothing can go on.
+    """
+    match = re.fullmatch(r"lose:rank=(\d+(?:,\d+)*)|join:ranks=([1-9]\d*)|pp:([1-9]\d*)", event)
+    if match is None:
+        raise ValueError(f"event {event!r} is none of 'lose:rank=R[,R...]', 'join:ranks=N', 'pp:N'")
+    epoch = layout.epoch
+    lost = [int(rank) for rank in match[1].split(",")] if match[1] else []
+    if unknown := set(lost) - {*layout.ranks, *layout.spares}:
+        raise LayoutError(f"ranks {sorted(unknown)} are not in the layout of epoch {epoch}, or lost already")
+    held = _held(layout, lost)
+    interim: Layout | None = layout
+    if lost:
+        try:
+            interim = lose(layout, lost, held, epoch + 1)
+        except NoLayout:
+            interim = None
+    elif match[2]:
+        newest = max((*layout.ranks, *layout.spares, *layout.lost))
+        interim = admit(layout, {newest + i + 1: len(layout.hosts) for i in range(int(match[2]))}, epoch + 1)
+    stages = [int(match[3])] if match[3] else None
+    if interim is None:
+        after = replan(layout, costs, epoch + 1, lost=lost, tied=tied)
+    else:
+        if interim.spares:
+            interim = admit(interim, {}, interim.epoch)
+        after = replan(interim, costs, interim.epoch + 1, stages=stages, tied=tied)
+    try:
+        moves, missing = transfers(after, held), None
+    except SliceLost as error:
+        moves, missing = (), f"{error}: it has to be loaded from the newest checkpoint"
+    return Outcome(layout, interim, after, moves, missing)
+
+
+def timeline(layout: Layout, costs: Costs) -> Timeline | None:
+    """A step of ``layout`` under 1F1B, simulated; None where that would take long. The overhead is not in it."""
+    if layout.num_grains * layout.pipeline_size > _MOST_SIMULATED:
+        return None
+    return fastest(layout, costs)[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic plan``: print the plan and return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        layout, costs, source = _read(options)
+        outcome = plan(layout, options.event, costs, False if options.untied else None)
+        if options.svg:
+            panels = _panels(outcome, costs)
+            if not panels:
+                raise _Refused(f"the layout is too large to draw: --svg takes up to {_MOST_SIMULATED} grains x stages")
+            options.svg.write_text(svg(panels, 4 * _MOST_CELLS), encoding="utf-8")
+    except (_Refused, ValueError, LayoutError, NoLayout, ProfileError, OSError) as error:
+        print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(_figures(outcome, costs)))
+    else:
+        _print(outcome, costs, source)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic plan", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show what an event would make of a layout: the layouts, what moves, and how long a step takes.",
+        epilog=_EXAMPLES,
+    )  # fmt: skip
+    parser.add_argument(
+        "--layout",
+        type=Path,
+        required=True,
+        metavar="L.json",
+        help="a layout, as runs keep them in RUN_DIR/layouts/EPOCH.json",
+    )
+    parser.add_argument(
+        "--event",
+        required=True,
+        metavar="EVENT",
+        help="'lose:rank=R[,R...]', 'join:ranks=N' (new ranks, on a host of their own) or 'pp:N' "
+        "(another number of pipeline stages)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="P.json",
+        help="costs of units and links (default: RUN_DIR/profile.json if there is one, else every "
+        "layer is taken to have a million parameters)",
+    )
+    parser.add_argument(
+        "--untied",
+        action="store_true",
+        help="the output layer has its own weights (needed for layouts of one stage only)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="write a picture of the pipelines")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    return parser
+
+
+def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
+    layout = Layout.from_json(options.layout.read_bytes())
+    beside = options.layout.resolve().parent.parent / "profile.json"
+    path = options.profile or (beside if beside.exists() else None)
+    if path is None:
+        return (
+            layout,
+            Costs.assumed(layout.units),
+            "assumed (a million parameters a layer); --profile gives measured ones",
+        )
+    return layout, Costs.from_json(path.read_bytes(), layout.units), str(path)
+
+
+def _held(layout: Layout, lost: Sequence[int]) -> Held:
+    return {
+        rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
+        for rank in layout.ranks
+        if rank not in lost
+    }
+
+
+def _step_ms(layout: Layout, costs: Costs) -> float:
+    simulated = timeline(layout, costs)
+    return costs.pace_of(layout).step_ms if simulated is None else simulated.makespan + costs.overhead_ms
+
+
+def _size(move: Transfer, layout: Layout, costs: Costs) -> float:
+    return costs.units[move.unit].optimizer_bytes / layout.num_slices
+
+
+def _panels(outcome: Outcome, costs: Costs) -> list[Panel]:
+    simulated = ((name, layout, timeline(layout, costs)) for name, layout in outcome.layouts)
+    return [Panel(name, layout, line) for name, layout, line in simulated if line is not None]
+
+
+def _figures(outcome: Outcome, costs: Costs) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "step_ms": {name: round(_step_ms(layout, costs), 3) for name, layout in outcome.layouts},
+        "layouts": {name: json.loads(layout.to_json()) for name, layout in outcome.layouts},
+        "transfers": [
+            {
+                "unit": outcome.after.units[move.unit], "slice": move.slice, "tp": move.tp, "src": move.src,
+                "dst": move.dst, "role": move.role, "bytes": round(_size(move, outcome.after, costs)),
+            }
+            for move in outcome.moves
+        ],
+        "missing": outcome.missing,
+    }  # fmt: skip
+
+
+# ---- for people -----------------------------------------------------------------------------
+
+
+def _print(outcome: Outcome, costs: Costs, source: str) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(120, console.width)
+    console.print(f"costs: {source}")
+    if outcome.interim is None:
+        console.print("no interim layout: nothing can go on before state has been moved")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("stage")
+    for name, layout in outcome.layouts:
+        table.add_column(f"{name} (epoch {layout.epoch})")
+    for index in range(max(layout.pipeline_size for _, layout in outcome.layouts)):
+        cells = [
+            _describe(layout, layout.stages[index]) if index < layout.pipeline_size else "-"
+            for _, layout in outcome.layouts
+        ]
+        table.add_row(str(index), *cells)
+    table.add_row("spares", *(_ranks(layout.spares) for _, layout in outcome.layouts))
+    table.add_row("step", *(f"{_step_ms(layout, costs):.1f} ms" for _, layout in outcome.layouts))
+    console.print(table)
+    _print_moves(console, outcome, costs)
+    panels = _panels(outcome, costs)
+    if not panels:
+        return
+    scale = max(panel.timeline.makespan for panel in panels) / max(40, min(console.width, 160) - 28)
+    for panel in panels:
+        total = sum(not cell.shadow for stage in panel.layout.stages for cell in stage.cells)
+        drawn = sum(1 for _ in shown(panel.layout, _MOST_CELLS))
+        console.print(f"\n{panel.title}" + (f", {drawn} of {total} cells" if drawn < total else ""))
+        for row in draw(panel, scale, _MOST_CELLS):
+            console.print(row)
+    console.print(f"\n{LEGEND}; one character is {scale:.2f} ms")
+
+
+def _describe(layout: Layout, stage: Stage) -> str:
+    names = [layout.units[unit] for unit in stage.units]
+    tied = [names.pop(0)] if stage is not layout.stages[0] and stage.units[0] == 0 else []
+    units = "+".join([names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}", *tied])
+    counts = sorted({len(cell.grains) for cell in stage.cells if not cell.shadow})
+    grains = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    ranks = _ranks([rank for cell in stage.cells if not cell.shadow for rank in cell.ranks])
+    shadows = _ranks([rank for cell in stage.cells if cell.shadow for rank in cell.ranks])
+    return f"{units}\n  {ranks}: {grains} grains each" + (f"\n  {shadows} follow" if shadows != "-" else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``0-3,6``, or for many pieces how many they are; a dash for none."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "-"
+    return text if len(spans) <= 8 else f"{spans[0][0]}..{spans[-1][1]} ({len(ranks)})"
+
+
+def _print_moves(console: Console, outcome: Outcome, costs: Costs) -> None:
+    if outcome.missing:
+        console.print(f"\ntransfers: {outcome.missing}")
+        return
+    if not outcome.moves:
+        console.print("\ntransfers: none")
+        return
+    pairs: dict[tuple[int, int, str], tuple[list[int], float]] = {}
+    for move in outcome.moves:
+        key = move.src, move.dst, f"{outcome.after.units[move.unit]} ({move.role})"
+        slices, size = pairs.setdefault(key, ([], 0.0))
+        slices.append(move.slice)
+        pairs[key] = slices, size + _size(move, outcome.after, costs)
+    sent: dict[int, float] = {}
+    for (src, dst, _), (_, size) in pairs.items():
+        sent[src] = sent.get(src, 0.0) + size
+        sent[-1 - dst] = sent.get(-1 - dst, 0.0) + size
+    total = sum(size for _, size in pairs.values())
+    console.print(
+        f"\ntransfers, in the background: {len(outcome.moves)} slices between {len({key[:2] for key in pairs})} pairs "
+        f"of ranks, {_bytes(total)}; at full bandwidth {costs.transfer_ms(max(sent.values())):.1f} ms"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("from", "to", "what", "slices", "bytes"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    for (src, dst, what), (slices, size) in list(pairs.items())[:40]:
+        table.add_row(str(src), str(dst), what, _ranks(slices), _bytes(size))
+    console.print(table)
+    if len(pairs) > 40:
+        console.print(f"... and {len(pairs) - 40} more; --json lists all")
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.4g} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
