@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -22,6 +23,7 @@ class ElasticWork(dist.Work):
         self._operation: Operation | None = None
         self._then: Callable[[], None] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._lock = threading.Lock()  # the background thread may finish while the future is being asked for
 
     def begin(self, operation: Operation, then: Callable[[], None] | None = None) -> ElasticWork:
         """``operation`` is under way; ``then`` runs in the thread that waits, once it is done."""
@@ -30,8 +32,9 @@ class ElasticWork(dist.Work):
 
     def finished(self) -> None:
         """The result is there: complete the future."""
-        if self._future is not None and not self._future.done():
-            self._future.set_result(self._result)
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_result(self._result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the result is there. Raises TimeoutError after ``timeout``, Interrupted on a fault."""
@@ -62,7 +65,7 @@ class ElasticWork(dist.Work):
         """A future of the result."""
         if self._future is None:
             self._future = torch.futures.Future()
-            if self._operation is None:
+            if self._operation is None or (self._then is None and self._operation.done):
                 self.finished()
         return self._future
 
