@@ -17,6 +17,7 @@ _COMMANDS = {
     "report": ("show what happened in a run", "megatron_elastic.observe.report"),
     "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),
     "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
+    "doctor": ("say whether a Megatron-LM checkout is as the adaptors need it", "megatron_elastic.adaptor.doctor"),
     "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
 }
 

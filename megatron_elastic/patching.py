@@ -138,11 +138,11 @@ def apply(checkout: Checkout) -> list[str]:
     for path, state in states.items():
         if state in ("missing", "other"):
             raise UsageError(_refusal(checkout, path, state))
+    todo = [patch for patch in patches if states[patch.path] == "clean"]
     changed = checkout.changed_files(but=[path for path, state in states.items() if state == "applied"])
-    if changed:
+    if todo and changed:
         raise UsageError(f"{checkout.root} has uncommitted changes ({_some(changed)}): commit or stash them first, so "
                          "that git shows our lines alone")
-    todo = [patch for patch in patches if states[patch.path] == "clean"]
     _write(checkout, [(patch.path, patch.apply, patch.after) for patch in todo])
     return [patch.path for patch in todo]
 

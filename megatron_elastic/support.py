@@ -53,7 +53,7 @@ def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
 _SHAPE = "the layout is made of tensor, pipeline and data parallelism only"
 _EVEN = "layers are spread evenly over the stages at the start"
 _GRAINS = "the number of micro-batches in a global batch is fixed at the start"
-_PRECISION = "the state of a slice is fp32 weights and fp32 Adam moments, gradients are summed exactly"
+_PRECISION = "the state of a slice is fp32 weights and fp32 moments, and gradients are summed exactly"
 _LOOP = "it belongs to Megatron's own training loop, which --elastic replaces"
 _SAVED = "checkpoints are written from slices, as torch_dist"
 
@@ -76,7 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--use-megatron-fsdp", "parameters are sharded as slices"),
     _switch("--use-torch-fsdp2", "parameters are sharded as slices"),
     _switch("--fake-process-group", "the groups are real"),
-    Refusal("--optimizer", "slices are updated by Adam only", "use adam", but=("adam",)),
+    Refusal("--optimizer", "slices are updated by Adam or SGD", "use adam or sgd", but=("adam", "sgd")),
     _switch("--optimizer-cpu-offload", "replicas are in host memory already"),
     _switch("--use-precision-aware-optimizer", _PRECISION),
     Refusal("--main-grads-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
@@ -84,8 +84,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--exp-avg-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--exp-avg-sq-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     _switch("--grad-reduce-in-bf16", _PRECISION),
-    Refusal("--decoupled-lr", "all parameters follow one learning rate"),
-    Refusal("--head-lr-mult", "all parameters follow one learning rate", but=(1.0, 1)),
+    Refusal("--head-lr-mult", "only --decoupled-lr makes parameters learn at another rate", but=(1.0, 1)),
     Refusal("--no-weight-decay-cond-type", "weight decay spares biases and one-dimensional parameters, nothing else"),
     _switch("--apply-wd-to-qk-layernorm", "weight decay spares biases and one-dimensional parameters, nothing else"),
     _switch("--fp16", "it needs a loss scale, which is not supported yet", "use --bf16 or neither"),
@@ -156,17 +155,17 @@ REFUSALS: tuple[Refusal, ...] = (
 """What is refused. Whatever is not here works, or has no effect (``WITHOUT_EFFECT``)."""
 
 WITHOUT_EFFECT: dict[str, str] = {
-    "--use-distributed-optimizer": "the optimizer is always sharded",
-    "--overlap-grad-reduce, --overlap-param-gather": "gradients and parameters go by the table of owners",
-    "--accumulate-allreduce-grads-in-fp32": "always",
-    "--ddp-*": "there is no DDP wrapper",
-    "--no-ckpt-fully-parallel-save, --dist-ckpt-*": "checkpoints are written by the first cell of each stage",
-    "--distributed-backend, --distributed-timeout-minutes": "the groups are elastic ones; limits: --elastic-*-timeout",
-    "--num-workers": "a rank reads its samples itself",
-    "--no-save-rng, --no-load-rng": "random numbers are keyed, and no state",
-    "--override-opt_param-scheduler": "always",
-    "--manual-gc, --empty-unused-memory-level, --train-sync-interval": "of Megatron's loop",
-    "--loss-scale and what goes with it": "for fp16 only",
+    "`--use-distributed-optimizer`": "the optimizer is always sharded",
+    "`--overlap-grad-reduce`, `--overlap-param-gather`": "gradients and parameters go by the table of owners",
+    "`--accumulate-allreduce-grads-in-fp32`": "always",
+    "`--ddp-*`": "there is no DDP wrapper",
+    "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by the first cell of each stage",
+    "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
+    "`--num-workers`": "a rank reads its samples itself",
+    "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
+    "`--override-opt_param-scheduler`": "always",
+    "`--manual-gc`, `--empty-unused-memory-level`, `--train-sync-interval`": "of Megatron's own loop",
+    "`--loss-scale` and what goes with it": "for fp16 only",
 }
 """Flags that are accepted and change nothing, with the reason."""
 
@@ -205,5 +204,6 @@ def _values(args: argparse.Namespace) -> Iterator[tuple[Refusal, Any]]:
 
 
 def _refuse(refusal: Refusal, value: Any) -> None:
-    shown = refusal.flag if refusal.reads is None else f"{refusal.flag} {getattr(value, 'value', value)}"
+    values = value if isinstance(value, list | tuple) else [getattr(value, "value", value)]
+    shown = refusal.flag if refusal.reads is None else " ".join(map(str, (refusal.flag, *values)))
     raise UsageError(f"{shown} does not work with --elastic: {refusal.why}; {refusal.fix}")

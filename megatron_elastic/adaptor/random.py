@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_elastic.adaptor import targets
 from megatron_elastic.numerics import keyed
 
 
@@ -29,14 +28,14 @@ def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 def install(seed: int) -> None:
     """Make the tracker's forks keyed, and the initial weights of each unit a function of (seed, unit)."""
-    megatron_random.CudaRNGStatesTracker.fork = _keyed_fork
-    _key_construction(TransformerLayer, seed, lambda kwargs: f"layer.{_layer_index(**kwargs)}")
-    _key_construction(LanguageModelEmbedding, seed, lambda _: "embedding")
+    targets.FORK.replace(_keyed_fork)
+    targets.LAYER.wrap(_keyed(seed, lambda kwargs: f"layer.{_layer_index(**kwargs)}"))
+    targets.EMBEDDING.wrap(_keyed(seed, lambda _: "embedding"))
 
 
 def name_streams(seed: int) -> None:
     """Give Megatron's tracker the streams that its modules ask for by name. Needs Megatron's groups."""
-    megatron_random.model_parallel_cuda_manual_seed(seed)
+    targets.SEED.find()(seed)
 
 
 def _layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collection: Any, **_: Any) -> int:
@@ -44,15 +43,17 @@ def _layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collec
     return layer_number - 1 + int(get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()))
 
 
-def _key_construction(module: type[torch.nn.Module], seed: int, unit: Callable[[dict[str, Any]], str]) -> None:
-    """Seed the default generator when a module of this class begins its construction."""
-    original: Callable[..., None] = module.__init__
+def _keyed(seed: int, unit: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a constructor seed the default generator when it begins."""
 
-    def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        keyed.seed_default_generator("init", seed, unit(kwargs))
-        original(self, *args, **kwargs)
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        def construct(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            keyed.seed_default_generator("init", seed, unit(kwargs))
+            original(self, *args, **kwargs)
 
-    module.__init__ = construct  # type: ignore[method-assign]
+        return construct
+
+    return wrap
 
 
 class GrainKey:
@@ -77,4 +78,4 @@ class GrainKey:
 
 def leave_checkpointing() -> None:
     """Reset the flag that an interrupted recomputation leaves behind."""
-    megatron_random._unset_checkpointing()
+    targets.UNSET_CHECKPOINTING.find()()

@@ -107,6 +107,8 @@ _TRAINING = "megatron.training."
 
 FORK = Target(_RANDOM, "CudaRNGStatesTracker.fork", "replaced", ("self", "name"), "always",
               "dropout and initialisation draw from generators keyed by (seed, step, grain, unit)")
+SEED = Target(_RANDOM, "model_parallel_cuda_manual_seed", "called", ("seed",), "always",
+              "names the streams that Megatron's modules ask for")
 UNSET_CHECKPOINTING = Target(_RANDOM, "_unset_checkpointing", "called", (), "always",
                              "an interrupted recomputation leaves the flag set")
 LAYER = Target(_CORE + "transformer.transformer_layer", "TransformerLayer.__init__", "wrapped",

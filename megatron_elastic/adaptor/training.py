@@ -69,8 +69,8 @@ from megatron_elastic.state.vote import Ballot, vote
 
 _VOTE_GROUP = (1 << 14) - 1
 """Group id of the vote, beyond any that Megatron's groups reach."""
-_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject"})
-"""Flags that may differ from node to node."""
+_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
+"""Arguments that may differ from node to node, or from rank to rank."""
 _EVALUATION = -1
 """Step number under which evaluation draws its keys; dropout is off there."""
 

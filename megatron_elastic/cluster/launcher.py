@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from megatron_elastic import support
 from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
+from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.server import Server
@@ -238,15 +239,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    code = _run_until_signalled(_lead(command, run_dir) if command.node_rank == 0 else _follow(command, run_dir))
+    exit_signal = ExitSignal(command.program.arguments)
+    job = (_lead if command.node_rank == 0 else _follow)(command, run_dir, exit_signal)
+    code = _run_until_signalled(job, exit_signal)
     print(f"records and logs are in {run_dir}", flush=True)
     return code
 
 
-def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
+def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal) -> int:
     """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code.
 
-    The second one cancels it again, which ends its patience with the ranks.
+    The second one cancels it again, which ends its patience with the ranks. The script's exit signal goes to the ranks.
     """
     received: list[int] = []
 
@@ -255,11 +258,14 @@ def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
         task = asyncio.ensure_future(job)
 
         def on_signal(number: int) -> None:
+            if exit_signal.taken(number):
+                _note(f"{signal.Signals(number).name} goes to the ranks, which end training (--exit-signal-handler)")
+                return
             received.append(number)
             if len(received) <= 2:
                 task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, exit_signal.number or signal.SIGTERM}:
             loop.add_signal_handler(number, on_signal, number)
         return await task
 
@@ -269,7 +275,7 @@ def _run_until_signalled(job: Coroutine[Any, Any, int]) -> int:
     return 128 + received[0] if received else code
 
 
-async def _lead(command: _Command, run_dir: Path) -> int:
+async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Node 0: coordinate, and run this node's ranks."""
     records = RunRecords(run_dir) if command.config.elastic else None
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
@@ -284,6 +290,7 @@ async def _lead(command: _Command, run_dir: Path) -> int:
         port = await _listen(server, command)
         _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
         agent = Agent(_job(command, run_dir, port, token), coordinator.rank_news)
+        exit_signal.pass_on = agent.kill_all
         coordinator.begin(_free_port())
         await _prepare(agent, command.config)
         coordinator.add_node(agent.job.ranks, agent)
@@ -317,7 +324,7 @@ async def _listen(server: Server, command: _Command) -> int:
         raise AgentError(f"port {command.port} is in use by another program; {fix}") from None
 
 
-async def _follow(command: _Command, run_dir: Path) -> int:
+async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Another node: run its ranks as node 0's coordinator says."""
     agent: Agent | None = None
     wire: AsyncWire | None = None
@@ -326,6 +333,7 @@ async def _follow(command: _Command, run_dir: Path) -> int:
         async with asyncio.timeout(command.config.start_timeout):
             wire = await _reach(command)
         agent = Agent(_job(command, run_dir, command.port, os.environ[TOKEN_VARIABLE]), wire.send)
+        exit_signal.pass_on = agent.kill_all
         await _prepare(agent, command.config)
         wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname(),
                              heartbeat_timeout=command.config.heartbeat_timeout))

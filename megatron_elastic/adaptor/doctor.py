@@ -1,0 +1,146 @@
+"""Doctor: ``megatron-elastic doctor`` compares what the adaptors need of Megatron with the sources of a checkout.
+
+Sources are read, never run, so a checkout for another Python, or without what it depends on, can be looked at too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_elastic.adaptor.targets import SUPPORTED, TARGETS, Target
+from megatron_elastic.config import UsageError
+from megatron_elastic.patching import Checkout
+
+_EXAMPLES = """\
+examples:
+  megatron-elastic doctor ~/Megatron-LM            every change and call of the adaptors, and whether it fits there
+  megatron-elastic doctor ~/Megatron-LM --misfits  only what does not
+
+The exit code is 0 if everything fits.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a checkout has in a target's place; ``problem`` is empty if the target fits."""
+
+    target: Target
+    problem: str
+
+
+def examine(root: Path) -> list[Finding]:
+    """Look every target up in the Megatron-LM source tree at ``root``."""
+    sources = _Sources(root)
+    return [Finding(target, sources.problem(target)) for target in TARGETS]
+
+
+class _Sources:
+    """The parsed modules of a source tree."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._modules: dict[str, ast.Module | None] = {}
+
+    def problem(self, target: Target) -> str:
+        """Why the target does not fit; empty if it does."""
+        if self._module(target.module) is None:
+            return "there is no such module"
+        *path, last = target.name.split(".")
+        scope: ast.stmt | ast.Module | None = self._module(target.module)
+        for part in path:
+            scope = _definition(scope, part)
+        found = _definition(scope, last)
+        if isinstance(found, ast.ImportFrom):
+            found = self._follow(target.module, found, last)
+        if found is None:
+            return "it does not exist"
+        if target.parameters is None:
+            return ""
+        if not isinstance(found, ast.FunctionDef):
+            return "it is no function"
+        return target.mismatch(_parameters(found))
+
+    def _follow(self, module: str, statement: ast.ImportFrom, name: str) -> ast.stmt | None:
+        """The definition of what a module imports."""
+        package = module.split(".")[: -statement.level] if statement.level else []
+        source = ".".join([*package, *([statement.module] if statement.module else [])])
+        original = next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
+        found = _definition(self._module(source), original)
+        return self._follow(source, found, original) if isinstance(found, ast.ImportFrom) else found
+
+    def _module(self, name: str) -> ast.Module | None:
+        if name not in self._modules:
+            path = self._root.joinpath(*name.split("."))
+            files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+            self._modules[name] = ast.parse(files[0].read_bytes(), filename=str(files[0])) if files else None
+        return self._modules[name]
+
+
+def _definition(scope: ast.stmt | ast.Module | None, name: str) -> ast.stmt | None:
+    """What defines ``name`` in a module or class, also below an ``if`` or ``try``; None if nothing does."""
+    if not isinstance(scope, ast.Module | ast.ClassDef):
+        return None
+    for node in _statements(scope.body):
+        match node:
+            case ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:
+                return node
+            case ast.Assign(targets=targets) if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                return node
+            case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
+                return node
+            case ast.ImportFrom(names=names) if any((alias.asname or alias.name) == name for alias in names):
+                return node
+    return None
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    names += [argument.arg for argument in (given.vararg, *given.kwonlyargs, given.kwarg) if argument is not None]
+    return tuple(names)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic doctor``. Returns the exit code: 0 everything fits, 1 something does not, 2 bad usage."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic doctor", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
+        description="List everything in Megatron that the adaptors change or call, and whether it fits a checkout.",
+    )
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="folder of a Megatron-LM source tree")
+    parser.add_argument("--misfits", action="store_true", help="list only what does not fit")
+    options = parser.parse_args(argv)
+    try:
+        checkout = Checkout.at(options.checkout)
+        findings = examine(options.checkout)
+    except (UsageError, OSError, SyntaxError) as error:
+        print(f"megatron-elastic: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{checkout.root}: Megatron-LM {checkout.tag}; the adaptors are written for {SUPPORTED}")
+    for when, title in (("always", "with --elastic"), ("checkout", "with --elastic, in a checkout's scripts"),
+                        ("cpu", "on a machine without a GPU, with --elastic or without")):
+        chosen = [f for f in findings if f.target.when == when and (f.problem or not options.misfits)]
+        if chosen:
+            print(f"{title}:")
+        for finding in chosen:
+            print(_line(finding))
+    misfits = sum(bool(finding.problem) for finding in findings)
+    print(f"{len(findings) - misfits} of {len(findings)} fit" + ("" if misfits else ": this checkout can be used"))
+    return 1 if misfits else 0
+
+
+def _line(finding: Finding) -> str:
+    target = finding.target
+    line = f"  {'NO ' if finding.problem else 'ok '} {target.use:8s} {target.module}: {target.name}\n"
+    return line + f"               {finding.problem or target.why}"

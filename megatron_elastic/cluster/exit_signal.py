@@ -1,0 +1,40 @@
+"""Exit signal: what a scheduler sends some time before it takes the machines away.
+
+With Megatron-LM's ``--exit-signal-handler`` the ranks save and end training when it comes. The launcher, which is what
+a scheduler signals, passes it on to them instead of ending the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable, Sequence
+
+_ARGUMENTS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_ARGUMENTS.add_argument("--exit-signal-handler", action="store_true")
+_ARGUMENTS.add_argument("--exit-signal", default="SIGTERM", choices=[each.name for each in signal.Signals])
+
+
+class ExitSignal:
+    """The signal that a script's ``arguments`` ask for, if they do. ``number`` is None if they do not.
+
+    ``pass_on`` is to be set as soon as there are ranks to send it to.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.number: signal.Signals | None = None
+        self.pass_on: Callable[[int], None] | None = None
+        try:
+            options = _ARGUMENTS.parse_known_args(list(arguments))[0]
+        except argparse.ArgumentError:
+            return  # Megatron's parser will say what is wrong
+        if options.exit_signal_handler:
+            self.number = signal.Signals[options.exit_signal]
+
+    def taken(self, number: int) -> bool:
+        """Whether a signal was passed on to the ranks. That is done once: another one ends the job."""
+        if number != self.number or self.pass_on is None:
+            return False
+        pass_on, self.pass_on = self.pass_on, None
+        pass_on(number)
+        return True

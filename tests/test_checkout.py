@@ -1,0 +1,303 @@
+"""A real Megatron-LM checkout, from ``MEGATRON_LM_PATH``: patched, plain and elastic, on CPUs.
+
+    git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM
+    pip install six regex pydantic            # what megatron.training imports; tensorboard for its test
+    MEGATRON_LM_PATH=$PWD/Megatron-LM bash scripts/test.sh tests/test_checkout.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic import cli
+from megatron_elastic.adaptor import doctor
+from megatron_elastic.patching import Checkout, apply, revert
+from tests.jobs import ROOT, Job, Jobs
+from tests.launches import Launch, launches
+
+SOURCE = os.environ.get("MEGATRON_LM_PATH", "")
+needs_checkout = pytest.mark.skipif(not SOURCE, reason="MEGATRON_LM_PATH names no Megatron-LM checkout (core_v0.16.1)")
+slow = pytest.mark.slow
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 16 --lr 5e-3 --min-lr 1e-3 --lr-decay-style cosine --weight-decay 0.1 "
+    "--clip-grad 1.0 --attention-dropout 0.1 --hidden-dropout 0.1 --seed 7 --split 3,1,1 --log-interval 1 "
+    "--eval-iters 2 --eval-interval 3 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 400 "
+    "--use-distributed-optimizer --distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+)
+"""Megatron-LM's flags; the last two lines are what a CPU needs."""
+
+
+class CheckoutJobs(Jobs):
+    """Starts jobs of a checkout's ``pretrain_gpt.py``."""
+
+    def __init__(self, folder: Path, data: Path, checkout: Path) -> None:
+        super().__init__(folder, data)
+        self.checkout = checkout
+
+    def command(self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = ()) -> list[str]:
+        """Command line of a job, elastic if ``flags`` say so; they come last, so they win."""
+        return [
+            sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
+            str(self.checkout / "pretrain_gpt.py"), "--data-path", str(self.data / "data"), *MODEL.split(),
+            "--elastic-run-dir", str(run_dir), *flags,
+        ]  # fmt: skip
+
+    def start(
+        self, *flags: str, ranks: int = 8, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> Job:
+        """Start a job that also finds what PYTHONPATH has: megatron.training depends on more than we do."""
+        added = {"PYTHONPATH": search_path(), **(env or {})}
+        return super().start(*flags, ranks=ranks, launcher=launcher, env=added)
+
+    def plain(self, *flags: str, ranks: int) -> list[str]:
+        """Run without ``--elastic`` or any of our flags; returns the losses and gradient norms that Megatron logs."""
+        folder = self.folder / f"plain{len(list(self.folder.iterdir()))}"
+        folder.mkdir()
+        command = [flag for flag in self.command(*flags, run_dir=folder, ranks=ranks) if flag != str(folder)]
+        command.remove("--elastic-run-dir")
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+        logs = sorted(folder.glob("runs/*/logs/*.log"))
+        assert done.returncode == 0, done.stdout + done.stderr + "".join(log.read_text()[-2000:] for log in logs)
+        return losses(*logs)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with launches(tmp_path) as launch:
+        yield launch
+
+
+def search_path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
+def losses(*logs: Path) -> list[str]:
+    """Step, loss and gradient norm of every line that Megatron logged."""
+    pattern = re.compile(r"iteration +(\d+)/.*(lm loss: \S+) .*(grad norm: \S+) ")
+    return [" ".join(found.groups()) for log in logs for found in pattern.finditer(log.read_text())]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, without our lines."""
+    copy = tmp_path_factory.mktemp("checkout") / "Megatron-LM"
+    if (Path(SOURCE) / ".git").exists():
+        subprocess.run(["git", "clone", "-q", SOURCE, str(copy)], check=True)
+    else:
+        shutil.copytree(SOURCE, copy)
+    revert(Checkout.at(copy))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def patched(checkout: Path, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> CheckoutJobs:
+    """Jobs of the checkout with our lines in it."""
+    apply(Checkout.at(checkout))
+    return CheckoutJobs(tmp_path_factory.mktemp("jobs"), jobs.data, checkout)
+
+
+def inject(*faults: str) -> list[str]:
+    return [word for fault in faults for word in ("--elastic-inject", fault)]
+
+
+def grid(tp: int, pp: int, steps: int) -> tuple[str, ...]:
+    return ("--elastic", "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp),
+            "--train-iters", str(steps), "--elastic-slices", "2")
+
+
+def assert_same(job: Job, reference: Job) -> None:
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+
+
+def evaluations(job: Job) -> list[tuple[int, str, float]]:
+    """Each evaluation once; one that was interrupted is done again."""
+    return sorted({(event["step"], event["data"], event["loss"]) for event in job.events("evaluated")})
+
+
+# ---- without a checkout ---------------------------------------------------------------------
+
+
+def test_modules_beside_the_script_come_first(launch: Launch, tmp_path: Path) -> None:
+    """A checkout's ``megatron`` wins over the installed one, also for what is imported before the ranks are forked."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("import os\nimported_in = os.getpid()\n")
+    script = tmp_path / "script.py"
+    script.write_text("import os, megatron.core as core\n"
+                      "print(core.__file__, 'before the fork' if core.imported_in == os.getppid() else 'here')\n")
+    launch.env["MEGATRON_ELASTIC_PRELOAD"] = "megatron.core,megatron.nothing"
+    run = launch.start(str(script))
+    run.finish()
+    assert (run.run_dir / "logs" / "rank0.log").read_text() == f"{core / '__init__.py'} before the fork\n"
+
+
+def test_a_checkout_without_our_lines_is_refused(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("print('trained')\n")
+    assert f"let it: megatron-elastic patch apply {tmp_path}" in launch.start(str(script), "--elastic").finish(2)
+    script.write_text("print('trained')  # megatron_elastic\n")
+    output = launch.start(str(script), "--elastic", "--num-experts", "8", name="again").finish(2)
+    assert "error: --num-experts 8 does not work with --elastic: mixture of experts" in output
+
+
+# ---- with one -------------------------------------------------------------------------------
+
+
+@needs_checkout
+def test_the_checkout_fits(checkout: Path) -> None:
+    assert [finding for finding in doctor.examine(checkout) if finding.problem] == []
+    apply(Checkout.at(checkout))
+    revert(Checkout.at(checkout))
+    if (checkout / ".git").exists():
+        status = ["git", "-C", str(checkout), "status", "--porcelain"]
+        assert subprocess.run(status, check=True, capture_output=True, text=True).stdout == ""
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(600)
+def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> None:
+    """And it runs on a CPU, with all of Megatron's own code."""
+    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "3")
+    with_lines = patched.plain(*flags, ranks=4)
+    revert(Checkout.at(patched.checkout))
+    try:
+        without = patched.plain(*flags, ranks=4)
+    finally:
+        apply(Checkout.at(patched.checkout))
+    assert len(with_lines) == 3
+    assert with_lines == without
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_killed_ranks(patched: CheckoutJobs) -> None:
+    """TP1 x PP2: in the backward pass, then from outside, the rank that writes the log among them."""
+    flags = grid(1, 2, 9)
+    reference = patched.undisturbed(*flags)
+    job = patched.start(*flags, *inject("kill:rank=7,step=3,at=backward", "kill:rank=2,step=7,at=apply"))
+    job.read_until("step 5/9")
+    os.kill(job.pid(5), signal.SIGKILL)
+    job.finish()
+    assert_same(job, reference)
+    assert evaluations(job) == evaluations(reference)
+    logged = losses(*sorted((job.run_dir / "logs").glob("rank*.log")))
+    assert set(logged) == set(losses(reference.run_dir / "logs" / "rank7.log"))
+    assert len(set(logged)) == 9
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """TP2 x PP2 x DP2 in bf16, saved under kills, loaded under other layouts."""
+    flags = (*grid(2, 2, 8), "--bf16")
+    reference = patched.undisturbed(*flags)
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "4")
+    job = patched.run(*flags, *saves, *inject("kill:rank=7,step=3,at=forward", "kill:rank=1,step=6,at=vote"))
+    assert_same(job, reference)
+    assert evaluations(job) == evaluations(reference)
+    assert [event["step"] for event in job.events("saved")] == [4, 8]
+    tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "8"
+    for tp, pp in ((2, 1), (2, 4)):
+        tracker.write_text("4")
+        loaded = patched.run(*grid(tp, pp, 8), "--bf16", "--load", str(tmp_path / "saved"))
+        assert list(loaded.metrics()) == [5, 6, 7, 8]
+        expected = reference.metrics()
+        assert {step: line["loss_hex"] for step, line in loaded.metrics().items()} == {
+            step: expected[step]["loss_hex"] for step in (5, 6, 7, 8)
+        }
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--exit-interval``, then the exit signal, then the rest: a job in three parts trains as one."""
+    flags = grid(1, 2, 9)
+    saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "100", "--exit-signal-handler")
+    first = patched.run(*flags, *saves, "--exit-interval", "3")
+    assert "training finished at step 3" in first.output
+    second = patched.start(*flags, *saves)
+    second.read_until("step 5/9")
+    second.process.send_signal(signal.SIGTERM)
+    assert "SIGTERM goes to the ranks, which end training" in second.finish()
+    stopped = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert 5 <= stopped < 9
+    third = patched.run(*flags, *saves)
+    parts = {**first.metrics(), **second.metrics(), **third.metrics()}
+    reference = patched.undisturbed(*flags)
+    assert {n: line["loss_hex"] for n, line in parts.items()} == {
+        n: line["loss_hex"] for n, line in reference.metrics().items()
+    }
+    digests = [json.loads((job.run_dir / "digest.json").read_text())["sha256"] for job in (third, reference)]
+    assert digests[0] == digests[1]
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(600)
+def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """Another rank writes on when the one that did is lost."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_multiplexer")
+    flags = (*grid(1, 2, 6), "--tensorboard-dir", str(tmp_path), "--log-timers-to-tensorboard")
+    patched.run(*flags, *inject("kill:rank=7,step=4,at=backward"))
+    events = reader.EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    events.Reload()
+    steps = {event.step for run in events.Runs() for event in events.Scalars(run, "lm loss")}
+    assert steps == set(range(1, 7))
+    validated = {event.step for run in events.Runs() for event in events.Scalars(run, "lm loss validation")}
+    assert validated == {3, 6}
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--fp16"], "--fp16 does not work with --elastic: it needs a loss scale"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--tensor-model-parallel-size", "3"], "Megatron refuses these flags"),
+        (["--transformer-impl", "transformer_engine"], "add --transformer-impl local"),
+    ],
+    ids=lambda value: str(value[0]),
+)
+def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> None:
+    """One line each; what Megatron alone knows is told by the first rank that finds it."""
+    job = patched.start(*grid(1, 1, 3), *flags, ranks=2)
+    job.output = job.process.communicate(timeout=200)[0]
+    assert job.process.returncode in (1, 2), job.output
+    assert reason in job.output
+    assert "Traceback" not in job.output
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(300)
+def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
+    """They are a group of Megatron's own parser."""
+    command = [sys.executable, "-c", "from megatron_elastic.device import cpu; cpu.install(); "
+               "from megatron_elastic.adaptor import cpu; cpu.install(); "
+               "from megatron_elastic.adaptor.arguments import parse; parse()", "--help"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(patched.checkout), search_path()))}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True).stdout
+    assert "--elastic-consistency {bitwise,fast}" in shown
+    assert "--tensor-model-parallel-size" in shown

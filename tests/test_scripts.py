@@ -1,0 +1,62 @@
+"""Launch scripts: valid shell, free of what shellcheck finds, and they pass on what they are given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
+
+SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"])))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_valid_shell(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck(script: Path) -> None:
+    assert SHELLCHECK is not None
+    done = subprocess.run([SHELLCHECK, "--shell=bash", "--external-sources", str(script)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def launched(script: str, *arguments: str, folder: Path, **env: str) -> list[str]:
+    """What a script starts ``megatron-elastic`` with; a stand-in for it writes its arguments down."""
+    stand_in = folder / "megatron-elastic"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", str(ROOT / "scripts" / script), *arguments], capture_output=True, text=True,
+                          check=True, env={"PATH": path, **env})
+    return done.stdout.splitlines()
+
+
+def test_local(tmp_path: Path) -> None:
+    program = tmp_path / "pretrain_gpt.py"
+    program.touch()
+    given = launched("launch_local.sh", str(program), "--bf16", folder=tmp_path, RANKS="4", RUN_DIR="runs/a b")
+    assert given == ["run", "--standalone", "--nproc-per-node", "4", str(program), "--bf16", "--elastic",
+                     "--elastic-run-dir", "runs/a b", "--elastic-replicas", "1"]
+    usage = subprocess.run(["bash", str(ROOT / "scripts" / "launch_local.sh"), "nothing.py"], capture_output=True,
+                           text=True, check=False)
+    assert usage.returncode == 2
+    assert usage.stderr.startswith("usage: ")
+
+
+def test_torchrun_compat(tmp_path: Path) -> None:
+    """torchrun's variables come first, so its command line wins; ours come last, so they are the script's."""
+    given = launched("launch_torchrun_compat.sh", "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", folder=tmp_path,
+                     PET_NNODES="2", PET_NPROC_PER_NODE="4", RUN_DIR="r")
+    assert given == ["run", "--nproc-per-node", "4", "--nnodes", "2", "--nproc-per-node", "8", "pretrain_gpt.py",
+                     "--bf16", "--elastic", "--elastic-run-dir", "r"]
+    assert launched("launch_torchrun_compat.sh", "x.py", folder=tmp_path, ELASTIC="0") == ["run", "x.py"]

@@ -1,0 +1,60 @@
+"""Megatron-LM's flags with ``--elastic``: what is refused, before anything starts, and that the docs say the same."""
+
+from __future__ import annotations
+
+import argparse
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.config import UsageError
+from megatron_elastic.support import REFUSALS, WITHOUT_EFFECT, Refusal, check_arguments, check_namespace
+
+DOCS = Path(__file__).parent.parent / "docs"
+FLAGS = (
+    "--num-layers 4 --tensor-model-parallel-size 2 --context-parallel-size 1 --optimizer adam --bf16 --train-iters 3 "
+    "--ckpt-format torch_dist --rerun-mode disabled --exp-avg-dtype fp32 --overlap-grad-reduce --elastic"
+)
+
+
+def test_what_works_is_accepted() -> None:
+    check_arguments(FLAGS.split())
+    check_namespace(argparse.Namespace(optimizer="adam", fp8=None, exp_avg_dtype="torch.float32"))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_each_refusal(refusal: Refusal) -> None:
+    """Of every flag in the table, on the command line and parsed."""
+    flag = refusal.flag
+    value = "7" if refusal.reads else None
+    given = [*FLAGS.split(), flag, *([value] if value else [])]
+    with pytest.raises(UsageError, match=f"^{flag}( 7)? does not work with --elastic: .*; .+"):
+        check_arguments(given)
+    with pytest.raises(UsageError, match=f"^{flag}"):
+        check_namespace(argparse.Namespace(**{refusal.name: 7 if refusal.reads else True}))
+    for allowed in refusal.but:
+        check_namespace(argparse.Namespace(**{refusal.name: allowed}))
+
+
+def test_values_compare_as_text() -> None:
+    """Enumerations and lists, as Megatron's parser makes them."""
+
+    class Mode(Enum):
+        DISABLED = "disabled"
+        REPORT = "report_determinism_stats"
+
+    check_namespace(argparse.Namespace(rerun_mode=Mode.DISABLED, iterations_to_skip=[]))
+    with pytest.raises(UsageError, match="--rerun-mode report_determinism_stats"):
+        check_namespace(argparse.Namespace(rerun_mode=Mode.REPORT))
+    with pytest.raises(UsageError, match="--iterations-to-skip"):
+        check_namespace(argparse.Namespace(iterations_to_skip=[3]))
+
+
+def test_docs_have_the_same_table() -> None:
+    text = (DOCS / "megatron.md").read_text()
+    for refusal in REFUSALS:
+        assert f"| `{refusal.flag}`" in text, refusal.flag
+        assert refusal.why in text, refusal.flag
+    for flags, reason in WITHOUT_EFFECT.items():
+        assert f"| {flags} | {reason} |" in text, flags
