@@ -279,6 +279,18 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
+def build_once(directory: Path) -> Iterator[None]:
+    """Around making a job's data sets: the first rank that comes does it alone, so that the others find the indices."""
+    made = directory / "data.made"
+    with _locked(directory / "data.lock"):
+        if not made.exists():
+            yield
+            made.touch()
+            return
+    yield
+
+
+@contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold ``path`` against other jobs that build the same index at the same time."""
     with path.open("w") as file:

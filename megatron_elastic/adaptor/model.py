@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.optimizer import ParameterGroups
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
-from megatron_elastic.state.buffer import Member, UnitBuffer
+from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
+from megatron_elastic.state.partition import Partition
 
 
 def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -54,36 +55,46 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
     return units
 
 
-def build_buffers(
-    model: GPTModel, layout: Layout, stage: int, tp_index: int, accumulator: Accumulator, groups: ParameterGroups
-) -> dict[int, UnitBuffer]:
-    """Flat buffers of all units of a stage, by unit index; the model's parameters become views of them.
+def bind_stage(
+    model: GPTModel,
+    layout: Layout,
+    stage: int,
+    groups: ParameterGroups,
+    partitions: dict[int, Partition],
+    units: dict[int, UnitBuffer],
+    make: Callable[[UnitShape], Partition],
+    accumulator: Accumulator,
+) -> None:
+    """Make the parameters of a stage's model views of flat buffers, by unit index.
 
-    Where a tied embedding is used twice, both uses get leaves of their own.
+    Units that are in ``units`` already keep their values; for the others ``partitions`` and ``units`` get entries, with
+    the model's. Where a tied embedding is used twice, both uses get leaves of their own. Raises ValueError when the
+    model is not what the layout says, or a unit has not the shape that it had before.
     """
-    parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]] = unit_parameters(model)
+    parameters = unit_parameters(model)
     names = {layout.units[unit] for unit in layout.stages[stage].units}
     if names != set(parameters):
         raise ValueError(f"stage {stage} should hold units {sorted(names)}, but its model has {sorted(parameters)}")
-    buffers = {
-        unit: UnitBuffer(
-            unit,
-            [
-                Member(
-                    parameter=parameter,
-                    group=groups.index(name, parameter),
-                    sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
-                )
-                for name, parameter in parameters[layout.units[unit]]
-            ],
-            layout.num_slices,
-            tp_index,
-            accumulator,
-        )
-        for unit in layout.stages[stage].units
-    }
+    for unit in layout.stages[stage].units:
+        name = layout.units[unit]
+        members = [
+            Member(
+                parameter=parameter,
+                group=groups.index(full_name, parameter),
+                sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+            )
+            for full_name, parameter in parameters[name]
+        ]
+        shape = shape_of(name, members)
+        if unit not in partitions:
+            partitions[unit] = make(shape)
+        # How parameters are treated is known from where they were drawn: Megatron marks them when it draws them.
+        if partitions[unit].sizes != [member[0] for member in shape.members]:
+            raise ValueError(f"unit {name} has shape {shape}, but had {partitions[unit].shape} in another stage")
+        known = unit in units
+        if not known:
+            units[unit] = UnitBuffer(partitions[unit], accumulator)
+        units[unit].bind([member.parameter for member in members], fill=not known)
     if model.pre_process and model.post_process and model.share_embeddings_and_output_weights:
-        buffer = buffers[layout.units.index("embedding")]
-        twin = buffer.twin(model.embedding.word_embeddings.weight)
+        twin = units[layout.units.index("embedding")].twin(model.embedding.word_embeddings.weight)
         model.shared_embedding_or_output_weight = lambda: twin
-    return buffers

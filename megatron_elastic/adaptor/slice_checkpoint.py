@@ -70,15 +70,16 @@ def save(
 
 
 def load(
-    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], optimizer: Optimizer,
-    step: int,
+    directory: str | Path, model: GPTModel, layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
+    optimizer: Optimizer, step: int,
 ) -> FlatStates:  # fmt: skip
     """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here.
 
     Raises UsageError when it is damaged, or is another model's.
     """
     names = parts(optimizer)
-    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in _homed(layout, units)}
+    homed = _homed(layout, rank, units)
+    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in homed}
     state: dict[str, Any] = {"model": model.sharded_state_dict()}
     state["optimizer"] = dict(_sharded_states(model, names, units, empty, state["model"]))
     folder = step_folder(Path(directory), step)
@@ -102,18 +103,20 @@ def load(
 def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
     """Give every state held in the store what was loaded."""
     for unit, k, _ in store.held():
+        if unit not in states:
+            continue  # a copy of another stage's
         state = store[unit, k]
         for tensor, flat in zip(state.tensors, states[unit], strict=True):
             tensor.copy_(units[unit].slice_of(flat, k))
         state.step = step
 
 
-def _homed(layout: Layout, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[int, UnitBuffer]]:
-    """Units whose home stage is the one that holds ``units``."""
-    for unit, buffer in units.items():
-        stages = [s for s, stage in enumerate(layout.stages) if set(stage.units) == set(units)]
-        if layout.home(unit) in stages:
-            yield unit, buffer
+def _homed(layout: Layout, rank: int, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[int, UnitBuffer]]:
+    """Units whose home is the stage of ``rank``."""
+    stage = layout.stage_of(rank)
+    for unit in layout.stages[stage].units:
+        if layout.home(unit) == stage:
+            yield unit, units[unit]
 
 
 def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore, transport: Transport) -> FlatStates:
@@ -121,7 +124,7 @@ def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
     me, tp, names = transport.rank, layout.tp_index(transport.rank), parts(store.optimizer)
     whole: dict[int, tuple[torch.Tensor, ...]] = {}
     operations: list[Send | Recv] = []
-    for unit, buffer in _homed(layout, units):
+    for unit, buffer in _homed(layout, me, units):
         saver = layout.stages[layout.home(unit)].cells[0].ranks[tp]
         if me == saver:
             whole[unit] = tuple(torch.zeros(buffer.params.shape) for _ in names)
@@ -149,8 +152,7 @@ def _views(
     """("<part>.<parameter name>", its view in the flat state) for every parameter of the units in ``whole``."""
     parameters = {id(p): name for members in unit_parameters(model).values() for name, p in members}
     for unit, states in whole.items():
-        for member, start in units[unit].members:
-            p = member.parameter
+        for p, start in units[unit].bound:
             for part, flat in zip(names, states, strict=True):
                 yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
 

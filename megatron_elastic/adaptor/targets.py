@@ -115,6 +115,16 @@ LAYER = Target(_CORE + "transformer.transformer_layer", "TransformerLayer.__init
                ("self", "layer_number"), "always", "a layer's initial weights depend on its number alone")
 EMBEDDING = Target(_CORE + "models.common.embeddings.language_model_embedding", "LanguageModelEmbedding.__init__",
                    "wrapped", ("self",), "always", "the embedding's initial weights depend on the seed alone")
+BLOCK_LAYERS = Target(_CORE + "transformer.transformer_block", "get_num_layers_to_build", "replaced",
+                      ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+BLOCK_OFFSET = Target(_CORE + "transformer.transformer_block", "get_transformer_layer_offset", "replaced",
+                      ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+LAYER_OFFSET = Target(_CORE + "transformer.transformer_layer", "get_transformer_layer_offset", "replaced",
+                      ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+SPECS_LAYERS = Target(_CORE + "models.gpt.gpt_layer_specs", "get_num_layers_to_build", "replaced",
+                      ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+SPECS_OFFSET = Target(_CORE + "models.gpt.gpt_layer_specs", "get_transformer_layer_offset", "replaced",
+                      ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
 WRITE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data_multiproc", "replaced",
                ("transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"), "always",
                "a rank writes its checkpoint itself: forked copies of it would hold its links")

@@ -14,22 +14,24 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random
+from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random, transformer
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
-from megatron_elastic.adaptor.dataset import collate
-from megatron_elastic.adaptor.model import build_buffers, unit_modules, watch
+from megatron_elastic.adaptor.dataset import build_once, collate
+from megatron_elastic.adaptor.model import bind_stage, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
 from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
+    Built,
     Commit,
     Committed,
     Damage,
@@ -56,12 +58,14 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout, gpt_units, transfers
+from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.schedule import one_forward_one_backward
 from megatron_elastic.plan import everything
+from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Update
+from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.verification import Verification
@@ -186,14 +190,23 @@ class Trainer:
         """Result of the newest vote whose step this rank has finished."""
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
-        self.built: tuple[tuple[int, ...], int] | None = None
-        """Units and tensor-parallel index that the model was built for."""
+        self.built: tuple[tuple[int, ...], int, bool, bool] | None = None
+        """What the model was built for: units, tensor-parallel index, whether it is the first stage, and the last."""
+        self.units: dict[int, UnitBuffer] = {}
+        """Parameters of the units that this rank holds, by unit."""
+        self.partitions: dict[int, Partition] = {}
+        """Of all units that this rank has heard of."""
+        self.train_data: Any = None
+        self.valid_data: Any = None
+        self.test_data: Any = None
         self.plan: Plan | None = None
         """The layout that this rank is informed of and has not switched to."""
         self.agreed = False
         """Whether all ranks are informed of it: the switch is due after the step."""
         self.settled = False
         """Whether the coordinator knows that everything the layout asks for is live here."""
+        self.stale = False
+        """Whether weights may not be what their owners hold: the next step begins with distributing them."""
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -232,6 +245,7 @@ class Trainer:
                 rank=self.rank, pid=os.getpid(), host=socket.gethostname(), address=self.transport.address,
                 layout=self.layout.to_json(), start_step=self.step - 1, train_iters=self.args.train_iters,
                 flags={name: str(value) for name, value in vars(self.args).items() if name not in _OWN_FLAGS},
+                tied=not self.args.untie_embeddings_and_output_weights,
             )
         )  # fmt: skip
         if self.rank in self.layout.ranks:
@@ -258,35 +272,40 @@ class Trainer:
         """Build this rank's part of the layout it is invited into, without the others, who are training."""
         layout = Layout.from_json(invite.layout)
         self.transport.add_peers(invite.addresses)
-        stage, tp = layout.stage_of(self.rank), layout.tp_index(self.rank)
-        if self.store is None or self.built != (layout.stages[stage].units, tp):
+        if self.store is None or self.built != self._part_in(layout):
             self.store = None
-            width = self.world_size // (layout.cell_size * self.args.pipeline_model_parallel_size)
-            self._make_groups(tp + layout.cell_size * width * stage)
-            with groups.alone():
-                self._build_model(layout)
+            pp = self.args.pipeline_model_parallel_size
+            like = min(layout.stage_of(self.rank), pp - 1)
+            self._make_groups(layout.tp_index(self.rank) + self.world_size // pp * like)
+            self._forget_model()
+            self._learn(invite.shapes, layout)
+            self._hold(layout)
             self.store = self._empty_store(layout)
         self.hooks.at("prepare")
         self.control.send(Ready(rank=self.rank, epoch=invite.epoch))
 
     def _build(self) -> None:
-        """Model, data and optimizer state under the first layout. Uses collectives; redone if interrupted."""
-        self._build_model(self.layout)
+        """Model, data and optimizer state under the first layout; redone if interrupted."""
+        self._forget_model()
+        self._hold(self.layout)
         store = self._empty_store(self.layout)
         self._load(store, self.step - 1)
         self._enter(store)
-        self.store = store
+        self.store, self.stale = store, True
+        self.control.send(Built(rank=self.rank, shapes={unit: self.partitions[unit].shape for unit in self.units}))
 
     def _empty_store(self, layout: Layout) -> StateStore:
-        return StateStore(self.units, self.optimizer, self.transport, layout.tp_index(self.rank))
+        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank))
 
     def _load(self, store: StateStore, step: int) -> None:
         """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
         if step == 0:
-            store.create(self.layout)
+            store.create(self.layout, self.units)
             return
-        states = checkpoint.load(self._checkpoint_of(step), self.gpt, self.layout, self.units, self.optimizer, step)
-        store.create(self.layout)
+        states = checkpoint.load(
+            self._checkpoint_of(step), self.gpt, self.layout, self.rank, self.units, self.optimizer, step
+        )
+        store.create(self.layout, self.units)
         checkpoint.fill(store, self.units, states, step)
 
     def _checkpoint_of(self, step: int) -> str:
@@ -294,11 +313,46 @@ class Trainer:
         save = self.args.save
         return save if save and checkpoint.has_step(save, step) else self.args.load
 
+    def _learn(self, shapes: Mapping[int, UnitShape], layout: Layout) -> None:
+        """Know of units, so that they and slices of them can be kept."""
+        for unit, shape in shapes.items():
+            self.partitions.setdefault(unit, Partition(shape, layout.num_slices, layout.tp_index(self.rank)))
+
+    def _part_in(self, layout: Layout) -> tuple[tuple[int, ...], int, bool, bool]:
+        stage, last = layout.stage_of(self.rank), layout.pipeline_size - 1
+        return layout.stages[stage].units, layout.tp_index(self.rank), stage == 0, stage == last
+
+    def _hold(self, layout: Layout) -> None:
+        """Have the units that the layout wants here, and a model of this rank's stage over them.
+
+        Units that are new are filled when their owners next send parameters. Nobody is waited for.
+        """
+        held = layout.held_by(self.rank)
+        for unit in held:
+            if unit in self.partitions and unit not in self.units:
+                self.units[unit] = UnitBuffer(self.partitions[unit], self.accumulator)
+        if self.built != self._part_in(layout):
+            self._build_model(layout)
+        for unit in set(self.units).difference(held):
+            del self.units[unit]
+
+    def _forget_model(self) -> None:
+        self.built = None
+        self.units.clear()
+        self.partitions.clear()
+
     def _build_model(self, layout: Layout) -> None:
+        """This rank's stage of the model, over the buffers of its units; and the data, the first time."""
         args = self.args
-        stage = layout.stage_of(self.rank)
-        first, last = stage == 0, stage == layout.pipeline_size - 1
-        model = self._model_provider(args, None, first, last)
+        units, tp, first, last = part = self._part_in(layout)
+        transformer.hold(transformer.layers_of([layout.units[unit] for unit in units]))
+        # Values that are there already, or will be sent, need not be drawn first.
+        fresh = None if not self.partitions else {"perform_initialization": False}
+        with groups.alone():
+            model = self._model_provider(args, fresh, first, last)
+            if self.train_data is None:
+                with build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
+                    self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
         self.model_config = model.config
         self.gpt = model
         key = random.GrainKey(args.seed)
@@ -307,12 +361,12 @@ class Trainer:
             watch(module, self._look)
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
         wrapped = Float16Module(model.config, model) if args.bf16 else model
-        self.units = build_buffers(
-            model, layout, stage, layout.tp_index(self.rank), self.accumulator, self.parameter_groups
-        )
+        bind_stage(
+            model, layout, layout.stage_of(self.rank), self.parameter_groups, self.partitions, self.units,
+            lambda shape: Partition(shape, layout.num_slices, tp), self.accumulator,
+        )  # fmt: skip
         self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
-        self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
-        self.built = layout.stages[stage].units, layout.tp_index(self.rank)
+        self.built = part
 
     def _enter(self, store: StateStore) -> None:
         """What the present layout alone determines."""
@@ -337,6 +391,8 @@ class Trainer:
         self.hooks.step = self.step
         self._between_steps(self.step - 1)
         self.hooks.at("data")
+        if self.stale:
+            self.reduction.gather_parameters()
         for buffer in self.units.values():
             buffer.zero()
         self.store.drop_gradients()
@@ -394,7 +450,7 @@ class Trainer:
         self.hooks.at("commit")
         if self.rank == self.layout.ranks[0]:
             self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
-        self.last, self.vote = self.vote, None
+        self.last, self.vote, self.stale = self.vote, None, False
         if self.verification is not None:
             self.verification.note(self.step)
         self.step += 1
@@ -418,7 +474,7 @@ class Trainer:
         self._adopt(
             Commit(
                 epoch=plan.epoch, layout=plan.layout, decision="switch", step=self.step, vote=None, held=plan.held,
-                gather=False, saved=self.first_save - 1,
+                shapes=plan.shapes, gather=False, saved=self.first_save - 1,
             )
         )  # fmt: skip
         if tells:
@@ -546,6 +602,7 @@ class Trainer:
         self.transport.advance(layout.epoch, layout.lost)
         member = self.rank in layout.ranks
         self.plan, self.agreed = None, False
+        self.stale = self.stale or commit.gather
         self.first_save = commit.saved + 1
         if member:
             groups.edit(layout, self.rank)
@@ -554,6 +611,8 @@ class Trainer:
                 self.control.send(Settled(rank=self.rank, epoch=layout.epoch))
             return
         if member:
+            self._learn(commit.shapes, layout)
+            self._hold(layout)
             self._enter(self.store)
         edited = time.time()
         self.hooks.at("promote")
@@ -572,7 +631,9 @@ class Trainer:
             self.vote, self.last = None, None
             if member:
                 self._load(self.store, self.step - 1)
-        moves = transfers(layout, commit.held) if commit.decision != "reload" else ()
+                self.stale = True
+        # After a reload all is there but copies that stages keep for each other.
+        moves = transfers(layout, everything(layout) if commit.decision == "reload" else commit.held)
         done = commit.step if commit.decision == "forward" else commit.step - 1
         self.hooks.at("replicate")
         self.store.replicate(moves)
@@ -585,8 +646,6 @@ class Trainer:
         self.store.retire((*layout.owned(self.rank), *layout.replicated(self.rank)))
         if commit.decision == "switch":
             return
-        if commit.gather:
-            self.reduction.gather_parameters()
         self.control.send(
             Recovered(
                 rank=self.rank, epoch=layout.epoch,

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from megatron_elastic.cluster.ledger import Diverged, Ledger
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    Answer,
     AnyMessage,
+    Built,
     Commit,
     Committed,
     Damaged,
@@ -36,6 +38,7 @@ from megatron_elastic.cluster.messages import (
     Ready,
     Recovered,
     Report,
+    Scale,
     Settled,
     Start,
     Stop,
@@ -50,10 +53,10 @@ from megatron_elastic.cluster.suspicion import Suspicion
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import AsyncWire, WireError
 from megatron_elastic.config import ElasticConfig
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
-from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose
+from megatron_elastic.plan import Costs, NoLayout, StateLost, everything, improve, lose, replan
 
 _LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
@@ -95,12 +98,18 @@ class Coordinator:
         self._collecting = False
         self._recovery: Recovery | None = None
         self._reshape: Reshape | None = None
+        self._goal: Layout | None = None
+        """What the present layout is to lead to, if something is under way."""
+        self._stages: int | None = None
+        """Number of pipeline stages that somebody has asked for."""
         self._newest_epoch = 0
         """The highest one ever given to a layout; ``epoch`` stays behind it while a change is planned."""
         self._early: dict[Node, int] = {}
         """Nodes that are to join and came before training began, with the ranks of each."""
         self._settled: dict[int, int] = {}
         """Newest epoch for which everything that the layout asks for is live at a rank."""
+        self._shapes: dict[int, UnitShape] = {}
+        """Of the units that some rank has built."""
         self._saves: list[int] = []
         """Steps of the complete checkpoints, ascending."""
         self._damaged: set[tuple[int, tuple[int, int, int]]] = set()
@@ -271,6 +280,8 @@ class Coordinator:
                     self._event("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
                 case Event():
                     self._on_event(message)
+                case Built():
+                    self._shapes |= message.shapes
                 case Damaged():
                     self._on_damaged(message)
                 case Ready():
@@ -441,7 +452,7 @@ class Coordinator:
         """Begin the next epoch, because of what happened to ``ranks`` at ``when``."""
         self._newest_epoch += 1
         self.epoch = self._newest_epoch
-        self._reshape = None
+        self._reshape = self._goal = None
         self._timers.cancel("ready")
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         # First of all: everybody waits for this.
@@ -552,7 +563,8 @@ class Coordinator:
             return
         plan_ms = (time.time() - reported) * 1e3
         commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                        vote=decision.vote, held=held, gather=self._healing, saved=self._newest_save)
+                        vote=decision.vote, held=held, shapes=self._shapes,
+                        gather=self._healing or _units_move(self._layout, layout), saved=self._newest_save)
         self._ranks.send(commit, self._ranks.alive)
         self._collecting = False
         self._damaged.clear()
@@ -601,17 +613,44 @@ class Coordinator:
             return
         newcomers = {rank: state.host for rank, state in self._ranks.items()
                      if state.standby and state.hello and not state.lost and rank not in layout.spares}
-        better = improve(layout, newcomers, self._newest_epoch + 1)
+        rearrange = self._rearrange if self._stages not in (None, layout.pipeline_size) else None
+        try:
+            better = improve(layout, newcomers, self._newest_epoch + 1, self._goal, rearrange)
+        except NoLayout as error:
+            self._event("refused", reason=str(error))
+            self._say(f"the number of stages stays as it is: {error}")
+            self._stages = None
+            return
         if better is None:
             return
         self._newest_epoch += 1
-        self._reshape = Reshape(better, frozenset(better.ranks) - frozenset(layout.ranks))
+        self._reshape = Reshape(*better, frozenset(better[0].ranks) - frozenset(layout.ranks))
         if self._reshape.entrants:
-            invite = Invite(epoch=better.epoch, layout=better.to_json(),
-                            addresses=self._ranks.addresses(better.ranks))
+            planned = self._reshape.layout
+            invite = Invite(epoch=planned.epoch, layout=planned.to_json(),
+                            addresses=self._ranks.addresses(planned.ranks), shapes=self._shapes)
             self._ranks.send(invite, self._reshape.entrants)
             self._timers.set("ready", self._config.start_timeout, self._ready_late)
         self._announce_if_ready()
+
+    def scale(self, request: Scale) -> Answer:
+        """Somebody asks for another shape of the job. Says whether it will be made; that takes some steps."""
+        layout = self._layout
+        if layout is None or self.outcome.done():
+            return Answer(ok=False, text="the job is not training yet, or no more")
+        before, self._stages = self._stages, request.stages
+        try:
+            self._rearrange(layout)
+        except NoLayout as error:
+            self._stages = before
+            return Answer(ok=False, text=str(error))
+        self._event("asked", stages=request.stages)
+        self._consider()
+        return Answer(ok=True, text=f"the pipeline will have {request.stages} stages, from {layout.pipeline_size}")
+
+    def _rearrange(self, layout: Layout) -> Layout:
+        assert self._stages is not None and self._first is not None
+        return replan(layout, Costs.assumed(layout.units), layout.epoch, stages={self._stages}, tied=self._first.tied)
 
     def _announce_if_ready(self) -> None:
         reshape = self._reshape
@@ -621,7 +660,7 @@ class Coordinator:
         self._timers.cancel("ready")
         reshape.announced = True
         plan = Plan(epoch=reshape.layout.epoch, layout=reshape.layout.to_json(),
-                    addresses=self._ranks.addresses(reshape.entrants), held=self._held())
+                    addresses=self._ranks.addresses(reshape.entrants), held=self._held(), shapes=self._shapes)
         self._ranks.send(plan, self._layout.ranks)
 
     def _held(self) -> dict[int, list[tuple[int, int, int]]]:
@@ -647,13 +686,14 @@ class Coordinator:
         if reshape is None or reshape.layout.epoch != message.epoch:
             return  # a loss has overtaken it
         held = self._held()
-        self._reshape = None
+        self._reshape, self._goal = None, reshape.goal
         self.epoch = reshape.layout.epoch
         self._use(reshape.layout)
         for rank in reshape.entrants:
             self._ranks[rank].standby, self._ranks[rank].joined = False, True
-        self._ranks.send(Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
-                          vote=None, held=held, gather=False, saved=self._newest_save), reshape.entrants)
+        commit = Commit(epoch=self.epoch, layout=reshape.layout.to_json(), decision="switch", step=message.step,
+                        vote=None, held=held, shapes=self._shapes, gather=False, saved=self._newest_save)
+        self._ranks.send(commit, reshape.entrants)
         shadows = [rank for stage in reshape.layout.stages for cell in stage.cells if cell.shadow
                    for rank in cell.ranks]
         self._event("switched", step=message.step, entered=sorted(reshape.entrants), shadows=shadows,
@@ -719,3 +759,11 @@ def _difference(hello: Hello, first: Hello) -> str | None:
     if hello.layout != first.layout or hello.train_iters != first.train_iters:
         return "it would begin with another layout or number of steps; give it the same --nproc-per-node"
     return None
+
+
+def _units_move(old: Layout, new: Layout) -> bool:
+    """Whether some rank is to compute units whose parameters it may not have."""
+    return any(
+        rank in old.ranks and not set(new.held_by(rank)) <= set(old.stages[old.stage_of(rank)].units)
+        for rank in new.ranks
+    )

@@ -27,6 +27,7 @@ from megatron_elastic.cluster.coordinator import Coordinator, Outcome
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
 from megatron_elastic.cluster.pulse import Pulse
+from megatron_elastic.cluster.scale import leave_address, remove_address
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
 from megatron_elastic.cluster.zygote import Program
@@ -288,6 +289,8 @@ async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> in
     agent: Agent | None = None
     try:
         port = await _listen(server, command)
+        if command.config.elastic:
+            leave_address(run_dir, command.host, port, token)
         _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
         agent = Agent(_job(command, run_dir, port, token), coordinator.rank_news)
         exit_signal.pass_on = agent.kill_all
@@ -305,6 +308,7 @@ async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> in
     if agent is not None:
         _name_stubborn(await agent.end(patient=outcome.ok))
     await server.close(GRACE + 1)
+    remove_address(run_dir)
     if records is not None:
         records.close()
     if outcome.ok:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_elastic.layout import UnitShape
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
     """Base of all control messages."""
@@ -41,6 +43,8 @@ class Hello(Message, frozen=True):
     train_iters: int
     flags: dict[str, str]
     """The script's flags by name; all ranks must agree."""
+    tied: bool
+    """Whether the last stage computes with the embedding of the first one."""
 
 
 class Committed(Message, frozen=True):
@@ -82,6 +86,13 @@ class Recovered(Message, frozen=True):
     epoch: int
     edit_ms: float
     state_ms: float
+
+
+class Built(Message, frozen=True):
+    """This rank has its part of the model. Who keeps slices of a unit without its modules needs the unit's shape."""
+
+    rank: int
+    shapes: dict[int, UnitShape]
 
 
 class Ready(Message, frozen=True):
@@ -201,6 +212,7 @@ class Invite(Message, frozen=True):
     epoch: int
     layout: str
     addresses: dict[int, bytes]
+    shapes: dict[int, UnitShape]
 
 
 class Plan(Message, frozen=True):
@@ -212,6 +224,8 @@ class Plan(Message, frozen=True):
     """Where the ranks that enter are."""
     held: dict[int, list[tuple[int, int, int]]]
     """Live state of every rank at that time."""
+    shapes: dict[int, UnitShape]
+    """Of all units."""
 
 
 class Commit(Message, frozen=True):
@@ -227,6 +241,8 @@ class Commit(Message, frozen=True):
     vote: VoteResult | None
     held: dict[int, list[tuple[int, int, int]]]
     """Live state of every reporting rank, so that all derive the same transfers."""
+    shapes: dict[int, UnitShape]
+    """Of all units."""
     gather: bool
     """Whether the owners have to send the parameters to everybody again."""
     saved: int
@@ -307,10 +323,27 @@ class Fence(Message, frozen=True):
     rank: int
 
 
+# ---- a person <-> coordinator ----------------------------------------------------------------
+
+
+class Scale(Message, frozen=True):
+    """Change the number of pipeline stages to ``stages``."""
+
+    stages: int
+
+
+class Answer(Message, frozen=True):
+    """Whether it will be done; ``text`` is for people."""
+
+    ok: bool
+    text: str
+
+
 AnyMessage = (
-    Hello | Committed | Report | Recovered | Ready | Switched | Settled | Damaged | Suspect | Injected | Event | Failed
-    | Finished | Start | Interrupt | Invite | Plan | Commit | Stop
+    Hello | Built | Committed | Report | Recovered | Ready | Switched | Settled | Damaged | Suspect | Injected | Event
+    | Failed | Finished | Start | Interrupt | Invite | Plan | Commit | Stop
     | AgentHello | RankDying | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
+    | Scale | Answer
 )
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed

@@ -16,6 +16,8 @@ class Reshape:
     """One planned change, until it is true or a loss overtakes it."""
 
     layout: Layout
+    goal: Layout | None
+    """What ``layout`` is to lead to, if that is another one."""
     entrants: frozenset[int]
     """Ranks that are in no cell yet."""
     ready: set[int] = field(default_factory=set)

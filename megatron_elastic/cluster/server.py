@@ -17,6 +17,7 @@ from megatron_elastic.cluster.messages import (
     RankExited,
     RankResumed,
     RankStopped,
+    Scale,
 )
 from megatron_elastic.cluster.nodes import RemoteNode
 from megatron_elastic.cluster.pulse import Pulse
@@ -91,6 +92,8 @@ class Server:
                 await self._serve_agent(wire, first)
             case Failed():
                 self._coordinator.handle(first)
+            case Scale():
+                wire.send(self._coordinator.scale(first))
             case None:
                 pass
             case _:

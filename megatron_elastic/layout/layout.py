@@ -24,11 +24,13 @@ class Cell:
     """Ranks that compute one stage together for ``grains``; ``ranks`` are ordered by tensor-parallel index.
 
     A cell without grains is a *shadow*: it follows the others, receiving the stage's parameters after every step, and
-    gets grains once it has caught up. That is how ranks join.
+    gets grains once it has caught up. That is how ranks join. ``incoming`` are units of other stages whose parameters
+    it receives as well, because it is to compute them soon. That is how units move.
     """
 
     ranks: tuple[int, ...]
     grains: tuple[int, ...]
+    incoming: tuple[int, ...] = ()
 
     @property
     def leader(self) -> int:
@@ -188,15 +190,24 @@ class Layout:
     # ---- units and slices ------------------------------------------------------------------
 
     def home(self, unit: int) -> int:
-        """The first stage that holds ``unit``; the owners and replicas of its slices are cells of this stage."""
+        """The first stage that holds ``unit``; the owners of its slices are cells of this stage."""
         try:
             return self._index().homes[unit]
         except KeyError:
             raise LayoutError(f"no stage holds unit {unit} at epoch {self.epoch}") from None
 
     def holders(self, unit: int) -> tuple[Cell, ...]:
-        """Cells of all stages that hold ``unit``, by stage, then cell. (A tied embedding is in two stages.)"""
-        return tuple(cell for stage in self.stages if unit in stage.units for cell in stage.cells)
+        """Cells that hold ``unit``'s parameters: of its stages (a tied embedding has two), then those it moves to."""
+        return self._index().holders[unit]
+
+    def contributors(self, unit: int) -> tuple[Cell, ...]:
+        """The cells that compute ``unit`` for some grains."""
+        return self._index().contributors[unit]
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """Units whose parameters ``rank`` holds, ascending. Raises LayoutError for a rank in no cell."""
+        stage, cell, _ = self._place(rank)
+        return tuple(sorted({*self.stages[stage].units, *cell.incoming}))
 
     def owner(self, unit: int, slice: int, tp: int) -> int:
         """The rank that owns part ``tp`` of the slice."""
@@ -262,14 +273,21 @@ class Layout:
                 yield f"{what} must have {len(self.units)} rows of {self.num_slices} slices"
                 return
         leaders = [{cell.leader for cell in stage.cells} for stage in self.stages]
+        everywhere = set().union(*leaders)
+        for index, stage in enumerate(self.stages):
+            for cell in stage.cells:
+                if list(cell.incoming) != sorted(set(cell.incoming) - set(stage.units)) or not seen.issuperset(
+                    cell.incoming
+                ):
+                    yield f"cell {cell.leader} of stage {index} lists incoming units {cell.incoming}: must be others'"
         for unit, name in enumerate(self.units):
             home = leaders[self.home(unit)]
             for k, (owner, copies) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
                 if owner not in home:
                     yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {self.home(unit)}"
                 for copy in copies:
-                    if copy not in home:
-                        yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell of its home stage"
+                    if copy not in everywhere:
+                        yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell"
                 if len({owner, *copies}) != 1 + len(copies):
                     yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"
 
@@ -282,8 +300,7 @@ class Layout:
             return "[\n    " + ",\n    ".join(json.dumps(value) for value in values) + "\n  ]"
 
         stages = (
-            {"units": stage.units, "cells": [{"ranks": cell.ranks, "grains": cell.grains} for cell in stage.cells]}
-            for stage in self.stages
+            {"units": stage.units, "cells": [_cell_to_json(cell) for cell in stage.cells]} for stage in self.stages
         )
         parts = {
             "epoch": json.dumps(self.epoch),
@@ -314,7 +331,10 @@ class Layout:
                 stages=tuple(
                     Stage(
                         units=_ints(stage["units"]),
-                        cells=tuple(Cell(_ints(cell["ranks"]), _ints(cell["grains"])) for cell in stage["cells"]),
+                        cells=tuple(
+                            Cell(_ints(cell["ranks"]), _ints(cell["grains"]), _ints(cell.get("incoming", ())))
+                            for cell in stage["cells"]
+                        ),
                     )
                     for stage in data["stages"]
                 ),
@@ -363,7 +383,9 @@ class Layout:
 class _Lookup:
     """Maps derived from a layout. They are made on first use, because a step asks thousands of times."""
 
-    __slots__ = ("cells", "grains", "homes", "hosts", "owned", "places", "ranks", "replicated")
+    __slots__ = (
+        "cells", "contributors", "grains", "holders", "homes", "hosts", "owned", "places", "ranks", "replicated",
+    )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
         self.places: dict[int, tuple[int, Cell, int]] = {}
@@ -378,6 +400,16 @@ class _Lookup:
                 self.grains.update(((index, grain), cell) for grain in cell.grains)
                 self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
         self.ranks = tuple(sorted(self.places))
+        guests: dict[int, list[Cell]] = {}
+        for cell in (cell for stage in layout.stages for cell in stage.cells):
+            for unit in cell.incoming:
+                guests.setdefault(unit, []).append(cell)
+        self.holders: dict[int, tuple[Cell, ...]] = {}
+        self.contributors: dict[int, tuple[Cell, ...]] = {}
+        for unit in range(len(layout.units)):
+            at_home = [cell for stage in layout.stages if unit in stage.units for cell in stage.cells]
+            self.holders[unit] = (*at_home, *guests.get(unit, ()))
+            self.contributors[unit] = tuple(cell for cell in at_home if not cell.shadow)
         self.hosts = {rank: index for index, host in enumerate(layout.hosts) for rank in host}
         self.owned = self._by_rank([[(owner,) for owner in row] for row in layout.owners])
         self.replicated = self._by_rank(layout.replicas)
@@ -394,6 +426,11 @@ class _Lookup:
             if leader in self.cells
             for rank in self.cells[leader].ranks
         }
+
+
+def _cell_to_json(cell: Cell) -> dict[str, Any]:
+    parts: dict[str, Any] = {"ranks": cell.ranks, "grains": cell.grains}
+    return {**parts, "incoming": cell.incoming} if cell.incoming else parts
 
 
 def _after(leaders: Sequence[int], index: int, per_host: int) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_elastic.plan.cost import Costs, own
-from megatron_elastic.plan.loss import NoLayout
+from megatron_elastic.plan.errors import NoLayout
 
 _Matrix = NDArray[np.float64]
 _ROUNDING = 1e-9

@@ -1,14 +1,15 @@
-"""Growth: how ranks join and how slices spread, in steps that each cost no more than an ordinary step.
+"""Growth: how ranks join, slices spread and units move, in layouts that each cost no more than an ordinary step.
 
-First new cells enter as shadows and what they are to own is copied to them in the background, as replicas. When all
-copies are live, one more layout promotes them, gives the shadows grains, and drops the copies that are too many.
-Nothing bulky has to move between two steps. The same two layouts even out what owners hold after a loss.
+First whoever is to compute a unit receives its parameters after every step, and what it is to own is copied to it in
+the background, as a replica: ``approach``. When all of that is live, the goal is entered: replicas are promoted,
+shadows get grains, units change their stage, and copies that are too many are dropped. Nothing bulky moves between two
+steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_elastic.layout import Cell, Layout, Stage
@@ -52,33 +53,13 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
     return new
 
 
-def spread(layout: Layout, epoch: int) -> Layout:
-    """The layout of ``epoch`` with replicas wherever ``settle`` is to find state; they come after those there are."""
-    goal = _goal(layout)
-    replicas = []
-    for unit, row in enumerate(layout.replicas):
-        wanted = ((goal.owners[unit][k], *goal.replicas[unit][k]) for k in range(layout.num_slices))
-        replicas.append(
-            tuple(
-                (*copies, *(at for at in leaders if at not in copies and at != layout.owners[unit][k]))
-                for k, (copies, leaders) in enumerate(zip(row, wanted, strict=True))
-            )
-        )
-    new = replace(layout, epoch=epoch, replicas=tuple(replicas))
-    new.validate()
-    return new
+def even(layout: Layout, epoch: int) -> Layout:
+    """The layout of ``epoch`` in which the cells share the grains and slices of their stage evenly, shadows too.
 
-
-def settle(layout: Layout, epoch: int) -> Layout:
-    """The layout of ``epoch`` in which slices and grains are even over all cells. All replicas must be live before.
-
-    Raises ValueError if state would have to be where there is no replica: ``spread`` comes first.
+    A replica is in another cell of its unit's home stage, or of any stage where that one has too few. Few things move;
+    what is even stays as it is.
     """
     goal = _goal(layout)
-    for unit, row in enumerate(layout.replicas):
-        for k, copies in enumerate(row):
-            if missing := {goal.owners[unit][k], *goal.replicas[unit][k]} - {layout.owners[unit][k], *copies}:
-                raise ValueError(f"slice {k} of {layout.units[unit]} has no copy at cells {sorted(missing)} yet")
     stages = []
     for stage in layout.stages:
         grains = reroute([cell.grains for cell in stage.cells], layout.num_grains)
@@ -89,22 +70,65 @@ def settle(layout: Layout, epoch: int) -> Layout:
     return new
 
 
-def improve(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout | None:
-    """The next layout towards an even one over all ranks there are, or None if this one is.
+def approach(layout: Layout, goal: Layout, epoch: int) -> Layout:
+    """The layout of ``epoch`` that works like ``layout``, while what ``goal`` needs is on its way to where it needs it.
 
-    Newcomers that cannot form a cell wait for more. All replicas of ``layout`` must be live, and its shadows must have
-    followed for a step.
+    Every cell of ``goal`` is to be one of ``layout``. It receives the parameters of the units that it is to hold, and
+    becomes a replica of the slices that it is to own or replicate.
     """
-    grown = admit(layout, newcomers, epoch)
-    if grown.ranks != layout.ranks:
-        return spread(grown, epoch)
-    wider = spread(layout, epoch)
-    if wider.replicas != layout.replicas:
-        return wider
-    settled = settle(layout, epoch)
-    if (settled.stages, settled.owners, settled.replicas) != (layout.stages, layout.owners, layout.replicas):
-        return settled
+    units = {cell.leader: stage.units for stage in goal.stages for cell in stage.cells}
+    stages = tuple(
+        Stage(
+            stage.units,
+            tuple(
+                Cell(cell.ranks, cell.grains, tuple(sorted(set(units.get(cell.leader, ())).difference(stage.units))))
+                for cell in stage.cells
+            ),
+        )
+        for stage in layout.stages
+    )
+    replicas = tuple(
+        tuple(
+            (*copies, *(at for at in (owner, *wanted) if at not in copies and at != layout.owners[unit][k]))
+            for k, (copies, owner, wanted) in enumerate(
+                zip(layout.replicas[unit], goal.owners[unit], goal.replicas[unit], strict=True)
+            )
+        )
+        for unit in range(len(layout.units))
+    )
+    new = replace(layout, epoch=epoch, stages=stages, replicas=replicas)
+    new.validate()
+    return new
+
+
+def improve(
+    layout: Layout,
+    newcomers: Mapping[int, int],
+    epoch: int,
+    goal: Layout | None = None,
+    rearrange: Callable[[Layout], Layout] | None = None,
+) -> tuple[Layout, Layout | None] | None:
+    """The layout of ``epoch`` that is next on the way to a good one over all ranks there are; None if this one is.
+
+    All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
+    to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
+    cell wait for more.
+    """
+    if goal is None:
+        grown = admit(layout, newcomers, epoch)
+        if grown.ranks != layout.ranks:
+            layout = grown
+        goal = even(layout if rearrange is None else rearrange(layout), epoch)
+        on_the_way = approach(layout, goal, epoch)
+        if layout is grown or _differs(on_the_way, layout):
+            return on_the_way, goal
+    if _differs(goal, layout):
+        return replace(goal, epoch=epoch), None
     return None
+
+
+def _differs(one: Layout, other: Layout) -> bool:
+    return (one.stages, one.owners, one.replicas) != (other.stages, other.owners, other.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +144,9 @@ def _goal(layout: Layout) -> _Goal:
     for index, stage in enumerate(layout.stages):
         slices = [(unit, k) for unit in stage.units if layout.home(unit) == index for k in range(layout.num_slices)]
         leaders = [cell.leader for cell in stage.cells]
+        if len(leaders) > layout.num_replicas:
+            for unit, k in slices:
+                replicas[unit][k] = [at for at in replicas[unit][k] if at in leaders]
         _even_owners(slices, leaders, owners, replicas)
         _fill(layout, slices, leaders, owners, replicas)
         _separate(layout, slices, leaders, owners, replicas)
@@ -160,13 +187,17 @@ def _fill(
     owners: Sequence[Sequence[int]],
     replicas: list[list[list[int]]],
 ) -> None:
-    """Give every slice as many replicas as are wanted and possible."""
-    load = Counter(copy for unit, k in slices for copy in replicas[unit][k])
+    """Give every slice as many replicas as are wanted and possible, in other stages if this one has too few cells."""
+    load = Counter(copy for row in replicas for copies in row for copy in copies)
+    everywhere = [cell.leader for stage in layout.stages for cell in stage.cells]
     for unit, k in slices:
         copies = replicas[unit][k]
-        while len(copies) < min(layout.num_replicas, len(leaders) - 1):
-            hosts = {layout.host_of(at) for at in (owners[unit][k], *copies)}
-            others = [leader for leader in leaders if leader != owners[unit][k] and leader not in copies]
+        while len(copies) < min(layout.num_replicas, len(everywhere) - 1):
+            taken = (owners[unit][k], *copies)
+            hosts = {layout.host_of(at) for at in taken}
+            others = [leader for leader in leaders if leader not in taken] or [
+                leader for leader in everywhere if leader not in taken
+            ]
             copies.append(min(others, key=lambda leader: (layout.host_of(leader) in hosts, load[leader], leader)))
             load[copies[-1]] += 1
 

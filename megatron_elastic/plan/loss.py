@@ -7,17 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_elastic.layout import Cell, Held, Layout, LayoutError, Stage
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.errors import ADVICE, NoLayout, StateLost
+from megatron_elastic.plan.replan import replan
 from megatron_elastic.plan.reroute import reroute
-
-ADVICE = "restart the job from its newest checkpoint"
-
-
-class NoLayout(Exception):
-    """No layout can go on after what happened. The message says why, and what to do."""
-
-
-class StateLost(NoLayout):
-    """The ranks that are left could go on, but some part of a slice is held by none of them."""
 
 
 def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layout:
@@ -25,9 +18,11 @@ def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layou
 
     Cells with a dead rank leave: their live ranks become spares, and their grains go to the other cells of the stage,
     balanced to within one. Slices stay with their owner where its cell stays and holds them, else a replica is
-    promoted, else another cell takes over; replicas that went are placed anew. Shadows stay shadows. ``lost`` may name
-    spares, and ranks already known to be dead. Raises NoLayout when a stage has no working cell left, StateLost when
-    nobody alive holds some part of a slice, LayoutError when ``lost`` names a rank that never was in the layout.
+    promoted, else another cell takes over; replicas that went are placed anew. Shadows stay shadows, and units that
+    were about to move stay. A stage that has no working cell left is dissolved: its units go to the others. ``lost``
+    may name spares, and ranks already known to be dead. Raises NoLayout when no working cell is left or the others
+    cannot take the units, StateLost when nobody alive holds some part of a slice, LayoutError when ``lost`` names a
+    rank that never was in the layout.
     """
     known = {*layout.ranks, *layout.spares, *layout.lost}
     if unknown := set(lost) - known:
@@ -35,6 +30,9 @@ def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layou
             f"ranks {sorted(unknown)} are said to be lost, but the layout of epoch {layout.epoch} never had them"
         )
     dead = {*lost, *layout.lost}
+    _check_alive(layout, {rank: set(parts) for rank, parts in held.items() if rank not in dead}, dead)
+    if not all(_working(stage, dead) for stage in layout.stages):
+        return _dissolve(layout, dead, epoch)
     stages = tuple(_without(layout, index, dead) for index in range(layout.pipeline_size))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
     owners, replicas = _assign(
@@ -67,23 +65,38 @@ def _without(layout: Layout, index: int, dead: Collection[int]) -> Stage:
     """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
     stage = layout.stages[index]
     stay = [cell for cell in stage.cells if not any(rank in dead for rank in cell.ranks)]
-    working = [cell for cell in stay if not cell.shadow]
-    if not working:
-        raise NoLayout(f"pipeline stage {index} has lost all its cells (dead: {_list(dead)}): {ADVICE}")
+    working = _working(stage, dead)
     grains = reroute([cell.grains for cell in working], layout.num_grains)
     given = {cell.leader: share for cell, share in zip(working, grains, strict=True)}
     return Stage(stage.units, tuple(Cell(cell.ranks, given.get(cell.leader, ())) for cell in stay))
+
+
+def _working(stage: Stage, dead: Collection[int]) -> list[Cell]:
+    """Cells that compute something and have no dead rank. Shadows may not have caught up."""
+    return [cell for cell in stage.cells if not cell.shadow and not any(rank in dead for rank in cell.ranks)]
+
+
+def _dissolve(layout: Layout, dead: set[int], epoch: int) -> Layout:
+    """The layout after a stage has lost all its cells: the working ones that are left hold all units."""
+    stages = tuple(Stage(stage.units, tuple(_working(stage, dead))) for stage in layout.stages)
+    if not any(stage.cells for stage in stages):
+        raise NoLayout(f"no working cell is left (dead: {_list(dead)}): {ADVICE}")
+    # Live ranks of broken cells can begin anew; so can shadows, whose parameters may be of no step.
+    members = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
+    spares = {*layout.ranks, *layout.spares} - dead - members
+    bare = replace(layout, stages=stages, spares=tuple(sorted(spares)))
+    return replan(bare, Costs.assumed(layout.units), epoch, lost=dead)
 
 
 def _assign(
     layout: Layout, stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]], dead: Collection[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], ...], ...]]:
     """Owners and replicas of every slice, as leaders of cells of ``stages``."""
-    _check_alive(layout, held, dead)
     homes = [{cell.leader: cell for cell in stages[layout.home(unit)].cells} for unit in range(len(layout.units))]
+    everywhere = {cell.leader: cell for stage in stages for cell in stage.cells}
     owning = Counter(owner for unit, row in enumerate(layout.owners) for owner in row if owner in homes[unit])
     copying = Counter(
-        copy for unit, row in enumerate(layout.replicas) for copies in row for copy in copies if copy in homes[unit]
+        copy for row in layout.replicas for copies in row for copy in copies if copy in everywhere
     )
     owners = [list(row) for row in layout.owners]
     replicas = [list(row) for row in layout.replicas]
@@ -91,28 +104,30 @@ def _assign(
         for k in range(layout.num_slices):
             holds = [
                 leader
-                for leader, cell in home.items()
+                for leader, cell in everywhere.items()
                 if all((unit, k, tp) in held.get(rank, ()) for tp, rank in enumerate(cell.ranks))
             ]
             owner, copies = owners[unit][k], replicas[unit][k]
             # An owner may have been chosen in a layout that not everybody had made true.
-            if owner not in home or (owner not in holds and holds):
-                replacements = [copy for copy in copies if copy in holds] or holds
+            fit = [leader for leader in holds if leader in home]
+            if owner not in home or (owner not in fit and fit):
+                replacements = [copy for copy in copies if copy in fit] or fit
                 replacements = replacements or [leader for leader, cell in home.items() if not cell.shadow]
                 owner = min(replacements, key=lambda leader: (owning[leader], leader))
                 owning[owner] += 1
-            stay = [copy for copy in copies if copy in home and copy != owner]
+            stay = [copy for copy in copies if copy in everywhere and copy != owner]
             kept = [copy for copy in stay if copy in holds] or stay[: layout.num_replicas]
-            copying.subtract(copy for copy in copies if copy in home and copy not in kept)
-            while len(kept) < min(layout.num_replicas, len(home) - 1):
+            copying.subtract(copy for copy in copies if copy in everywhere and copy not in kept)
+            while len(kept) < min(layout.num_replicas, len(everywhere) - 1):
                 taken = {layout.host_of(owner), *(layout.host_of(copy) for copy in kept)}
                 kept.append(
                     min(
-                        (leader for leader in home if leader != owner and leader not in kept),
+                        (leader for leader in everywhere if leader != owner and leader not in kept),
                         # A cell that happens to hold the state already needs no transfer.
                         key=lambda leader: (
+                            leader not in home,
                             leader not in holds,
-                            home[leader].shadow,
+                            everywhere[leader].shadow,
                             layout.host_of(leader) in taken,
                             copying[leader],
                             leader,

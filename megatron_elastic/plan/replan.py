@@ -13,8 +13,8 @@ from functools import partial
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.cost import Costs, own
+from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
-from megatron_elastic.plan.loss import NoLayout
 
 WORTH = 0.02
 """A plan that moves more than another must make the step shorter by this fraction."""

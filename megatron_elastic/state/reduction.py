@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
@@ -36,13 +34,15 @@ class Reduction:
         self._store = store
         self._accumulator = accumulator
         self._tp = layout.tp_index(transport.rank)
+        cell = layout.cell_of(transport.rank)
+        self._computed = () if cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
 
     def reduce_gradients(self) -> None:
         """Sum every owned slice over all holders into a mean over the grains, kept in the store."""
         sends = [
             self._transport.send(owner, Channel.GRADIENT, pair(unit, k), buffer.slice_of(buffer.sums, k))
             for unit, k, owner, buffer in self._slices()
-            if owner != self._transport.rank and not self._layout.cell_of(self._transport.rank).shadow
+            if owner != self._transport.rank and unit in self._computed
         ]
         expected = [(unit, k, self._expect_gradient(unit, k)) for unit, k in self._layout.owned(self._transport.rank)]
         for unit, k, recvs in expected:
@@ -70,7 +70,7 @@ class Reduction:
                 sends.append(self._transport.send(copy, Channel.REPLAY, pair(unit, k), grad))
         recvs: list[Recv] = []
         for unit, k in self._layout.replicated(me):
-            grad = torch.empty(self._units[unit].slice_size, dtype=self._accumulator.mean_dtype)
+            grad = self._store.empty_gradient((unit, k), self._accumulator.mean_dtype)
             recvs.append(
                 self._transport.recv(self._layout.owner(unit, k, self._tp), Channel.REPLAY, pair(unit, k), grad)
             )
@@ -104,7 +104,9 @@ class Reduction:
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
         buffer = self._units[unit]
         return [
-            self._transport.borrow(rank, Channel.GRADIENT, pair(unit, k), buffer.slice_size, buffer.sums.dtype)
-            for rank in (cell.ranks[self._tp] for cell in self._layout.holders(unit) if not cell.shadow)
+            self._transport.borrow(
+                rank, Channel.GRADIENT, pair(unit, k), buffer.partition.slice_size, buffer.sums.dtype
+            )
+            for rank in (cell.ranks[self._tp] for cell in self._layout.contributors(unit))
             if rank != self._transport.rank
         ]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_elastic.state.buffer import Segment
 from megatron_elastic.state.optimizer import Optimizer, Update
+from megatron_elastic.state.partition import Segment
 
 
 class SliceState:

@@ -17,6 +17,7 @@ from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Optimizer, Update
+from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.slice import SliceState
 
 SliceId = tuple[int, int]
@@ -34,13 +35,17 @@ class _Loading:
 
 
 class StateStore:
-    """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each."""
+    """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each.
+
+    Args:
+        partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
+    """
 
     def __init__(
-        self, units: Mapping[int, UnitBuffer], optimizer: Optimizer, transport: Transport, tp_index: int
+        self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport, tp_index: int
     ) -> None:
         self._tp = tp_index
-        self._units = units
+        self._partitions = partitions
         self.optimizer = optimizer
         self._transport = transport
         self._live: dict[SliceId, SliceState] = {}
@@ -51,14 +56,20 @@ class StateStore:
         """The live state of a slice. Raises KeyError if it is not live here."""
         return self._live[at]
 
+    def empty_gradient(self, at: SliceId, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the slice's reduced gradient."""
+        return torch.empty(self._partitions[at[0]].slice_size, dtype=dtype)
+
     def held(self) -> list[tuple[int, int, int]]:
         """(unit, slice, tensor-parallel index) of everything live here, ascending."""
         return [(unit, k, self._tp) for unit, k in sorted(self._live)]
 
-    def create(self, layout: Layout) -> None:
-        """Make fresh states, from the model's weights, for every slice this rank owns or replicates."""
+    def create(self, layout: Layout, units: Mapping[int, UnitBuffer]) -> None:
+        """Make fresh states, from the model's weights, for every slice of ``units`` this rank owns or replicates."""
         for unit, k in (*layout.owned(self._transport.rank), *layout.replicated(self._transport.rank)):
-            buffer = self._units[unit]
+            if unit not in units:
+                continue  # a copy kept for another stage has to come from there
+            buffer = units[unit]
             self._live[unit, k] = SliceState(
                 buffer.slice_of(buffer.params, k).to(torch.float32, copy=True), self.optimizer
             )
@@ -79,12 +90,12 @@ class StateStore:
 
     def sum_of_squares(self, at: SliceId) -> float:
         """This rank's part of the slice's squared gradient norm."""
-        return self._live[at].sum_of_squares(self._units[at[0]].segments(at[1]))
+        return self._live[at].sum_of_squares(self._partitions[at[0]].segments(at[1]))
 
     def apply(self, update: Update) -> None:
         """Do the update on everything live that has not done it; loading replicas keep it for later."""
         for (unit, k), state in self._live.items():
-            state.apply(update, self._units[unit].segments(k))
+            state.apply(update, self._partitions[unit].segments(k))
         for loading in self._loading.values():
             if loading.grad is not None:
                 loading.missed.append((update, loading.grad))
@@ -104,7 +115,7 @@ class StateStore:
                         self._transport.send(transfer.dst, Channel.STATE, _coordinate(at, part), tensor.clone())
                     )
             if transfer.dst == me:
-                size = self._units[transfer.unit].slice_size
+                size = self._partitions[transfer.unit].slice_size
                 state = SliceState(torch.empty(size), self.optimizer)
                 recvs = tuple(
                     self._transport.recv(transfer.src, Channel.STATE, _coordinate(at, part), tensor)
@@ -131,7 +142,7 @@ class StateStore:
             state.step = step - len(loading.missed)
             for update, grad in loading.missed:
                 state.grad = grad
-                state.apply(update, self._units[at[0]].segments(at[1]))
+                state.apply(update, self._partitions[at[0]].segments(at[1]))
             state.grad = loading.grad
             self._live[at] = state
         return arrived

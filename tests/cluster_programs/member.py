@@ -106,7 +106,7 @@ class Member:
 
     def train(self) -> None:
         print(f"pid {os.getpid()}")
-        self.control.send(Hello(rank=self.rank, pid=os.getpid(), host="here", address=b"a",
+        self.control.send(Hello(tied=False, rank=self.rank, pid=os.getpid(), host="here", address=b"a",
                                 layout=self.layout.to_json(), start_step=0, train_iters=self.options.steps, flags={}))
         start = self.control.wait((Start,), timeout=60)
         assert set(start.addresses) == set(self.layout.ranks)

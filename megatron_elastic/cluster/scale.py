@@ -1,0 +1,73 @@
+"""Scale: ``megatron-elastic scale``. Asks a running job for another shape."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.messages import Answer, Scale
+
+_FILE = "coordinator.json"
+_LIMIT = 10.0
+
+
+class _Address(msgspec.Struct):
+    host: str
+    port: int
+    token: str
+
+
+def leave_address(run_dir: Path, host: str, port: int, token: str) -> None:
+    """Write down where a job can be asked, for its owner alone to read."""
+    descriptor = os.open(run_dir / _FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(_Address(host, port, token)))
+
+
+def remove_address(run_dir: Path) -> None:
+    """The job cannot be asked any more."""
+    (run_dir / _FILE).unlink(missing_ok=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask; return the exit code: 0 it will be done, 1 it will not, 2 bad flags."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic scale",
+        description="Ask a running job for another number of pipeline stages. Layers move while training goes on.",
+        epilog="example:\n  megatron-elastic scale runs/20261121-120000 --pp 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the job's run directory, on its first node")
+    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
+    options = parser.parse_args(argv)
+    try:
+        address = msgspec.json.decode((options.run_dir / _FILE).read_bytes(), type=_Address)
+    except (OSError, msgspec.DecodeError):
+        print(f"megatron-elastic: error: no elastic job runs in {options.run_dir} (there is no readable {_FILE})",
+              file=sys.stderr)
+        return 2
+    try:
+        answer = _ask(address, Scale(stages=options.pp))
+    except (OSError, wire.WireError) as error:
+        print(f"megatron-elastic: error: the job of {options.run_dir} does not answer: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"ok": answer.ok, "text": answer.text}))
+    return 0 if answer.ok else 1
+
+
+def _ask(address: _Address, message: Scale) -> Answer:
+    with wire.connect(address.host, address.port, address.token, _LIMIT, _LIMIT) as sock:
+        sock.settimeout(_LIMIT)
+        sock.sendall(wire.encode(message))
+        payload = wire.receive_frame(sock)
+    answer = None if payload is None else wire.decode(payload)
+    if not isinstance(answer, Answer):
+        raise wire.WireError("it closed the connection")
+    return answer

@@ -1,0 +1,86 @@
+"""Partition: how one unit's parameters lie in a flat tensor, and how that is cut into K slices.
+
+It depends on the unit alone, so that slice k means the same elements on every rank, also on one that has none of the
+unit's modules and only keeps slices of it. Parameters are ordered into segments that the optimizer treats alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from megatron_elastic.layout import UnitShape
+
+_ALIGN = 32
+"""Elements: every parameter starts on a 64-byte boundary even in bf16, so kernels take the same path everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, end) of a slice that are treated alike.
+
+    ``counted``: they enter the gradient norm on this rank (what all tensor-parallel ranks hold alike is counted on
+    the first one only).
+    """
+
+    start: int
+    end: int
+    group: int
+    counted: bool
+
+
+class Partition:
+    """Places in one unit's flat tensors.
+
+    Attributes:
+        starts: where each parameter begins, in the model's order.
+        slice_size: elements of a slice; the last ones may be padding.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, shape: UnitShape, num_slices: int, tp_index: int) -> None:
+        self.shape = shape
+        self.num_slices = num_slices
+        self.dtype: torch.dtype = getattr(torch, shape.dtype)
+        # Segment bounds must not depend on the tensor-parallel index: the update kernel rounds a segment's tail
+        # differently, and what all tensor-parallel ranks hold alike has to stay alike.
+        starts: dict[int, int] = {}
+        self._segments: list[Segment] = []
+        offset = 0
+        groups = sorted({group for _, group, _ in shape.members})
+        for treatment in itertools.product(groups, (True, False)):
+            begin = offset
+            for index, (numel, group, sharded) in enumerate(shape.members):
+                if (group, sharded) == treatment:
+                    starts[index] = offset
+                    offset += -(-numel // _ALIGN) * _ALIGN
+            if offset > begin:
+                group, sharded = treatment
+                self._segments.append(Segment(begin, offset, group, sharded or tp_index == 0))
+        self.starts = tuple(starts[index] for index in range(len(shape.members)))
+        self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter, in the model's order."""
+        return [numel for numel, _, _ in self.shape.members]
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole flat tensor."""
+        return self.slice_size * self.num_slices
+
+    def slice_of(self, flat: torch.Tensor, k: int) -> torch.Tensor:
+        """View of slice k of a flat tensor of this unit."""
+        return flat[k * self.slice_size : (k + 1) * self.slice_size]
+
+    def segments(self, k: int) -> list[Segment]:
+        """The segments of slice k, relative to its start; padding belongs to none."""
+        low, high = k * self.slice_size, (k + 1) * self.slice_size
+        return [
+            Segment(max(s.start, low) - low, min(s.end, high) - low, s.group, s.counted)
+            for s in self._segments
+            if s.start < high and s.end > low
+        ]
