@@ -20,7 +20,7 @@ def make(tp: int, pp: int, dp: int, grains: int) -> Layout:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, 200_000),

@@ -186,7 +186,7 @@ def test_any_replanned_layout_is_sound(
             assert max(sizes) - min(sizes) <= 1
             assert new.stages == layout.stages or not any(cell.shadow for cell in stage.cells if stage.width <= grains)
         for unit in range(len(new.units)):
-            wanted = min(new.num_replicas, new.stages[new.home(unit)].width - 1)
+            wanted = min(new.num_replicas, sum(widths(new)) - 1)
             assert all(len(copies) == wanted for copies in new.replicas[unit])
         kept = sum(new.owners[unit][k] == layout.owners[unit][k] for unit in range(len(new.units)) for k in range(dp))
         if new.stages == layout.stages:

@@ -9,6 +9,7 @@ named by its leader, the rank of tensor-parallel index 0.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,10 @@ class Layout:
         per_host = ranks_per_host or world
         hosts = tuple(tuple(range(at, min(at + per_host, world))) for at in range(0, world, per_host))
         leaders = [[cell.leader for cell in stages[home[unit]].cells] for unit in range(len(units))]
+        copies = [
+            [_after([cell.leader for cell in stage.cells], d, per_host, replicas) for d in range(min(dp, num_slices))]
+            for stage in stages
+        ]
         layout = cls(
             epoch=0,
             num_slices=num_slices,
@@ -135,7 +140,7 @@ class Layout:
             stages=stages,
             owners=tuple(tuple(cells[k % dp] for k in range(num_slices)) for cells in leaders),
             replicas=tuple(
-                tuple(tuple(_after(cells, k % dp, per_host)[:replicas]) for k in range(num_slices)) for cells in leaders
+                tuple(copies[home[unit]][k % dp] for k in range(num_slices)) for unit in range(len(units))
             ),
             spares=(),
             lost=(),
@@ -433,21 +438,24 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
     return {**parts, "incoming": cell.incoming} if cell.incoming else parts
 
 
-def _after(leaders: Sequence[int], index: int, per_host: int) -> list[int]:
-    """The other cells, in the order in which they are to hold copies of what cell ``index`` owns.
+def _after(leaders: Sequence[int], index: int, per_host: int, count: int) -> tuple[int, ...]:
+    """The ``count`` cells that are to hold copies of what cell ``index`` owns; fewer where there are not so many.
 
-    One of each other host first, then a second one of each; those of the same host come last.
+    One of each other host first, then a second one of each; those of the same host come last. ``leaders`` ascend.
     """
     n, here = len(leaders), leaders[index] // per_host
     # From as many steps on as the host has cells, so that the cells of a host spread over those of the next.
-    step = sum(leader // per_host == here for leader in leaders)
-    ring = [leaders[(index + step + i) % n] for i in range(n)]
+    step = bisect_left(leaders, (here + 1) * per_host) - bisect_left(leaders, here * per_host)
     seen = Counter({here: n})
     turns = []
-    for leader in ring:
+    for i in range(n):
+        leader = leaders[(index + step + i) % n]
         turns.append((seen[leader // per_host], leader))
         seen[leader // per_host] += 1
-    return [leader for _, leader in sorted(turns, key=lambda turn: turn[0]) if leader != leaders[index]]
+        if len(seen) > count:  # enough other hosts: what comes later would come later
+            break
+    ordered = sorted(turns, key=lambda turn: turn[0])
+    return tuple(leader for _, leader in ordered if leader != leaders[index])[:count]
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

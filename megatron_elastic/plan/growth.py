@@ -9,8 +9,9 @@ steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.reroute import reroute
@@ -145,8 +146,9 @@ def _goal(layout: Layout) -> _Goal:
         slices = [(unit, k) for unit in stage.units if layout.home(unit) == index for k in range(layout.num_slices)]
         leaders = [cell.leader for cell in stage.cells]
         if len(leaders) > layout.num_replicas:
+            here = set(leaders)
             for unit, k in slices:
-                replicas[unit][k] = [at for at in replicas[unit][k] if at in leaders]
+                replicas[unit][k] = [at for at in replicas[unit][k] if at in here]
         _even_owners(slices, leaders, owners, replicas)
         _fill(layout, slices, leaders, owners, replicas)
         _separate(layout, slices, leaders, owners, replicas)
@@ -161,7 +163,10 @@ def _even_owners(
     replicas: list[list[list[int]]],
 ) -> None:
     """Move slices from the cell that owns most to the one that owns least, until all own the same to within one."""
-    owned = {leader: [at for at in slices if owners[at[0]][at[1]] == leader] for leader in leaders}
+    owned: dict[int, list[tuple[int, int]]] = {leader: [] for leader in leaders}
+    for unit, k in slices:
+        if owners[unit][k] in owned:
+            owned[owners[unit][k]].append((unit, k))
     while True:
         most = max(leaders, key=lambda leader: (len(owned[leader]), -leader))
         least = min(leaders, key=lambda leader: (len(owned[leader]), leader))
@@ -215,8 +220,9 @@ def _separate(
         copies = replicas[unit][k]
         for i in reversed(range(len(copies))):
             taken = {layout.host_of(at) for at in (owners[unit][k], *copies[:i], *copies[i + 1 :])}
-            free = [leader for leader in leaders if layout.host_of(leader) not in taken]
-            if free and layout.host_of(copies[i]) in taken:
+            if layout.host_of(copies[i]) not in taken:
+                continue
+            if free := [leader for leader in leaders if layout.host_of(leader) not in taken]:
                 load[copies[i]] -= 1
                 copies[i] = min(free, key=lambda leader: (load[leader], leader))
                 load[copies[i]] += 1
@@ -230,7 +236,11 @@ def _even_replicas(
     replicas: list[list[list[int]]],
 ) -> None:
     """Move replicas between cells until they hold the same to within one, or host separation forbids it."""
-    kept = {leader: [at for at in slices if leader in replicas[at[0]][at[1]]] for leader in leaders}
+    kept: dict[int, list[tuple[int, int]]] = {leader: [] for leader in leaders}
+    for unit, k in slices:
+        for copy in replicas[unit][k]:
+            if copy in kept:
+                kept[copy].append((unit, k))
 
     def hosts(at: tuple[int, int], without: int) -> set[int]:
         return {layout.host_of(x) for x in (owners[at[0]][at[1]], *replicas[at[0]][at[1]]) if x != without}
@@ -241,13 +251,16 @@ def _even_replicas(
         others = hosts(at, source)
         return layout.host_of(target) not in others or layout.host_of(source) in others
 
+    def fuller(by_load: Sequence[int], target: int) -> Iterator[int]:
+        """Cells that hold more than one replica more than ``target``, the fullest first."""
+        return takewhile(lambda source: len(kept[source]) - len(kept[target]) > 1, reversed(by_load))
+
     while True:
         by_load = sorted(leaders, key=lambda leader: (len(kept[leader]), leader))
         moves = (
             (source, target, at)
             for target in by_load
-            for source in reversed(by_load)
-            if len(kept[source]) - len(kept[target]) > 1
+            for source in fuller(by_load, target)
             for at in kept[source]
             if may_move(at, source, target)
         )

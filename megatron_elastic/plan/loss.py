@@ -100,13 +100,10 @@ def _assign(
     )
     owners = [list(row) for row in layout.owners]
     replicas = [list(row) for row in layout.replicas]
+    complete = _complete(stages, held)
     for unit, home in enumerate(homes):
         for k in range(layout.num_slices):
-            holds = [
-                leader
-                for leader, cell in everywhere.items()
-                if all((unit, k, tp) in held.get(rank, ()) for tp, rank in enumerate(cell.ranks))
-            ]
+            holds = complete.get((unit, k), [])
             owner, copies = owners[unit][k], replicas[unit][k]
             # An owner may have been chosen in a layout that not everybody had made true.
             fit = [leader for leader in holds if leader in home]
@@ -120,12 +117,14 @@ def _assign(
             copying.subtract(copy for copy in copies if copy in everywhere and copy not in kept)
             while len(kept) < min(layout.num_replicas, len(everywhere) - 1):
                 taken = {layout.host_of(owner), *(layout.host_of(copy) for copy in kept)}
+                others = [leader for leader in home if leader != owner and leader not in kept] or [
+                    leader for leader in everywhere if leader != owner and leader not in kept
+                ]
                 kept.append(
                     min(
-                        (leader for leader in everywhere if leader != owner and leader not in kept),
+                        others,
                         # A cell that happens to hold the state already needs no transfer.
                         key=lambda leader: (
-                            leader not in home,
                             leader not in holds,
                             everywhere[leader].shadow,
                             layout.host_of(leader) in taken,
@@ -137,6 +136,21 @@ def _assign(
                 copying[kept[-1]] += 1
             owners[unit][k], replicas[unit][k] = owner, tuple(kept)
     return tuple(map(tuple, owners)), tuple(map(tuple, replicas))
+
+
+def _complete(
+    stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]]
+) -> dict[tuple[int, int], list[int]]:
+    """For each slice, the leaders of the cells all of whose ranks hold their part of it, in the order of ``stages``."""
+    result: dict[tuple[int, int], list[int]] = {}
+    for stage in stages:
+        for cell in stage.cells:
+            parts = (
+                {(unit, k) for unit, k, part in held.get(rank, ()) if part == tp} for tp, rank in enumerate(cell.ranks)
+            )
+            for at in set.intersection(*parts):
+                result.setdefault(at, []).append(cell.leader)
+    return result
 
 
 def _check_alive(layout: Layout, held: Mapping[int, set[tuple[int, int, int]]], dead: Collection[int]) -> None:

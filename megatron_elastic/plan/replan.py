@@ -58,7 +58,9 @@ def replan(
         _stage(units, cells, layout.num_grains) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
     if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
-        new_stages = layout.stages
+        new_stages = tuple(
+            Stage(stage.units, tuple(Cell(cell.ranks, cell.grains) for cell in stage.cells)) for stage in layout.stages
+        )
     owners, replicas = _slices(layout, new_stages)
     members = {rank for stage in new_stages for cell in stage.cells for rank in cell.ranks}
     new = replace(
@@ -188,20 +190,29 @@ def _slices(
     for stage in stages:
         for unit in stage.units:
             home.setdefault(unit, stage)
-    rows = [_row(layout, unit, [cell.leader for cell in home[unit].cells]) for unit in range(len(layout.units))]
+    everywhere = [cell.leader for stage in stages for cell in stage.cells]
+    rows = [
+        _row(layout, unit, [cell.leader for cell in home[unit].cells], everywhere) for unit in range(len(layout.units))
+    ]
     return tuple(owners for owners, _ in rows), tuple(replicas for _, replicas in rows)
 
 
-def _row(layout: Layout, unit: int, leaders: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _row(
+    layout: Layout, unit: int, leaders: Sequence[int], everywhere: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Owners and replicas of a unit at home with ``leaders``. If those are too few, other stages hold replicas too."""
     here = set(leaders)
-    wanted = min(layout.num_replicas, len(leaders) - 1)
+    enough = len(leaders) > layout.num_replicas
+    wanted = min(layout.num_replicas, len(everywhere) - 1)
+    fit = here if enough else set(everywhere)
     owners, replicas = [], []
     for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
         if owner not in here:
             owner = next((copy for copy in copies if copy in here), leaders[k % len(leaders)])
-        kept = [copy for copy in copies if copy in here and copy != owner][: layout.num_replicas]
+        kept = [copy for copy in copies if copy in fit and copy != owner][:wanted]
         while len(kept) < wanted:
-            kept.append(_next_cell(layout, leaders, k, (owner, *kept)))
+            taken = (owner, *kept)
+            kept.append(_next_cell(layout, everywhere if here.issubset(taken) else leaders, k, taken))
         owners.append(owner)
         replicas.append(tuple(kept))
     return tuple(owners), tuple(replicas)
