@@ -11,6 +11,9 @@ from pathlib import Path
 
 from megatron_elastic.faults.injection import Injection
 
+MEASURED = "measured"
+"""Value of ``--elastic-profile``: what the ranks measure."""
+
 
 class UsageError(Exception):
     """The user's flags cannot work. The message names the flag and the fix; printed without a traceback."""
@@ -27,6 +30,7 @@ class ElasticConfig:
     replicas: int = 1
     respawn: bool = False
     verify_every: int = 0
+    profile: str | None = None
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -98,6 +102,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "there are any (default: %(default)s)")
     group.add_argument("--elastic-respawn", action="store_true",
                        help="start another rank in place of each that dies; it joins when it has caught up")
+    group.add_argument("--elastic-profile", metavar="WHAT", default=d.profile,
+                       help="what units cost, so that layers can move to where they cost least when cells are lost or "
+                       "join: 'measured', or a profile (JSON, see docs/planning.md); without it layers only move when "
+                       "they must")
     group.add_argument("--elastic-verify-every", type=int, metavar="N", default=d.verify_every,
                        help="compare the checksums of weights and optimizer state with those of their copies, each "
                        "slice once in N steps, and heal what is damaged; 0: never (default: %(default)s)")

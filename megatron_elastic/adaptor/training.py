@@ -43,6 +43,7 @@ from megatron_elastic.cluster.messages import (
     Injected,
     Invite,
     Plan,
+    Profile,
     Ready,
     Recovered,
     Report,
@@ -56,7 +57,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
-from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.config import MEASURED, ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
@@ -75,6 +76,8 @@ _VOTE_GROUP = (1 << 14) - 1
 """Group id of the vote, beyond any that Megatron's groups reach."""
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
+_PROFILED = 10
+"""Steps over which a stage's times are averaged."""
 _EVALUATION = -1
 """Step number under which evaluation draws its keys; dropout is off there."""
 
@@ -455,6 +458,8 @@ class Trainer:
             self.verification.note(self.step)
         self.step += 1
         self._committed(self.last)
+        if self.config.profile == MEASURED and self.step % _PROFILED == 0:
+            self._tell_times()
         if self.store.settle(self.step - 1) and not self.store.replicating:
             self._event("replicated", step=self.step - 1)
         if not self.settled and not self.store.replicating:
@@ -463,6 +468,13 @@ class Trainer:
 
     def _committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
+
+    def _tell_times(self) -> None:
+        times = self.executor.stopwatch.read()
+        if times is not None and self.layout.tp_index(self.rank) == 0:
+            self.control.send(
+                Profile(rank=self.rank, epoch=self.layout.epoch, forward_ms=times[0], backward_ms=times[1])
+            )
 
     def _switch(self) -> None:
         """Between two steps: make the planned layout true, which all ranks do now."""

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_elastic.cluster.ledger import Diverged, Ledger
 from megatron_elastic.cluster.messages import (
@@ -30,6 +31,7 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Invite,
     Plan,
+    Profile,
     RankDying,
     RankExited,
     RankNews,
@@ -52,11 +54,21 @@ from megatron_elastic.cluster.roster import Roster
 from megatron_elastic.cluster.suspicion import Suspicion
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import AsyncWire, WireError
-from megatron_elastic.config import ElasticConfig
+from megatron_elastic.config import MEASURED, ElasticConfig
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
-from megatron_elastic.plan import Costs, NoLayout, StateLost, everything, improve, lose, replan
+from megatron_elastic.plan import (
+    Costs,
+    NoLayout,
+    ProfileError,
+    StateLost,
+    everything,
+    improve,
+    lose,
+    measured,
+    replan,
+)
 
 _LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
@@ -108,6 +120,12 @@ class Coordinator:
         """Nodes that are to join and came before training began, with the ranks of each."""
         self._settled: dict[int, int] = {}
         """Newest epoch for which everything that the layout asks for is live at a rank."""
+        self._costs: Costs | None = None
+        """What units take, if it is known."""
+        self._arranged = False
+        """Whether units have been where they cost least since ranks last came or went."""
+        self._times: dict[int, tuple[float, float]] = {}
+        """What each stage of the present layout was measured to take for a grain."""
         self._shapes: dict[int, UnitShape] = {}
         """Of the units that some rank has built."""
         self._saves: list[int] = []
@@ -239,6 +257,11 @@ class Coordinator:
                 return
         self._timers.cancel("start")
         layout = Layout.from_json(first.layout)
+        try:
+            self._costs = _given_costs(self._config.profile, layout)
+        except (OSError, ProfileError) as error:
+            self.stop(Outcome(False, f"--elastic-profile {self._config.profile}: {error}"))
+            return
         self._use(layout)
         assert self._records is not None
         self._ledger = Ledger(self._records, start_step=first.start_step, total=first.train_iters, started=time.time(),
@@ -255,6 +278,7 @@ class Coordinator:
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
+        self._times.clear()
         if self._records is not None:
             self._records.layout(layout)
 
@@ -284,6 +308,8 @@ class Coordinator:
                     self._shapes |= message.shapes
                 case Damaged():
                     self._on_damaged(message)
+                case Profile():
+                    self._on_profile(message)
                 case Ready():
                     self._on_ready(message)
                 case Switched():
@@ -453,6 +479,7 @@ class Coordinator:
         self._newest_epoch += 1
         self.epoch = self._newest_epoch
         self._reshape = self._goal = None
+        self._arranged = False
         self._timers.cancel("ready")
         lost = [rank for rank, state in self._ranks.items() if state.lost]
         # First of all: everybody waits for this.
@@ -613,7 +640,9 @@ class Coordinator:
             return
         newcomers = {rank: state.host for rank, state in self._ranks.items()
                      if state.standby and state.hello and not state.lost and rank not in layout.spares}
-        rearrange = self._rearrange if self._stages not in (None, layout.pipeline_size) else None
+        asked = self._stages not in (None, layout.pipeline_size)
+        self._arranged = self._arranged and not newcomers
+        rearrange = self._rearrange if asked or not (self._costs is None or self._arranged) else None
         try:
             better = improve(layout, newcomers, self._newest_epoch + 1, self._goal, rearrange)
         except NoLayout as error:
@@ -622,6 +651,7 @@ class Coordinator:
             self._stages = None
             return
         if better is None:
+            self._arranged = self._costs is not None
             return
         self._newest_epoch += 1
         self._reshape = Reshape(*better, frozenset(better[0].ranks) - frozenset(layout.ranks))
@@ -649,8 +679,19 @@ class Coordinator:
         return Answer(ok=True, text=f"the pipeline will have {request.stages} stages, from {layout.pipeline_size}")
 
     def _rearrange(self, layout: Layout) -> Layout:
-        assert self._stages is not None and self._first is not None
-        return replan(layout, Costs.assumed(layout.units), layout.epoch, stages={self._stages}, tied=self._first.tied)
+        assert self._first is not None
+        costs = self._costs or Costs.assumed(layout.units)
+        stages = {self._stages or layout.pipeline_size}
+        return replan(layout, costs, layout.epoch, stages=stages, tied=self._first.tied)
+
+    def _on_profile(self, message: Profile) -> None:
+        layout = self._layout
+        if layout is None or message.epoch != layout.epoch or message.rank not in layout.ranks:
+            return
+        self._times[layout.stage_of(message.rank)] = message.forward_ms, message.backward_ms
+        if len(self._times) == layout.pipeline_size:
+            self._costs = measured(layout, self._times)
+            self._consider()
 
     def _announce_if_ready(self) -> None:
         reshape = self._reshape
@@ -687,6 +728,7 @@ class Coordinator:
             return  # a loss has overtaken it
         held = self._held()
         self._reshape, self._goal = None, reshape.goal
+        self._arranged = self._costs is not None and reshape.goal is None
         self.epoch = reshape.layout.epoch
         self._use(reshape.layout)
         for rank in reshape.entrants:
@@ -759,6 +801,10 @@ def _difference(hello: Hello, first: Hello) -> str | None:
     if hello.layout != first.layout or hello.train_iters != first.train_iters:
         return "it would begin with another layout or number of steps; give it the same --nproc-per-node"
     return None
+
+
+def _given_costs(profile: str | None, layout: Layout) -> Costs | None:
+    return None if profile in (None, MEASURED) else Costs.from_json(Path(profile).read_text(), layout.units)
 
 
 def _units_move(old: Layout, new: Layout) -> bool:

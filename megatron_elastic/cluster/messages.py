@@ -117,6 +117,15 @@ class Settled(Message, frozen=True):
     epoch: int
 
 
+class Profile(Message, frozen=True):
+    """Mean milliseconds of this rank's stage for the forward and the backward pass of a grain, measured lately."""
+
+    rank: int
+    epoch: int
+    forward_ms: float
+    backward_ms: float
+
+
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
 
@@ -340,8 +349,8 @@ class Answer(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Built | Committed | Report | Recovered | Ready | Switched | Settled | Damaged | Suspect | Injected | Event
-    | Failed | Finished | Start | Interrupt | Invite | Plan | Commit | Stop
+    Hello | Built | Committed | Report | Recovered | Ready | Switched | Settled | Profile | Damaged | Suspect | Injected
+    | Event | Failed | Finished | Start | Interrupt | Invite | Plan | Commit | Stop
     | AgentHello | RankDying | RankExited | RankStopped | RankResumed | Launch | Fence | Heartbeat
     | Scale | Answer
 )

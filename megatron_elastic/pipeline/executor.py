@@ -6,7 +6,9 @@ widths need no special case. Sends do not block; receives do, and unwind when in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -31,6 +33,35 @@ class StageModel(Protocol):
         """Add the grain's gradients; returns the gradient of ``received`` (None on the first stage)."""
 
 
+class Stopwatch:
+    """Time that passes in forward and in backward, for planning. Costs two looks at the clock for each."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        self._times = [0, 0]
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a grain."""
+        return self._measure(0)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass of a grain."""
+        return self._measure(1)
+
+    def read(self) -> tuple[float, float] | None:
+        """Mean milliseconds of a grain's forward and backward since the last time; None if there was none."""
+        seconds, times = self._seconds, self._times
+        self._seconds, self._times = [0.0, 0.0], [0, 0]
+        return (1e3 * seconds[0] / times[0], 1e3 * seconds[1] / times[1]) if all(times) else None
+
+    @contextmanager
+    def _measure(self, what: int) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - begun
+        self._times[what] += 1
+
+
 class Executor:
     """Runs programs of one rank under one layout.
 
@@ -51,6 +82,7 @@ class Executor:
         self._tp = layout.tp_index(transport.rank)
         self._first = self._stage == 0
         self._last = self._stage == layout.pipeline_size - 1
+        self.stopwatch = Stopwatch()
 
     def run(self, program: Sequence[Op], model: StageModel) -> None:
         """Execute the operations in order. Interruptions leave nothing behind but unfinished gradients."""
@@ -62,12 +94,14 @@ class Executor:
             if op.kind == "forward":
                 received = None if self._first else self._receive(op.grain, self._stage - 1, Channel.ACTIVATION)
                 inputs[op.grain] = received if received is None else received.requires_grad_()
-                outputs[op.grain] = output = model.forward(op.grain, received)
+                with self.stopwatch.forward():
+                    outputs[op.grain] = output = model.forward(op.grain, received)
                 if not self._last:
                     sends.append(self._send(op.grain, self._stage + 1, Channel.ACTIVATION, output))
             else:
                 grad = None if self._last else self._receive(op.grain, self._stage + 1, Channel.ACTIVATION_GRAD)
-                input_grad = model.backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
+                with self.stopwatch.backward():
+                    input_grad = model.backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
                 if input_grad is not None:
                     sends.append(self._send(op.grain, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad))
             sends = [send for send in sends if not send.done]

@@ -1,9 +1,10 @@
 """Plans: an old layout and what happened in, a new layout out. Pure Python; knows neither torch nor processes."""
 
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.errors import NoLayout, StateLost
 from megatron_elastic.plan.growth import improve
 from megatron_elastic.plan.loss import everything, lose
+from megatron_elastic.plan.profile import measured
 from megatron_elastic.plan.replan import replan
 
-__all__ = ["Costs", "NoLayout", "StateLost", "everything", "improve", "lose", "replan"]
+__all__ = ["Costs", "NoLayout", "ProfileError", "StateLost", "everything", "improve", "lose", "measured", "replan"]

@@ -35,7 +35,7 @@ def replan(
     Candidates are, in this order: the graph as it is; other units in stages of the present widths; other widths too;
     and for each number of stages in ``stages`` even widths, then the best ones. A candidate has to shorten the
     estimated step by ``WORTH`` to be taken rather than one before it. The default for ``stages`` is the present number;
-    where the memory of a device is known, one less and one more too; and one less where a stage has lost all its cells.
+    where the memory of a device is known, one less and one more too; and that of the stages that still have cells.
     With ``cells_stay`` only units move, unless another number of stages is asked for or a stage has no cells.
     Whether the embedding is ``tied`` to the last stage is seen from the layout; one of a single stage counts as tied.
     Raises NoLayout when the model does not fit.
@@ -48,9 +48,9 @@ def replan(
     if stages is not None:
         stages = set(stages)
     elif costs.memory_bytes is None or cells_stay:
-        stages = {present} if all(survivors) else {present, present - 1}
+        stages = {present, sum(map(bool, survivors))}
     else:
-        stages = {present - 1, present, present + 1}
+        stages = {present - 1, present, present + 1, sum(map(bool, survivors))}
     fixed = cells_stay and all(survivors) and stages == {present}
     graph = _best(layout, costs, survivors, tied, stages, fixed)
     staying = _staying(layout, costs, survivors, graph)
