@@ -53,7 +53,7 @@ def test_frames_come_whole_and_in_order() -> None:
     assert [frame[0] for frame in mailbox.take()] == list(range(count))
     neighbour.close()
     mailbox.close()
-    neighbour.view.release(100)  # a lent block may be released after its owner is forgotten
+    neighbour.view.release(1000)  # a lent block may be released after its owner is forgotten
     arena.close()
 
 
@@ -227,6 +227,25 @@ def test_a_death_is_known_at_once() -> None:
         total = torch.ones(5000)
         transport.run(group.all_reduce(total, torch.Tensor.add_))
         assert (total == 3).all()
+        peer.leave()
+
+    world.run(body, killed=[3])
+
+
+def test_a_death_interrupts_those_who_wait_for_others_that_wait() -> None:
+    """In a star the members talk to the first one only."""
+
+    def body(peer: Peer) -> None:
+        group = Group(peer.transport, 0, range(peer.size))
+        total = torch.ones(5)
+        peer.transport.run(group.all_reduce(total, torch.Tensor.add_))
+        assert (total == peer.size).all()
+        peer.meet()
+        if peer.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(Interrupted) as caught:
+            peer.transport.run(group.all_reduce(total, torch.Tensor.add_))
+        assert caught.value.suspects == (3,)
         peer.leave()
 
     world.run(body, killed=[3])

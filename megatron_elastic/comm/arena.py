@@ -22,11 +22,15 @@ from pathlib import Path
 import msgspec
 import torch
 
+from megatron_elastic.comm import life
+
 LINE = 64
 """Bytes of a cache line, to which blocks are aligned."""
 _COOKIE = 16
 _HUNGRY = _COOKIE
 """Where the owner says that it waits for room, so that readers tell it when they release a block."""
+_LIFE = LINE
+_BLOCKS = _LIFE + life.SIZE
 
 copy = ctypes.CDLL(None).memcpy
 """``copy(to, source, bytes)`` between addresses. It leaves the interpreter to other threads meanwhile."""
@@ -69,7 +73,8 @@ class Arena:
         cookie = secrets.token_bytes(_COOKIE)
         self._memory[:_COOKIE] = cookie
         border = size // 4 * 3
-        self._regions = (_Region(self._memory, LINE, border), _Region(self._memory, border, size))
+        self._regions = (_Region(self._memory, _BLOCKS, border), _Region(self._memory, border, size))
+        self._life = life.Life(self._memory, _LIFE)
         self.address = ArenaAddress(boot_id(), os.getpid(), self._fd, size, cookie)
 
     @staticmethod
@@ -105,7 +110,8 @@ class Arena:
     def close(self) -> None:
         """Unmap; peers that still have it open keep the memory."""
         del self._base, self._regions
-        self._memory.close()
+        if self._life.release():
+            self._memory.close()
         os.close(self._fd)
 
 
@@ -163,6 +169,7 @@ class ArenaView:
         self._base = ctypes.c_char.from_buffer(memory)
         self.start = ctypes.addressof(self._base)
         """Address of the first byte."""
+        self.life = life.LifeView(memory, _LIFE)
         self._nudge = nudge
 
     @classmethod

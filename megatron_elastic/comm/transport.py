@@ -37,6 +37,8 @@ _YIELDS, _YIELDS_CROWDED = 60, 2
 """Times that a wait looks and lets others have its core before it sleeps: about 100 us where every rank has a core.
 Where ranks outnumber cores, what is waited for has often come when the core comes back after once or twice, and a sleep
 and a wake-up cost more than that."""
+_NAP = 0.02
+"""Seconds that a wait sleeps at most before it looks who is dying."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
 
@@ -99,6 +101,8 @@ class Transport:
         """Peers of this host that have ended."""
         self._touched: set[int] = set()
         """Peers that messages were sent to or expected from."""
+        self._members: dict[int, Sequence[int]] = {}
+        """Members of the groups that ran something in this epoch: who waits for one of them may wait for all."""
         self._broken: set[int] = set()
         self._lost: set[int] = set()
         self._inbox = Inbox(rank)
@@ -146,6 +150,7 @@ class Transport:
             gone = set(lost)
             self._inbox.advance(epoch, gone)
             self._outbox.advance(epoch)
+            self._members.clear()
             for peer in gone - self._lost:
                 self._lose(peer)
             if not self._outbox.busy:
@@ -217,6 +222,10 @@ class Transport:
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, peer)
             return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
+
+    def watch(self, group: int, members: Sequence[int]) -> None:
+        """Members of a group depend on each other from now on: the death of one interrupts every wait of this epoch."""
+        self._members[group] = members
 
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
@@ -292,8 +301,7 @@ class Transport:
                 os.sched_yield()
                 continue
             if idle:
-                if any(fd == self._events.fileno() for fd, _ in self._epoll.poll(min(1.0, limit))):
-                    self._see(self._events.poll(0))
+                self._sleep(min(_NAP, limit))
                 yields = self._yields
             if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in pending})
@@ -306,9 +314,21 @@ class Transport:
         if self.interrupt.raised:
             self.interrupt.check()
         if self._broken or self._gone:
-            suspects = self._broken | (self._gone & self._touched)
+            suspects = self._broken | (self._gone & self._watched())
             if suspects:
                 raise Interrupted(0, suspects=tuple(sorted(suspects)))
+
+    def _watched(self) -> set[int]:
+        return self._touched.union(*self._members.values())
+
+    def _sleep(self, limit: float) -> None:
+        events = self._epoll.poll(limit)
+        if any(fd == self._events.fileno() for fd, _ in events):
+            self._see(self._events.poll(0))
+        elif not events:
+            with self._lock:
+                near = ((peer, self._near.get(peer)) for peer in self._watched())
+                self._gone.update(peer for peer, neighbour in near if neighbour and neighbour.view.life.ended)
 
     def _see(self, events: Sequence[tuple[int, int]]) -> None:
         """See who has ended. What they had sent is taken before a wait looks at that."""
