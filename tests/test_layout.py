@@ -165,6 +165,32 @@ def test_a_rank_in_no_cell_is_refused_by_name() -> None:
 GOOD = gpt_grid(1, 2, 2)
 
 
+def with_incoming(*units: int) -> tuple[Stage, ...]:
+    """GOOD's stages, but units are to move to the first cell of stage 0."""
+    first, second = GOOD.stages
+    return Stage(first.units, (replace(first.cells[0], incoming=units), *first.cells[1:])), second
+
+
+def test_units_on_their_way_are_held_but_not_computed() -> None:
+    layout = replace(GOOD, stages=with_incoming(4, 5))
+    layout.validate()
+    assert Layout.from_json(layout.to_json()) == layout
+    assert layout.held_by(0) == (0, 1, 2, 3, 4, 5)
+    assert layout.held_by(1) == (0, 1, 2, 3)
+    assert [cell.leader for cell in layout.holders(4)] == [2, 3, 0]
+    assert [cell.leader for cell in layout.contributors(4)] == [2, 3]
+    assert (layout.home(4), layout.home(0)) == (1, 0)
+    assert [cell.leader for cell in layout.contributors(0)] == [0, 1, 2, 3], "tied: both stages compute it"
+
+
+def test_a_replica_may_be_in_another_stage() -> None:
+    layout = replace(GOOD, replicas=(((3,), (0,)), *GOOD.replicas[1:]))
+    layout.validate()
+    assert layout.copies(0, 0, 0) == (3,)
+    assert (0, 0) in layout.replicated(3)
+    assert 2 not in layout.held_by(3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -178,7 +204,10 @@ GOOD = gpt_grid(1, 2, 2)
         ({"owners": GOOD.owners[:-1]}, "owners must have"),
         ({"owners": ((2, 3), *GOOD.owners[1:])}, "who leads no cell of home stage 0"),
         ({"owners": ((1, 1), *GOOD.owners[1:])}, "its owner 1 and its replicas \\(1,\\) not in different"),
-        ({"replicas": (((3,), (0,)), *GOOD.replicas[1:])}, "a replica of slice 0 of embedding is at 3"),
+        ({"replicas": (((9,), (0,)), *GOOD.replicas[1:])}, "slice 0 of embedding is at 9, who leads no cell"),
+        ({"stages": with_incoming(4, 3)}, "cell 0 of stage 0 lists incoming units \\(4, 3\\)"),
+        ({"stages": with_incoming(2)}, "cell 0 of stage 0 lists incoming units \\(2,\\): must be others'"),
+        ({"stages": with_incoming(99)}, "cell 0 of stage 0 lists incoming units \\(99,\\)"),
         ({"replicas": (((1, 1), (0,)), *GOOD.replicas[1:])}, "slice 0 of embedding has its owner 0 and its replicas"),
         ({"hosts": ((0, 1, 2),)}, "hosts .* must list each"),
         ({"hosts": ((0, 1), (1, 2, 3))}, "hosts .* must list each"),

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Layout, transfers
-from megatron_elastic.numerics.exact import ExactAccumulator, FloatAccumulator
-from megatron_elastic.state.buffer import Member, UnitBuffer
+from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
+from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.optimizer import Adam, Rates, Update
+from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
@@ -36,6 +37,15 @@ def _members(sizes: Sequence[tuple[int, bool, bool]], seed: int = 0) -> list[Mem
     ]
 
 
+def _buffer(
+    members: Sequence[Member], num_slices: int = 1, tp: int = 0, accumulator: Accumulator | None = None
+) -> UnitBuffer:
+    """A unit's buffer that has taken the parameters over."""
+    buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp), accumulator or ExactAccumulator(1))
+    buffer.bind([member.parameter for member in members], fill=True)
+    return buffer
+
+
 # ---- buffers ------------------------------------------------------------------------------
 
 SIZES = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.booleans()), min_size=1, max_size=8)
@@ -46,10 +56,10 @@ SIZES = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.booleans()), m
 def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     members = _members(sizes)
     values = [member.parameter.detach().clone() for member in members]
-    buffer = UnitBuffer(0, members, num_slices, 0, ExactAccumulator(1))
+    buffer = _buffer(members, num_slices)
     for member, value in zip(members, values, strict=True):
         assert torch.equal(member.parameter, value)
-    assert buffer.params.numel() == num_slices * buffer.slice_size
+    assert buffer.params.numel() == num_slices * buffer.partition.slice_size
     # Mark each slice through its view; what the parameters show then says which slice they are in.
     counts = torch.zeros_like(buffer.params)
     for k in range(num_slices):
@@ -58,39 +68,39 @@ def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool
     buffer.params.copy_(torch.arange(buffer.params.numel()))
     seen = torch.cat([member.parameter.detach() for member in members])
     assert len(set(seen.tolist())) == sum(size for size, _, _ in sizes)
-    for member, start in buffer.members:
+    for parameter, start in buffer.bound:
         assert start % 32 == 0
-        assert member.parameter[0] == start
+        assert parameter[0] == start
 
 
 @given(SIZES, st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
 def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     """They treat every parameter as it wants, whoever asks; only who counts depends on the tensor-parallel index."""
-    buffers = [UnitBuffer(0, _members(sizes), num_slices, tp, ExactAccumulator(1)) for tp in (0, 1)]
-    groups = torch.full_like(buffers[0].params, math.nan)
+    members = _members(sizes)
+    partitions = [Partition(shape_of("a", members), num_slices, tp) for tp in (0, 1)]
+    groups = torch.full((partitions[0].size,), math.nan)
+    counted = torch.zeros_like(groups)
     for k in range(num_slices):
-        first, second = (buffer.segments(k) for buffer in buffers)
+        first, second = (partition.segments(k) for partition in partitions)
         assert [(s.start, s.end, s.group) for s in first] == [(s.start, s.end, s.group) for s in second]
         assert all(segment.counted for segment in first)
         ends = [bound for segment in first for bound in (segment.start, segment.end)]
         assert ends == sorted(ends)
-        assert all(0 <= bound <= buffers[0].slice_size for bound in ends)
+        assert all(0 <= bound <= partitions[0].slice_size for bound in ends)
         for segment in first:
-            buffers[0].slice_of(groups, k)[segment.start : segment.end] = float(segment.group)
-    for member, start in buffers[0].members:
-        assert (groups[start : start + member.parameter.numel()] == float(member.group)).all()
-    counted = torch.zeros_like(buffers[1].params)
-    for k in range(num_slices):
-        for segment in buffers[1].segments(k):
-            buffers[1].slice_of(counted, k)[segment.start : segment.end] = float(segment.counted)
-    for member, start in buffers[1].members:
-        assert (counted[start : start + member.parameter.numel()] == float(member.sharded)).all()
+            partitions[0].slice_of(groups, k)[segment.start : segment.end] = float(segment.group)
+        for segment in second:
+            partitions[1].slice_of(counted, k)[segment.start : segment.end] = float(segment.counted)
+    for member, start in zip(members, partitions[0].starts, strict=True):
+        here = slice(start, start + member.parameter.numel())
+        assert (groups[here] == float(member.group)).all()
+        assert (counted[here] == float(member.sharded)).all()
 
 
 def test_gradients_are_summed() -> None:
     members = _members([(40, True, False), (3, False, False)])
-    buffer = UnitBuffer(0, members, 2, 0, FloatAccumulator())
+    buffer = _buffer(members, 2, accumulator=FloatAccumulator())
     for factor in (1.0, 2.0):
         (factor * sum(member.parameter.sum() for member in members)).backward()  # type: ignore[union-attr]
     assert all(member.parameter.grad is None for member in members)
@@ -101,22 +111,22 @@ def test_gradients_are_summed() -> None:
 
 def test_buffers_keep_bf16() -> None:
     members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), 0, False)]
-    buffer = UnitBuffer(0, members, 2, 0, ExactAccumulator(1))
+    buffer = _buffer(members, 2)
     assert (buffer.params.dtype, buffer.sums.dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_parameters_of_two_types_are_refused() -> None:
     types = torch.float32, torch.bfloat16
     members = [Member(torch.nn.Parameter(torch.zeros(4, dtype=dtype)), 0, False) for dtype in types]
-    with pytest.raises(ValueError, match=r"unit 3 have types torch.float32 and torch.bfloat16: cast them"):
-        UnitBuffer(3, members, 2, 0, ExactAccumulator(1))
+    with pytest.raises(ValueError, match=r"unit layer\.3 have types bfloat16, float32: cast them"):
+        shape_of("layer.3", members)
 
 
 def test_twins_sum_apart() -> None:
     """As two ranks with one use each do, where autograd's own sum would be rounded."""
     members = _members([(64, False, False)])
     parameter = members[0].parameter
-    buffer = UnitBuffer(0, members, 2, 0, ExactAccumulator(2))
+    buffer = _buffer(members, 2, accumulator=ExactAccumulator(2))
     twin = buffer.twin(parameter)
     assert twin.data_ptr() == parameter.data_ptr()
     (parameter.sum() * 1.0 + twin.sum() * 2.0**-30).backward()
@@ -128,11 +138,11 @@ def test_twins_sum_apart() -> None:
 
 def _trained(steps: int, clip: float = 1.0) -> tuple[SliceState, UnitBuffer]:
     """A state after some steps, on gradients that depend on the step alone."""
-    buffer = UnitBuffer(0, _members([(70, False, False), (50, True, False)]), 1, 0, ExactAccumulator(1))
+    buffer = _buffer(_members([(70, False, False), (50, True, False)]))
     state = SliceState(buffer.params.clone(), ADAM)
     for step in range(1, steps + 1):
         state.grad = _gradient(step, state.master.numel())
-        state.apply(Update(step, clip, _rates(0.01 * step)), buffer.segments(0))
+        state.apply(Update(step, clip, _rates(0.01 * step)), buffer.partition.segments(0))
     return state, buffer
 
 
@@ -158,12 +168,12 @@ def test_update_equals_adamw(clip: float) -> None:
     )  # fmt: skip
     for step in range(1, steps + 1):
         flat = _gradient(step, state.master.numel()) * min(clip, 1.0)
-        for member, (_, start) in zip(members, buffer.members, strict=True):
+        for member, start in zip(members, buffer.partition.starts, strict=True):
             member.parameter.grad = flat[start : start + member.parameter.numel()].clone()
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * step
         optimizer.step()
-    for member, (_, start) in zip(members, buffer.members, strict=True):
+    for member, start in zip(members, buffer.partition.starts, strict=True):
         found = state.master[start : start + member.parameter.numel()]
         torch.testing.assert_close(found, member.parameter.detach(), rtol=1e-6, atol=1e-6)
     assert state.step == steps
@@ -172,19 +182,19 @@ def test_update_equals_adamw(clip: float) -> None:
 def test_update_is_done_once() -> None:
     state, buffer = _trained(3)
     before = state.sha256(buffer.params)
-    state.apply(Update(3, 1.0, _rates(0.5)), buffer.segments(0))
+    state.apply(Update(3, 1.0, _rates(0.5)), buffer.partition.segments(0))
     state.grad = _gradient(3, state.master.numel())
-    state.apply(Update(2, 1.0, _rates(0.5)), buffer.segments(0))
+    state.apply(Update(2, 1.0, _rates(0.5)), buffer.partition.segments(0))
     assert state.sha256(buffer.params) == before
 
 
 def test_update_out_of_turn_is_an_error() -> None:
     state, buffer = _trained(3)
     with pytest.raises(RuntimeError, match=r"at step 3 \(without a gradient\) cannot do step 4"):
-        state.apply(Update(4, 1.0, _rates(0.5)), buffer.segments(0))
+        state.apply(Update(4, 1.0, _rates(0.5)), buffer.partition.segments(0))
     state.grad = _gradient(5, state.master.numel())
     with pytest.raises(RuntimeError, match=r"at step 3 \(with a gradient\) cannot do step 5"):
-        state.apply(Update(5, 1.0, _rates(0.5)), buffer.segments(0))
+        state.apply(Update(5, 1.0, _rates(0.5)), buffer.partition.segments(0))
 
 
 def test_owner_and_replica_stay_equal() -> None:
@@ -195,7 +205,7 @@ def test_owner_and_replica_stay_equal() -> None:
     replica = SliceState(shifted, ADAM)
     for step in range(1, 9):
         replica.grad = _gradient(step, replica.master.numel())
-        replica.apply(Update(step, 1.0, _rates(0.01 * step)), buffer.segments(0))
+        replica.apply(Update(step, 1.0, _rates(0.01 * step)), buffer.partition.segments(0))
     for mine, theirs in zip(owner.tensors, replica.tensors, strict=True):
         assert torch.equal(mine, theirs)
     assert owner.sha256(buffer.params) == replica.sha256(buffer.params)
@@ -205,12 +215,12 @@ def test_owner_and_replica_stay_equal() -> None:
 
 def test_norm_counts_what_is_counted() -> None:
     for tp, expected in ((0, 40.0 + 9.0), (1, 40.0)):
-        buffer = UnitBuffer(0, _members([(40, True, True), (9, False, False)]), 1, tp, ExactAccumulator(1))
+        buffer = _buffer(_members([(40, True, True), (9, False, False)]), tp=tp)
         state = SliceState(buffer.params.clone(), ADAM)
         state.grad = torch.zeros_like(state.master)
-        for member, start in buffer.members:
-            state.grad[start : start + member.parameter.numel()] = 1.0
-        assert state.sum_of_squares(buffer.segments(0)) == expected
+        for parameter, start in buffer.bound:
+            state.grad[start : start + parameter.numel()] = 1.0
+        assert state.sum_of_squares(buffer.partition.segments(0)) == expected
 
 
 # ---- between processes --------------------------------------------------------------------
@@ -225,11 +235,11 @@ def _layout(dp: int = 2, replicas: int = 1) -> Layout:
 def _rank_state(peer: Peer, layout: Layout) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
     accumulator = ExactAccumulator(4)
     units = {
-        unit: UnitBuffer(unit, _members([(70 + unit, True, False), (9, False, False)], unit), layout.num_slices, 0,
-                         accumulator)
+        unit: _buffer(_members([(70 + unit, True, False), (9, False, False)], unit), layout.num_slices, 0, accumulator)
         for unit in (0, 1)
-    }  # fmt: skip
-    store = StateStore(units, ADAM, peer.transport, tp_index=0)
+    }
+    partitions = {unit: buffer.partition for unit, buffer in units.items()}
+    store = StateStore(partitions, ADAM, peer.transport, tp_index=0)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
 
 
@@ -245,7 +255,7 @@ def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduc
         buffer.zero()
         for grain in layout.cell_of(rank).grains:
             gradient = torch.randn(buffer.params.numel(), generator=torch.Generator().manual_seed(step * 10 + grain))
-            buffer.accumulator.add(buffer.sums, gradient + unit)
+            reduction._accumulator.add(buffer.sums, gradient + unit)
     store.drop_gradients()
     reduction.reduce_gradients()
     reduction.replay()
@@ -259,7 +269,7 @@ def test_two_ranks_do_what_one_does() -> None:
     def body(peer: Peer) -> None:
         layout = _layout(dp=2)
         units, store, reduction = _rank_state(peer, layout)
-        store.create(layout)
+        store.create(layout, units)
         assert store.held() == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
         for step in (1, 2, 3):
             _step(layout, units, store, reduction, peer.rank, step)
@@ -268,7 +278,7 @@ def test_two_ranks_do_what_one_does() -> None:
         if peer.rank == 0:
             layout = _layout(dp=1)
             alone, store, reduction = _rank_state(peer, layout)
-            store.create(layout)
+            store.create(layout, alone)
             for step in (1, 2, 3):
                 _step(layout, alone, store, reduction, 0, step)
             for unit in (0, 1):
@@ -286,7 +296,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
     def body(peer: Peer) -> None:
         bare = _layout(replicas=0)
         units, store, reduction = _rank_state(peer, bare)
-        store.create(bare)
+        store.create(bare, units)
         assert _slices(store) == list(bare.owned(peer.rank))
         _step(bare, units, store, reduction, peer.rank, 1)
 
@@ -325,8 +335,8 @@ def test_copies_under_way_can_be_abandoned() -> None:
 
     def body(peer: Peer) -> None:
         bare = _layout(replicas=0)
-        _, store, _ = _rank_state(peer, bare)
-        store.create(bare)
+        units, store, _ = _rank_state(peer, bare)
+        store.create(bare, units)
         held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         for epoch in (1, 2):
             peer.transport.advance(epoch)
