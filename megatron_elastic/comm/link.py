@@ -58,12 +58,19 @@ class Links:
         return bool(self._worker.arm())
 
     def send(self, peer: int, address: bytes, tag: int, buffer: torch.Tensor) -> LinkRequest:
-        """Start sending a contiguous tensor to a peer whose worker has this address."""
+        """Start sending a contiguous tensor to a peer whose worker has this address.
+
+        Raises Interrupted, naming the peer, if there is nobody.
+        """
         link = self._links.get(peer)
         if link is None:
-            link = self._worker.create_endpoint_from_worker_address(
-                ucx.UCXAddress.create_from_buffer(bytearray(address)), True
-            )
+            try:
+                link = self._worker.create_endpoint_from_worker_address(
+                    ucx.UCXAddress.create_from_buffer(bytearray(address)), True
+                )
+            except ucx.UCXUnreachableError:
+                self._broke(peer)  # nobody listens there any more
+                raise Interrupted(suspects=(peer,)) from None
             link.set_close_callback(self._closed, (peer,), {})
             self._links[peer] = link
         request = link.tag_send(_array(buffer), tag=ucx.UCXXTag(tag))
