@@ -145,6 +145,16 @@ def test_modules_beside_the_script_come_first(launch: Launch, tmp_path: Path) ->
     assert (run.run_dir / "logs" / "rank0.log").read_text() == f"{core / '__init__.py'} before the fork\n"
 
 
+def test_arguments_from_the_environment(launch: Launch, tmp_path: Path) -> None:
+    """They come first, so that the command line wins."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:3])\n")
+    launch.env["MEGATRON_ELASTIC_ARGS"] = "'--a b'"
+    run = launch.start(str(script), "--c")
+    run.finish()
+    assert (run.run_dir / "logs" / "rank0.log").read_text() == "['--a b', '--c']\n"
+
+
 def test_a_checkout_without_our_lines_is_refused(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "megatron" / "training").mkdir(parents=True)
     script = tmp_path / "pretrain_gpt.py"
@@ -192,7 +202,7 @@ def test_killed_ranks(patched: CheckoutJobs) -> None:
     flags = grid(1, 2, 9)
     reference = patched.undisturbed(*flags)
     job = patched.start(*flags, *inject("kill:rank=7,step=3,at=backward", "kill:rank=2,step=7,at=apply"))
-    job.read_until("step 5/9")
+    job.read_until("step   5/9")
     os.kill(job.pid(5), signal.SIGKILL)
     job.finish()
     assert_same(job, reference)
@@ -236,7 +246,7 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     first = patched.run(*flags, *saves, "--exit-interval", "3")
     assert "training finished at step 3" in first.output
     second = patched.start(*flags, *saves)
-    second.read_until("step 5/9")
+    second.read_until("step   5/9")
     second.process.send_signal(signal.SIGTERM)
     assert "SIGTERM goes to the ranks, which end training" in second.finish()
     stopped = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())

@@ -91,10 +91,16 @@ def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _build_model(
-    provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace, config: Any, first: bool,
-    last: bool,
+    provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace,
+    overrides: Mapping[str, Any] | None, first: bool, last: bool,
 ) -> GPTModel:
-    model = provider(pre_process=first, post_process=last)
+    """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
+    given = {name: getattr(args, name) for name in overrides or {}}
+    vars(args).update(overrides or {})
+    try:
+        model = provider(pre_process=first, post_process=last)
+    finally:
+        vars(args).update(given)
     if not isinstance(model, GPTModel):
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
     model.model_type = model_type

@@ -12,6 +12,7 @@ import itertools
 import os
 import runpy
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -34,6 +35,9 @@ from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.observe.records import RunRecords
 
+ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
+"""Environment variable with further arguments for the script, as a shell would split them."""
+
 _EXAMPLES = """\
 examples:
   megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic --data-path data ...
@@ -46,7 +50,8 @@ examples:
   megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
       two nodes; the first one's launcher keeps the records
 
-The --elastic-* flags stand among the script's arguments; the launcher reads them too. Each rank's output is in
+The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
+in the environment is put before them, for run scripts that are not to be edited. Each rank's output is in
 RUN_DIR/logs/rank<N>.log, the records of the job are beside it. The exit code is 0 only if training finished.
 """
 
@@ -108,6 +113,8 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
         raise UsageError("--no-python is not supported: ranks are forked from a Python process; give a Python script")
     if options.max_restarts:
         _note("--max-restarts has no effect: ranks that die are never restarted, the others train on")
+    # First, so that the command line wins.
+    options.arguments[:0] = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
     elastic = _Parser(add_help=False, allow_abbrev=False)
     add_elastic_arguments(elastic)
     config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
