@@ -1,33 +1,34 @@
-"""Growth: ranks that join, and slices that spread, over any sequence of losses and joins."""
+"""Growth: ranks that join, slices that spread and units that move, over any sequence of losses, joins and requests."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.layout import Layout, gpt_units, transfers
-from megatron_elastic.plan import NoLayout, improve, lose
-from megatron_elastic.plan.growth import admit, settle, spread
+from megatron_elastic.plan import Costs, NoLayout, StateLost, improve, lose, replan
+from megatron_elastic.plan.growth import admit, approach, even
 
-Held = dict[int, set[tuple[int, int, int]]]
-_STEPS = 8
-"""Layouts that ``improve`` may take: newcomers, spread and settle, and what a loss left."""
+_STEPS = 4
+"""Layouts that it may take until nothing gets better: twice one to approach a goal, and the goal."""
+Rearrange = Callable[[Layout], Layout]
 
 
 def make(tp: int, pp: int, dp: int, *, replicas: int = 1, slices: int | None = None, grains: int = 12,
-         per_host: int | None = None) -> Layout:  # fmt: skip
-    units, stage_units = gpt_units(pp, pp, True, positions=False)
+         per_host: int | None = None, tied: bool = True, each: int = 1) -> Layout:  # fmt: skip
+    units, stage_units = gpt_units(pp * each, pp, tied, positions=False)
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices or dp,
         replicas=replicas, ranks_per_host=per_host,
     )  # fmt: skip
 
 
-def roles(layout: Layout) -> Held:
+def roles(layout: Layout) -> dict[int, set[tuple[int, int, int]]]:
     """What ranks hold once all copies are live."""
     return {
         rank: {(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))}
@@ -35,24 +36,56 @@ def roles(layout: Layout) -> Held:
     }
 
 
-def converge(layout: Layout, newcomers: dict[int, int], max_steps: int = _STEPS) -> list[Layout]:
-    """All layouts from ``layout`` to the even one; a step must need no state that is not live."""
+def to_stages(count: int, tied: bool = True) -> Rearrange:
+    """What chooses ``count`` stages."""
+    return lambda layout: replan(layout, Costs.assumed(layout.units), layout.epoch, stages={count}, tied=tied)
+
+
+def converge(layout: Layout, newcomers: dict[int, int], rearrange: Rearrange | None = None) -> list[Layout]:
+    """All layouts from ``layout`` to the one that is the best; what is in between must cost nothing."""
     path = [layout]
     waiting = dict(newcomers)
-    while (new := improve(path[-1], waiting, path[-1].epoch + 1)) is not None:
+    goal: Layout | None = None
+    while (found := improve(path[-1], waiting, path[-1].epoch + 1, goal, rearrange)) is not None:
+        new, goal = found
         old = path[-1]
         moves = transfers(new, roles(old))
         assert all(move.role == "replica" for move in moves), "what a cell is to own was copied to it before"
-        assert not moves or new.owners == old.owners
-        known = {*new.ranks, *new.spares}
-        waiting = {rank: host for rank, host in waiting.items() if rank not in known}
+        # Where more copies or shadows are all that is wanted, what leads to the goal is the goal itself.
+        if goal is not None or moves or new.ranks != old.ranks:
+            check_work_stays(old, new)
+        else:
+            check_entered(old, new)
+        waiting = {rank: host for rank, host in waiting.items() if rank not in (*new.ranks, *new.spares)}
         path.append(new)
-        assert len(path) <= max_steps, "does not converge"
+        assert len(path) <= 1 + _STEPS, "does not converge"
     return path
+
+
+def check_work_stays(old: Layout, new: Layout) -> None:
+    """On the way to a goal nobody loses what it computes, owns or holds; cells may come as shadows."""
+    assert new.owners == old.owners
+    for before, after in zip(old.replicas, new.replicas, strict=True):
+        assert all(more[: len(copies)] == copies for copies, more in zip(before, after, strict=True))
+    assert [stage.units for stage in new.stages] == [stage.units for stage in old.stages]
+    for was, stage in zip(old.stages, new.stages, strict=True):
+        assert [(cell.ranks, cell.grains) for cell in was.cells] == [
+            (cell.ranks, cell.grains) for cell in stage.cells[: was.width]
+        ]
+        assert all(cell.shadow for cell in stage.cells[was.width :])
+
+
+def check_entered(old: Layout, new: Layout) -> None:
+    """A goal needs nothing that is not there: neither state nor parameters."""
+    assert transfers(new, roles(old)) == ()
+    for rank in new.ranks:
+        assert set(new.held_by(rank)) <= set(old.held_by(rank))
 
 
 def check_even(layout: Layout) -> None:
     """What the end of growth must be."""
+    cells = [cell for stage in layout.stages for cell in stage.cells]
+    assert not any(cell.incoming for cell in cells)
     for index, stage in enumerate(layout.stages):
         leaders = [cell.leader for cell in stage.cells]
         slices = [(u, k) for u in stage.units if layout.home(u) == index for k in range(layout.num_slices)]
@@ -60,32 +93,52 @@ def check_even(layout: Layout) -> None:
         assert max(counts) - min(counts) <= 1
         grains = [len(cell.grains) for cell in stage.cells]
         assert max(grains) - min(grains) <= 1
-        assert sorted(g for cell in stage.cells for g in cell.grains) == list(range(layout.num_grains))
         hosts = {layout.host_of(leader) for leader in leaders}
         for unit, k in slices:
             owner, copies = layout.owners[unit][k], layout.replicas[unit][k]
-            assert len({owner, *copies}) == 1 + min(layout.num_replicas, stage.width - 1) == 1 + len(copies)
-            if layout.num_replicas:
+            assert len({owner, *copies}) == 1 + min(layout.num_replicas, len(cells) - 1) == 1 + len(copies)
+            elsewhere = set(copies) - set(leaders)
+            assert not elsewhere or stage.width <= layout.num_replicas, "only where the own stage is too narrow"
+            if not elsewhere:
                 apart = {layout.host_of(at) for at in (owner, *copies)}
                 assert len(apart) == min(len(hosts), 1 + len(copies)), "copies are on as many hosts as there are"
 
 
 def test_the_first_layout_is_even_already() -> None:
-    for dp in (1, 2, 4):
+    for dp in (2, 4):
         assert improve(make(1, 2, dp), {}, 1) is None
         assert improve(make(1, 1, dp, per_host=2), {}, 1) is None
+    assert improve(make(1, 1, 1), {}, 1) is None
+
+
+def test_stages_of_one_cell_keep_copies_for_each_other() -> None:
+    """In one layout: the copies are all that changes, so what is on the way to it is the goal itself."""
+    layout = make(1, 2, 1)
+    found = improve(layout, {}, 1)
+    assert found is not None
+    new, goal = found
+    assert goal is None
+    assert new.stages == layout.stages
+    assert [copies for row in new.replicas for copies in row] == [(1,), (1,), (0,), (0,)]
+    assert improve(new, {}, 2) is None
+    path = converge(new, {2: 0, 3: 0})
+    assert [stage.width for stage in path[-1].stages] == [2, 2], "newcomers are not overlooked"
 
 
 def test_a_rank_comes_back() -> None:
-    """In three layouts: it follows, its slices are copied to it, and it owns them."""
+    """In two layouts: it follows while its slices are copied to it, and it takes part."""
     layout = make(1, 1, 4, slices=4)
     small = lose(layout, [2], {r: parts for r, parts in roles(layout).items() if r != 2}, 1)
-    followed = improve(small, {4: 0}, 2)
-    assert followed is not None
+    found = improve(small, {4: 0}, 2)
+    assert found is not None
+    followed, goal = found
+    assert goal is not None
     assert [cell.ranks for cell in followed.stages[0].cells] == [(0,), (1,), (3,), (4,)]
     assert followed.cell_of(4).shadow
     assert followed.owners == small.owners
-    path = converge(followed, {})
+    path = converge(small, {4: 0})
+    assert path[1] == followed
+    assert len(path) == 3
     check_even(path[-1])
     assert not path[-1].cell_of(4).shadow
     assert Counter(owner for row in path[-1].owners for owner in row)[4] == 3, "its share of 12 slices"
@@ -93,8 +146,7 @@ def test_a_rank_comes_back() -> None:
 
 def test_ranks_that_form_no_cell_stay_spares() -> None:
     layout = make(2, 1, 2)
-    one = improve(layout, {4: 0}, 1)
-    assert one is None or one.spares == (4,)
+    assert improve(layout, {4: 0}, 1) is None
     admitted = admit(layout, {4: 0}, 1)
     assert (admitted.spares, admitted.ranks) == ((4,), layout.ranks)
     two = admit(admitted, {5: 1}, 2)
@@ -111,26 +163,45 @@ def test_new_cells_go_to_the_narrowest_stage_and_stay_on_a_host() -> None:
     ]
 
 
-def test_settle_without_spread_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no copy at cells"):
-        settle(admit(make(1, 1, 2), {2: 0, 3: 0}, 1), 2)
-
-
-def test_spread_adds_behind_what_is_wanted() -> None:
+def test_an_approach_adds_behind_what_is_wanted() -> None:
     """So that whoever cuts the list at ``num_replicas`` has the replicas of before."""
     layout = admit(make(1, 1, 3, replicas=2, slices=6), {3: 0}, 1)
-    wider = spread(layout, 2)
+    goal = even(layout, 2)
+    wider = approach(layout, goal, 2)
     assert wider != layout
-    for before, after in zip(layout.replicas, wider.replicas, strict=True):
-        for copies, more in zip(before, after, strict=True):
-            assert more[: len(copies)] == copies
-    assert wider.owners == layout.owners
+    check_work_stays(layout, wider)
+    check_entered(wider, replace(goal, epoch=3))
 
 
 def test_growth_beyond_the_first_size() -> None:
     path = converge(make(1, 2, 2, slices=4), {rank: 1 for rank in range(4, 10)})
     assert [stage.width for stage in path[-1].stages] == [5, 5]
     check_even(path[-1])
+
+
+def test_a_cell_that_changes_its_stage_holds_both() -> None:
+    """The parameters of its new stage come to it after every step while it still computes its old one."""
+    layout = make(1, 4, 2, each=3)
+    path = converge(layout, {}, to_stages(2))
+    assert len(path) == 3
+    before, after = path[1], path[2]
+    assert [len(stage.units) for stage in after.stages] == [7, 8]
+    for rank in after.ranks:
+        units = set(after.stages[after.stage_of(rank)].units)
+        old = before.stages[before.stage_of(rank)].units
+        assert before.cell_of(rank).incoming == tuple(sorted(units.difference(old)))
+    check_even(after)
+
+
+def test_stages_as_asked_one_after_the_other() -> None:
+    """Four, two, three and four again: each in two layouts, over all ranks."""
+    layout = make(1, 4, 2, each=3)
+    for count in (2, 3, 4, 1, 4):
+        path = converge(layout, {}, to_stages(count))
+        assert len(path) == 3
+        layout = path[-1]
+        assert (layout.pipeline_size, layout.ranks) == (count, tuple(range(8)))
+        check_even(layout)
 
 
 shapes = st.fixed_dictionaries(
@@ -141,40 +212,61 @@ shapes = st.fixed_dictionaries(
         "slices": st.integers(1, 6),
         "replicas": st.integers(0, 3),
         "per_host": st.sampled_from([None, 1, 2, 4]),
+        "tied": st.booleans(),
+        "each": st.integers(1, 2),
     }
 )
 
 
 @settings(max_examples=400, deadline=None)
 @given(shape=shapes, seed=st.integers(0, 2**32))
-def test_any_sequence_of_losses_and_joins_ends_even(shape: dict[str, int], seed: int) -> None:
-    """Also when the steps to an even layout are interrupted by the next loss or join."""
-    layout = make(**shape)
+def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
+    """Losses (of whole stages too), joins and other numbers of stages; each may come while the last is on its way."""
+    layout = make(**shape)  # type: ignore[arg-type]
+    layers = sum(name.startswith("layer.") for name in layout.units)
     rng = random.Random(seed)
     dead: set[int] = set()
+    wanted: int | None = None
     next_rank = len(layout.ranks)
+    held = roles(layout)
     for _ in range(6):
         newcomers: dict[int, int] = {}
-        if rng.random() < 0.5:
-            victims = {rng.choice([*layout.ranks, *layout.spares])}
-            held = {rank: parts for rank, parts in roles(layout).items() if rank not in victims}
-            held |= {rank: set() for rank in layout.spares if rank not in victims}
+        what = rng.choice(["lose", "lose", "join", "stages"])
+        if what == "lose":
+            alive = [*layout.ranks, *layout.spares]
+            victims = set(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
+            dead |= victims
+            held = {rank: parts for rank, parts in held.items() if rank not in dead}
+            parts_alive = {part for parts in held.values() for part in parts}
+            complete = len(parts_alive) == len(layout.units) * layout.num_slices * layout.cell_size
             try:
                 layout = lose(layout, victims, held, layout.epoch + 1)
-            except NoLayout:
-                assert layout.num_replicas == 0 or any(stage.width == 1 for stage in layout.stages) or any(
-                    all(cell.shadow or cell.leader in victims or victims & set(cell.ranks) for cell in stage.cells)
-                    for stage in layout.stages
-                )  # fmt: skip
+            except StateLost:
+                assert not complete
                 return
-            dead |= victims
+            except NoLayout:
+                assert not any(
+                    not cell.shadow and dead.isdisjoint(cell.ranks) for stage in layout.stages for cell in stage.cells
+                )
+                return
+            transfers(layout, held)
+        elif what == "join":
+            newcomers = {next_rank + i: rng.randint(0, len(layout.hosts)) for i in range(rng.randint(1, 5))}
+            next_rank += len(newcomers)
         else:
-            for _ in range(rng.randint(1, 5)):
-                newcomers[next_rank] = rng.randint(0, len(layout.hosts))
-                next_rank += 1
-        path = converge(layout, newcomers)
+            wanted = rng.randint(1, layers)
+        cells = len(layout.ranks) // layout.cell_size
+        rearrange = to_stages(wanted, bool(shape["tied"])) if wanted and wanted <= cells else None
+        path = converge(layout, newcomers, rearrange)
         assert set(path[-1].lost) == dead
         check_even(path[-1])
-        assert improve(path[-1], {}, path[-1].epoch + 1) is None
+        if rearrange is not None:
+            assert path[-1].pipeline_size == wanted
         stop = rng.randrange(len(path)) if rng.random() < 0.3 else len(path) - 1
         layout = path[stop]
+        # What the last of these layouts asks for first may be on its way still.
+        before = roles(path[max(stop - 1, 0)])
+        held = {
+            rank: {part for part in parts if part in before.get(rank, ()) or rng.random() < 0.5}
+            for rank, parts in roles(layout).items()
+        }

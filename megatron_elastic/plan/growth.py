@@ -122,7 +122,7 @@ def improve(
         goal = even(layout if rearrange is None else rearrange(layout), epoch)
         on_the_way = approach(layout, goal, epoch)
         if layout is grown or _differs(on_the_way, layout):
-            return on_the_way, goal
+            return on_the_way, goal if _differs(goal, on_the_way) else None
     if _differs(goal, layout):
         return replace(goal, epoch=epoch), None
     return None
