@@ -646,10 +646,11 @@ class Coordinator:
         try:
             better = improve(layout, newcomers, self._newest_epoch + 1, self._goal, rearrange)
         except NoLayout as error:
+            # Cells may have been lost since it was asked for.
             self._event("refused", reason=str(error))
             self._say(f"the number of stages stays as it is: {error}")
             self._stages = None
-            return
+            better = improve(layout, newcomers, self._newest_epoch + 1, self._goal)
         if better is None:
             self._arranged = self._costs is not None
             return
@@ -681,7 +682,7 @@ class Coordinator:
     def _rearrange(self, layout: Layout) -> Layout:
         assert self._first is not None
         costs = self._costs or Costs.assumed(layout.units)
-        stages = {self._stages or layout.pipeline_size}
+        stages = {layout.pipeline_size if self._stages is None else self._stages}
         return replan(layout, costs, layout.epoch, stages=stages, tied=self._first.tied)
 
     def _on_profile(self, message: Profile) -> None:
