@@ -727,7 +727,8 @@ class Coordinator:
         reshape = self._reshape
         if reshape is None or reshape.layout.epoch != message.epoch:
             return  # a loss has overtaken it
-        held = self._held()
+        assert self._layout is not None
+        held, stages = self._held(), self._layout.pipeline_size
         self._reshape, self._goal = None, reshape.goal
         self._arranged = self._costs is not None and reshape.goal is None
         self.epoch = reshape.layout.epoch
@@ -744,7 +745,12 @@ class Coordinator:
         if reshape.entrants:
             self._say(f"ranks {sorted(reshape.entrants)} follow from step {message.step} on, and will take part when "
                       "they have caught up")
-        elif not shadows:
+        elif reshape.goal is not None:
+            self._say(f"units and slices that are to move are being copied from step {message.step} on")
+        elif reshape.layout.pipeline_size != stages:
+            self._say(f"the pipeline has {reshape.layout.pipeline_size} stages instead of {stages} from step "
+                      f"{message.step} on")
+        if reshape.goal is None and not shadows:
             self._say(f"slices and grains are even over {len(reshape.layout.ranks)} ranks from step {message.step} on")
         self._consider()
 
