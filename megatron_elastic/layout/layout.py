@@ -188,7 +188,7 @@ class Layout:
     def cell_for(self, stage: int, grain: int) -> Cell:
         """The cell of ``stage`` that computes ``grain``. Raises LayoutError if there is none."""
         try:
-            return self._index().grains[stage, grain]
+            return self._index().grains[stage][grain]
         except KeyError:
             raise LayoutError(f"no cell of stage {stage} computes grain {grain} at epoch {self.epoch}") from None
 
@@ -395,14 +395,14 @@ class _Lookup:
     def __init__(self, layout: Layout) -> None:
         self.places: dict[int, tuple[int, Cell, int]] = {}
         self.cells: dict[int, Cell] = {}
-        self.grains: dict[tuple[int, int], Cell] = {}
+        self.grains: dict[int, dict[int, Cell]] = {}
         self.homes: dict[int, int] = {}
         for index, stage in enumerate(layout.stages):
             for unit in stage.units:
                 self.homes.setdefault(unit, index)
+            self.grains[index] = {grain: cell for cell in stage.cells for grain in cell.grains}
             for cell in stage.cells:
                 self.cells[cell.leader] = cell
-                self.grains.update(((index, grain), cell) for grain in cell.grains)
                 self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
         self.ranks = tuple(sorted(self.places))
         guests: dict[int, list[Cell]] = {}

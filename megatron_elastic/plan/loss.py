@@ -30,14 +30,13 @@ def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layou
             f"ranks {sorted(unknown)} are said to be lost, but the layout of epoch {layout.epoch} never had them"
         )
     dead = {*lost, *layout.lost}
-    _check_alive(layout, {rank: set(parts) for rank, parts in held.items() if rank not in dead}, dead)
+    live = {rank: set(parts) for rank, parts in held.items() if rank not in dead}
+    _check_alive(layout, live, dead)
     if not all(_working(stage, dead) for stage in layout.stages):
         return _dissolve(layout, dead, epoch)
     stages = tuple(_without(layout, index, dead) for index in range(layout.pipeline_size))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
-    owners, replicas = _assign(
-        layout, stages, {rank: set(parts) for rank, parts in held.items() if rank not in dead}, dead
-    )
+    owners, replicas = _assign(layout, stages, live)
     new = replace(
         layout,
         epoch=epoch,
@@ -89,7 +88,7 @@ def _dissolve(layout: Layout, dead: set[int], epoch: int) -> Layout:
 
 
 def _assign(
-    layout: Layout, stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]], dead: Collection[int]
+    layout: Layout, stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], ...], ...]]:
     """Owners and replicas of every slice, as leaders of cells of ``stages``."""
     homes = [{cell.leader: cell for cell in stages[layout.home(unit)].cells} for unit in range(len(layout.units))]
