@@ -31,6 +31,7 @@ class ElasticConfig:
     respawn: bool = False
     verify_every: int = 0
     profile: str | None = None
+    replay: str = "gradient"
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -100,6 +101,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-replicas", type=int, metavar="N", default=d.replicas,
                        help="live copies of every slice's optimizer state besides the owner's, on other hosts where "
                        "there are any (default: %(default)s)")
+    group.add_argument("--elastic-replay", choices=("gradient", "state"), default=d.replay,
+                       help="how copies follow: gradient: they are sent the gradient and do the same update; state: "
+                       "they are sent the whole new state after it, for optimizers that do not give the same bits on "
+                       "another type of device (default: %(default)s)")
     group.add_argument("--elastic-respawn", action="store_true",
                        help="start another rank in place of each that dies; it joins when it has caught up")
     group.add_argument("--elastic-profile", metavar="WHAT", default=d.profile,

@@ -19,6 +19,7 @@ from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.optimizer import Adam, Rates, Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
+from megatron_elastic.state.replay import GradientReplay, StateReplay
 from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.vote import Ballot, vote
@@ -258,7 +259,7 @@ def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduc
             reduction._accumulator.add(buffer.sums, gradient + unit)
     store.drop_gradients()
     reduction.reduce_gradients()
-    reduction.replay()
+    GradientReplay(layout, reduction._transport, store, torch.float32).before_vote()
     store.apply(Update(step, 0.5, _rates(0.01)))
     reduction.gather_parameters()
 
@@ -305,7 +306,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         moves = transfers(layout, held)
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
-        store.replicate(moves)
+        store.replicate(moves, 1)
         reduction = Reduction(layout, peer.transport, units, store, reduction._accumulator)
         for step in range(2, 2 + missed):
             _step(layout, units, store, reduction, peer.rank, step)
@@ -313,7 +314,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         assert _slices(store) == list(bare.owned(peer.rank))
 
         peer.meet()
-        assert sorted(store.settle(1 + missed, wait=moves)) == list(layout.replicated(peer.rank))
+        assert sorted(store.settle(wait=moves)) == list(layout.replicated(peer.rank))
         store.flush()
         assert not store.replicating
         _step(layout, units, store, reduction, peer.rank, 2 + missed)
@@ -345,11 +346,51 @@ def test_copies_under_way_can_be_abandoned() -> None:
             moves = transfers(layout, held)
             for at in bare.owned(peer.rank):
                 store[at].moments[0].fill_(epoch)
-            store.replicate(moves)
-        store.settle(0, wait=moves)
+            store.replicate(moves, 0)
+        store.settle(wait=moves)
         for at in layout.replicated(peer.rank):
             assert (store[at].moments[0] == 2).all()
         store.flush()
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_states_are_replayed() -> None:
+    """Replicas are behind until the next vote, and both sides can go back to the step before."""
+
+    def body(peer: Peer) -> None:
+        layout = _layout()
+        units, _, _ = _rank_state(peer, layout)
+        partitions = {unit: buffer.partition for unit, buffer in units.items()}
+        store = StateStore(partitions, ADAM, peer.transport, tp_index=0, keeps=True)
+        store.create(layout, units)
+        replay = StateReplay(layout, store)
+        owned = [(*at, 0) for at in layout.owned(peer.rank)]
+        copied = [(*at, 0) for at in layout.replicated(peer.rank)]
+        everything = sorted(owned + copied)
+        for step in (1, 2, 3):
+            replay.before_vote()
+            assert store.held() == everything
+            before = {at: store[at].sha256(units[at[0]].params) for at in _slices(store)}
+            for at in layout.owned(peer.rank):
+                store.set_gradient(at, _gradient(10 * step + at[0], store[at].master.numel()))
+            assert store.versions()[step] == owned, "they have the gradients, so they can do it once it is voted"
+            store.apply(Update(step, 1.0, _rates(0.01)))
+            assert (store.versions()[step], store.versions()[step - 1]) == (owned, everything)
+            replay.after_update(step)
+            assert store.held() == owned
+            if step == 2:
+                replay.finish()
+        peer.meet()
+        store.abandon_loading()
+        assert (store.versions()[3], store.versions()[2]) == (owned, everything)
+        peer.transport.advance(1)
+        store.return_to(2, [(unit, k) for unit, k, _ in everything])
+        assert store.held() == everything
+        assert {at: store[at].sha256(units[at[0]].params) for at in _slices(store)} == before
+        digests = list(before.values())
+        assert _exchange(peer, digests) == digests
         peer.leave()
 
     world.run(body, size=2)

@@ -68,6 +68,7 @@ from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
+from megatron_elastic.state.replay import GradientReplay, Replay, StateReplay
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
@@ -210,6 +211,8 @@ class Trainer:
         """Whether the coordinator knows that everything the layout asks for is live here."""
         self.stale = False
         """Whether weights may not be what their owners hold: the next step begins with distributing them."""
+        self.copying = False
+        """Whether copies had to be made for the layout, to or from this rank."""
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -298,7 +301,8 @@ class Trainer:
         self.control.send(Built(rank=self.rank, shapes={unit: self.partitions[unit].shape for unit in self.units}))
 
     def _empty_store(self, layout: Layout) -> StateStore:
-        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank))
+        keeps = self.config.replay == "state"
+        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank), keeps)
 
     def _load(self, store: StateStore, step: int) -> None:
         """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
@@ -375,6 +379,11 @@ class Trainer:
         """What the present layout alone determines."""
         layout = self.layout
         self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
+        self.replay: Replay = (
+            StateReplay(layout, store)
+            if self.config.replay == "state"
+            else GradientReplay(layout, self.transport, store, self.accumulator.mean_dtype)
+        )
         self.settled = False
         every = self.config.verify_every
         self.verification = Verification(layout, self.transport, self.units, store, every) if every else None
@@ -404,13 +413,15 @@ class Trainer:
         self.hooks.at("grad_sync")
         self.reduction.reduce_gradients()
         self.hooks.at("replay")
-        self.reduction.replay()
+        self.replay.before_vote()
+        self._note_copies()
         self.hooks.at("vote")
         if self.verification is not None:
             self._verify(self.verification)
         self.vote = self._cast_vote()
         self.hooks.at("apply")
         self.store.apply(self._update(self.vote))
+        self.replay.after_update(self.step)
         self._complete()
         if self.agreed:
             self._switch()
@@ -455,15 +466,22 @@ class Trainer:
             self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
         self.last, self.vote, self.stale = self.vote, None, False
         if self.verification is not None:
+            self.replay.finish()
             self.verification.note(self.step)
         self.step += 1
         self._committed(self.last)
         if self.config.profile == MEASURED and self.step % _PROFILED == 0:
             self._tell_times()
-        if self.store.settle(self.step - 1) and not self.store.replicating:
-            self._event("replicated", step=self.step - 1)
+        self.store.settle()
+        self._note_copies()
+
+    def _note_copies(self) -> None:
+        """Tell, once in a layout, that all copies from and to this rank that it asks for are live."""
+        assert self.store is not None
         if not self.settled and not self.store.replicating:
             self.settled = True
+            if self.copying:
+                self._event("replicated", step=self.step - 1)
             self.control.send(Settled(rank=self.rank, epoch=self.layout.epoch))
 
     def _committed(self, result: VoteResult) -> None:
@@ -480,6 +498,7 @@ class Trainer:
         """Between two steps: make the planned layout true, which all ranks do now."""
         plan, self.agreed = self.plan, False
         assert plan is not None
+        self.replay.finish()
         tells = self.rank == self.layout.ranks[0]  # of those that were there before: who enters does not come here
         self.hooks.at("switch")
         self.transport.add_peers(plan.addresses)
@@ -594,7 +613,8 @@ class Trainer:
         self.control.send(
             Report(
                 rank=self.rank, epoch=epoch, member=self.rank in self.layout.ranks, step=self.step,
-                vote=self.vote, last=self.last, held=self._held(), interrupted_at=time.time(),
+                vote=self.vote, last=self.last, held=self._held(),
+                versions=self._versions(), interrupted_at=time.time(),
             )
         )  # fmt: skip
         self.hooks.at("report")
@@ -605,6 +625,11 @@ class Trainer:
             return self.store.held()
         # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
         return sorted(everything(self.layout).get(self.rank, ()))
+
+    def _versions(self) -> dict[int, list[tuple[int, int, int]]]:
+        if self.config.replay == "gradient":
+            return {}
+        return self.store.versions() if self.store is not None else {self.step - 1: self._held()}
 
     def _adopt(self, commit: Commit) -> None:
         """Make the committed layout true on this rank; afterwards it trains under it, or is a spare."""
@@ -628,28 +653,30 @@ class Trainer:
             self._enter(self.store)
         edited = time.time()
         self.hooks.at("promote")
+        done = commit.step if commit.decision == "forward" else commit.step - 1
         # What a spare holds has been overtaken by the steps it did not take part in.
-        self.store.retire((unit, k) for unit, k, _ in commit.held.get(self.rank, ()))
+        self.store.return_to(done, ((unit, k) for unit, k, _ in commit.held.get(self.rank, ())))
         if commit.decision == "forward":
             assert commit.vote is not None
             self.store.apply(self._update(commit.vote))
             # A spare's part in the step ends here.
             self.step, self.vote = (commit.step, commit.vote) if member else (commit.step + 1, None)
         else:
-            self.step = commit.step  # new to a rank that enters
+            self.step, self.vote = commit.step, None  # the step is new to a rank that enters
+            if self.last is not None and self.last.step >= self.step:
+                self.last = None  # its step is done again
         if commit.decision == "reload":
             self.hooks.at("reload")
             self.store.retire(())
-            self.vote, self.last = None, None
             if member:
                 self._load(self.store, self.step - 1)
                 self.stale = True
         # After a reload all is there but copies that stages keep for each other.
         moves = transfers(layout, everything(layout) if commit.decision == "reload" else commit.held)
-        done = commit.step if commit.decision == "forward" else commit.step - 1
         self.hooks.at("replicate")
-        self.store.replicate(moves)
-        self.store.settle(done, wait=[move for move in moves if move.role == "owner"])
+        self.store.replicate(moves, done)
+        self.copying = self.store.replicating
+        self.store.settle(wait=[move for move in moves if move.role == "owner"])
         if not member:
             self.store.flush()
             self.store.retire(())

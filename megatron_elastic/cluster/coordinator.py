@@ -48,7 +48,7 @@ from megatron_elastic.cluster.messages import (
     Switched,
 )
 from megatron_elastic.cluster.nodes import Node, RemoteNode
-from megatron_elastic.cluster.recovery import Decision, Recovery, cause_of, decide
+from megatron_elastic.cluster.recovery import Decision, Part, Recovery, cause_of, decide, newest_complete
 from megatron_elastic.cluster.reshape import Reshape
 from megatron_elastic.cluster.roster import Roster
 from megatron_elastic.cluster.suspicion import Suspicion
@@ -565,12 +565,7 @@ class Coordinator:
             self.stop(Outcome(False, "every rank of the layout is dead; restart the job from its newest checkpoint"))
             return
         try:
-            decision = self._decide(working)
-            # A spare follows the job no more: what it holds is outdated once a step was voted without it.
-            done = decision.step if decision.decision == "forward" else decision.step - 1
-            held = {rank: [part for part in report.held if (rank, part) not in self._damaged]
-                    if rank in self._layout.ranks or report.step > done else []
-                    for rank, report in self._reports.items()}
+            decision, held = self._with_state(self._decide(working))
             known = {*self._layout.ranks, *self._layout.spares, *self._layout.lost}
             lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
             if decision.decision != "reload":
@@ -588,10 +583,11 @@ class Coordinator:
         except ValueError as error:
             self.stop(Outcome(False, f"the reports of epoch {self.epoch} contradict each other: {error}"))
             return
+        self._recovery.gather |= self._healing or _units_move(self._layout, layout)
         plan_ms = (time.time() - reported) * 1e3
         commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                        vote=decision.vote, held=held, shapes=self._shapes,
-                        gather=self._healing or _units_move(self._layout, layout), saved=self._newest_save)
+                        vote=decision.vote, held=held, shapes=self._shapes, gather=self._recovery.gather,
+                        saved=self._newest_save)
         self._ranks.send(commit, self._ranks.alive)
         self._collecting = False
         self._damaged.clear()
@@ -606,6 +602,25 @@ class Coordinator:
         if begun is not None and begun.decision == "reload" and self._recovery.back_at is None:
             return begun  # some have gone back to the checkpoint and some have not
         return decide(working, self._ledger.vote)
+
+    def _with_state(self, decision: Decision) -> tuple[Decision, dict[int, list[Part]]]:
+        """A decision that the state which is left allows, if there is one, and what each rank holds then."""
+        assert self._layout is not None and self._ledger is not None and self._recovery is not None
+        if self._config.replay == "state" and decision.decision != "reload":
+            versions = {rank: {steps: [part for part in parts if (rank, part) not in self._damaged]
+                               for steps, parts in report.versions.items()}
+                        for rank, report in self._reports.items()}
+            possible, steps = newest_complete(decision, self._layout.parts, versions)
+            if possible is not decision:
+                self._event("behind", step=possible.step)
+                self._ledger.rewind(steps)
+                self._recovery.gather = True
+            return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
+        # A spare follows the job no more: what it holds is outdated once a step was voted without it.
+        done = decision.step if decision.decision == "forward" else decision.step - 1
+        return decision, {rank: [part for part in report.held if (rank, part) not in self._damaged]
+                          if rank in self._layout.ranks or report.step > done else []
+                          for rank, report in self._reports.items()}
 
     def _undecided(self) -> str:
         ranks = sorted({rank for rank, _ in self._damaged})

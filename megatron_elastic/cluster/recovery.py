@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from megatron_elastic.cluster.messages import Recovered, Report, VoteResult
 
+Part = tuple[int, int, int]
+"""(unit, slice, tensor-parallel index)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -37,6 +40,21 @@ def decide(reports: Collection[Report], known_vote: Callable[[int], VoteResult |
     return Decision("back" if vote is None else "forward", step, vote)
 
 
+def newest_complete(
+    decision: Decision, parts: Collection[Part], versions: Mapping[int, Mapping[int, Collection[Part]]]
+) -> tuple[Decision, int]:
+    """What to do where replicas may be behind their owners (``state.replay``), and after how many steps state is taken.
+
+    ``decision`` is what would be done if no state were missing. Of its number of steps and of one less, the larger one
+    counts after which each of ``parts`` is held by somebody. ``versions``: rank -> number of steps -> what it has.
+    """
+    done = decision.step if decision.decision == "forward" else decision.step - 1
+    for steps in (done, done - 1):
+        if set(parts) <= {part for each in versions.values() for part in each.get(steps, ())}:
+            return (decision if steps == done else Decision("back", steps + 1, None)), steps
+    return decision, done
+
+
 def cause_of(returncode: int) -> str:
     """Name what ended a process: ``kill -9``, ``SIGSEGV``, ``exit code 1`` and so on."""
     if returncode >= 0:
@@ -63,6 +81,8 @@ class Recovery:
     """When a step committed again."""
     epochs: list[int] = field(default_factory=list)
     decision: Decision | None = None
+    gather: bool = False
+    """Whether parameters have to be sent to everybody again."""
     reported: float = 0.0
     plan_ms: float = 0.0
     edit_ms: float = 0.0

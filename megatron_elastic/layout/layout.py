@@ -230,6 +230,16 @@ class Layout:
         """(unit, slice) of everything ``rank`` keeps a live copy of, ascending; empty for ranks in no cell."""
         return self._index().replicated.get(rank, ())
 
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(unit, slice, tensor-parallel index) of all there is."""
+        return tuple(
+            (unit, k, tp)
+            for unit in range(len(self.units))
+            for k in range(self.num_slices)
+            for tp in range(self.cell_size)
+        )
+
     # ---- validation ------------------------------------------------------------------------
 
     def validate(self) -> None:

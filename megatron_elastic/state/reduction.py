@@ -56,28 +56,6 @@ class Reduction:
             self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_grains))
         self._transport.wait(*sends)
 
-    def replay(self) -> None:
-        """Send the gradients of owned slices to the holders of their replicas, and receive those of replicas held here.
-
-        When it returns, every gradient this rank is to hold is here: it may enter the vote.
-        """
-        me = self._transport.rank
-        sends: list[Send] = []
-        for unit, k in self._layout.owned(me):
-            grad = self._store[unit, k].grad
-            assert grad is not None
-            for copy in self._layout.copies(unit, k, self._tp):
-                sends.append(self._transport.send(copy, Channel.REPLAY, pair(unit, k), grad))
-        recvs: list[Recv] = []
-        for unit, k in self._layout.replicated(me):
-            grad = self._store.empty_gradient((unit, k), self._accumulator.mean_dtype)
-            recvs.append(
-                self._transport.recv(self._layout.owner(unit, k, self._tp), Channel.REPLAY, pair(unit, k), grad)
-            )
-        self._transport.wait(*recvs, *sends)
-        for at, recv in zip(self._layout.replicated(me), recvs, strict=True):
-            self._store.set_gradient(at, recv.buffer)
-
     def gather_parameters(self) -> None:
         """Owners write their updated slices into the model, here and at every other holder of the unit."""
         me = self._transport.rank

@@ -23,6 +23,8 @@ class SliceState:
         self.moments = tuple(torch.zeros_like(master) for _ in optimizer.moments)
         self.grad: torch.Tensor | None = None
         """Reduced gradient of step ``self.step + 1``, once it is here."""
+        self.previous: SliceState | None = None
+        """The state of one step before, where that is kept."""
         self._optimizer = optimizer
 
     @property
@@ -62,6 +64,14 @@ class SliceState:
             )
         self.grad = None
         self.step = update.step
+
+    def keep(self) -> None:
+        """Let ``previous`` be the state as it is now."""
+        kept = self.previous or SliceState(torch.empty_like(self.master), self._optimizer)
+        for copy, tensor in zip(kept.tensors, self.tensors, strict=True):
+            copy.copy_(tensor)
+        kept.step = self.step
+        self.previous = kept
 
     def sha256(self, weights: torch.Tensor) -> str:
         """Digest of the model's weights in this slice and of the optimizer state."""

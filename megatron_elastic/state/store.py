@@ -1,7 +1,8 @@
 """StateStore: the slice states that one rank holds, as owner or as replica, and how they move between ranks.
 
 A state is *live* when it equals the owner's. A replica being copied is *loading*: its bytes arrive in the
-background while gradients for it are kept, and when they are there it catches up by replaying those.
+background while gradients for it are kept, and when they are there it catches up by replaying those. Where whole states
+are replayed (``state.replay``), it is loading whenever the owner has made a step, and keeps what it had until then.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ SliceId = tuple[int, int]
 
 @dataclass
 class _Loading:
-    """A replica on its way: where its state is being received, and what has to be replayed on it."""
+    """A replica on its way: where its state is being received, and what has to be replayed on it.
+
+    ``stale`` is what was here before, if that is kept.
+    """
 
     state: SliceState
     recvs: tuple[Recv, ...]
     missed: list[tuple[Update, torch.Tensor]] = field(default_factory=list)
     grad: torch.Tensor | None = None
+    stale: SliceState | None = None
 
 
 class StateStore:
@@ -39,11 +44,13 @@ class StateStore:
 
     Args:
         partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
+        keeps: whole states are replayed, and everything is kept as it was one step before, too.
     """
 
     def __init__(
-        self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport, tp_index: int
-    ) -> None:
+        self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport, tp_index: int,
+        keeps: bool = False,
+    ) -> None:  # fmt: skip
         self._tp = tp_index
         self._partitions = partitions
         self.optimizer = optimizer
@@ -51,6 +58,9 @@ class StateStore:
         self._live: dict[SliceId, SliceState] = {}
         self._loading: dict[SliceId, _Loading] = {}
         self._outgoing: list[Send] = []
+        self._keeps = keeps
+        self._stale: dict[SliceId, SliceState] = {}
+        """States of fewer steps than the others have, until newer ones arrive."""
 
     def __getitem__(self, at: SliceId) -> SliceState:
         """The live state of a slice. Raises KeyError if it is not live here."""
@@ -63,6 +73,15 @@ class StateStore:
     def held(self) -> list[tuple[int, int, int]]:
         """(unit, slice, tensor-parallel index) of everything live here, ascending."""
         return [(unit, k, self._tp) for unit, k in sorted(self._live)]
+
+    def versions(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Number of steps -> what is here after so many, or can be made with the vote of the last one of them."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for at, state in sorted((self._stale | self._live).items()):
+            steps = [state.step, *([state.step + 1] if state.grad is not None else [])]
+            for step in (*steps, *([state.previous.step] if state.previous is not None else [])):
+                found.setdefault(step, []).append((*at, self._tp))
+        return found
 
     def create(self, layout: Layout, units: Mapping[int, UnitBuffer]) -> None:
         """Make fresh states, from the model's weights, for every slice of ``units`` this rank owns or replicates."""
@@ -93,8 +112,15 @@ class StateStore:
         return self._live[at].sum_of_squares(self._partitions[at[0]].segments(at[1]))
 
     def apply(self, update: Update) -> None:
-        """Do the update on everything live that has not done it; loading replicas keep it for later."""
+        """Do the update on everything live that has not done it; loading replicas keep it for later.
+
+        Where whole states are replayed, replicas have no gradient, and are sent what the owners make.
+        """
         for (unit, k), state in self._live.items():
+            if self._keeps and state.step < update.step:
+                if state.grad is None:
+                    continue
+                state.keep()
             state.apply(update, self._partitions[unit].segments(k))
         for loading in self._loading.values():
             if loading.grad is not None:
@@ -103,30 +129,41 @@ class StateStore:
 
     # ---- replicate, promote, retire ----------------------------------------------------------
 
-    def replicate(self, transfers: Iterable[Transfer]) -> None:
-        """Begin this rank's part in copying slices. All ranks pass the same transfers, between the same two updates."""
+    def replicate(self, transfers: Iterable[Transfer], step: int) -> None:
+        """Begin this rank's part in copying slices, as they are after ``step`` steps.
+
+        All ranks pass the same transfers, between the same two updates.
+        """
         me = self._transport.rank
         for transfer in transfers:
             at = (transfer.unit, transfer.slice)
             if transfer.src == me:
-                # A snapshot: training goes on and changes the state while the copy is under way.
                 for part, tensor in enumerate(self._live[at].tensors):
+                    # A snapshot: training goes on and changes the state while the copy is under way. Where whole
+                    # states are replayed, the next update waits for it.
+                    sent = tensor if self._keeps else tensor.clone()
                     self._outgoing.append(
-                        self._transport.send(transfer.dst, Channel.STATE, _coordinate(at, part), tensor.clone())
+                        self._transport.send(transfer.dst, Channel.STATE, _coordinate(at, part), sent)
                     )
             if transfer.dst == me:
                 size = self._partitions[transfer.unit].slice_size
-                state = SliceState(torch.empty(size), self.optimizer)
+                state = SliceState(torch.empty(size), self.optimizer, step)
                 recvs = tuple(
                     self._transport.recv(transfer.src, Channel.STATE, _coordinate(at, part), tensor)
                     for part, tensor in enumerate(state.tensors)
                 )
-                self._loading[at] = _Loading(state, recvs)
+                stale = self._live.pop(at, None) or self._stale.pop(at, None)
+                self._loading[at] = _Loading(state, recvs, stale=stale)
 
-    def settle(self, step: int, wait: Sequence[Transfer] = ()) -> list[SliceId]:
+    def arrive(self) -> None:
+        """Block until all copies that this rank is to get are live."""
+        self._transport.wait(*(recv for loading in self._loading.values() for recv in loading.recvs))
+        self.settle()
+
+    def settle(self, wait: Sequence[Transfer] = ()) -> list[SliceId]:
         """Turn loading replicas whose bytes have arrived into live ones; returns them.
 
-        ``step``: committed steps so far, which is where they stand after replay. Blocks for the transfers in ``wait``.
+        Blocks for the transfers in ``wait``.
         """
         me = self._transport.rank
         self._transport.wait(
@@ -139,11 +176,12 @@ class StateStore:
         for at in arrived:
             loading = self._loading.pop(at)
             state = loading.state
-            state.step = step - len(loading.missed)
             for update, grad in loading.missed:
                 state.grad = grad
                 state.apply(update, self._partitions[at[0]].segments(at[1]))
             state.grad = loading.grad
+            if self._keeps and loading.stale is not None:
+                state.previous, loading.stale.previous = loading.stale, None
             self._live[at] = state
         return arrived
 
@@ -159,6 +197,7 @@ class StateStore:
 
     def abandon_loading(self) -> None:
         """Forget copies under way: the layout they were meant for is gone."""
+        self._stale |= {at: loading.stale for at, loading in self._loading.items() if loading.stale is not None}
         self._loading.clear()
         self._outgoing.clear()
 
@@ -167,6 +206,23 @@ class StateStore:
         kept = set(keep)
         for at in [at for at in self._live if at not in kept]:
             del self._live[at]
+        self._stale.clear()
+
+    def return_to(self, step: int, keep: Iterable[SliceId]) -> None:
+        """Let those in ``keep`` be live as after ``step`` steps, or as after one less with a gradient for that step.
+
+        The others are not live any more; what is older is kept until a newer one has arrived or it is retired.
+        """
+        kept = set(keep)
+        states = self._stale | self._live
+        self._live, self._stale = {}, {}
+        for at, state in states.items():
+            if state.step > step and state.previous is not None:
+                state = state.previous
+            if at in kept:
+                self._live[at] = state
+            elif self._keeps and state.step < step:
+                self._stale[at] = state
 
 
 def _coordinate(at: SliceId, part: int) -> int:

@@ -102,12 +102,14 @@ class _Slices:
     def __init__(self, args: Any) -> None:
         from megatron.core.transformer.module import Float16Module
 
-        from megatron_elastic.adaptor.model import build_buffers
+        from megatron_elastic.adaptor.model import bind_stage
         from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
         from megatron_elastic.adaptor.schedule import Schedule
         from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
         from megatron_elastic.layout import Layout, gpt_units
         from megatron_elastic.numerics.exact import ExactAccumulator
+        from megatron_elastic.state.buffer import UnitBuffer
+        from megatron_elastic.state.partition import Partition
         from megatron_elastic.state.slice import SliceState
 
         self.args = args
@@ -120,7 +122,9 @@ class _Slices:
         groups = ParameterGroups(config)
         self.schedule = Schedule(args, partial(build_scheduler, args), groups)
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
-        self.units = build_buffers(self.bare, layout, 0, 0, self.accumulator, groups)
+        self.units: dict[int, UnitBuffer] = {}
+        bind_stage(self.bare, layout, 0, groups, {}, self.units, lambda shape: Partition(shape, SLICES, 0),
+                   self.accumulator)
         optimizer = make_optimizer(config)
         self.states = {
             (unit, k): SliceState(buffer.slice_of(buffer.params, k).to(torch.float32, copy=True), optimizer)
@@ -139,12 +143,12 @@ class _Slices:
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
             state.grad = self.accumulator.mean(buffer.slice_of(buffer.sums, k), len(tokens))
-            squares.append(state.sum_of_squares(buffer.segments(k)))
+            squares.append(state.sum_of_squares(buffer.partition.segments(k)))
         norm = math.sqrt(sum(squares))
         clip = self.args.clip_grad / (norm + 1e-6) if self.args.clip_grad else 1.0
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
-            state.apply(Update(step, clip, self.schedule.at(step)), buffer.segments(k))
+            state.apply(Update(step, clip, self.schedule.at(step)), buffer.partition.segments(k))
             buffer.slice_of(buffer.params, k).copy_(state.master)
         return norm
 
