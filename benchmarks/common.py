@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -61,9 +61,24 @@ def run_job(run_dir: Path, ranks: int, flags: Sequence[str]) -> None:
 
     Raises JobFailed, with the end of the job's output, unless it exits with 0.
     """
-    command = [*_cli(), "run", "--nproc-per-node", str(ranks), "examples/pretrain_gpt.py",
-               "--elastic-run-dir", str(run_dir), *flags]
-    _run(command, run_dir.with_suffix(".out"))
+    _run(_job(run_dir, ranks, flags), run_dir.with_suffix(".out"))
+
+
+def watch_job(run_dir: Path, ranks: int, flags: Sequence[str]) -> Generator[str, None, None]:
+    """The same, and the lines of the launcher's output as they come."""
+    yield from watch(_job(run_dir, ranks, flags), run_dir.with_suffix(".out"))
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """Process of a living rank: the one that writes its log. Raises JobFailed if there is none."""
+    log = str(run_dir.resolve() / "logs" / f"rank{rank}.log")
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.readlink(entry / "fd" / "1") == log:
+                return int(entry.name)
+        except OSError:
+            continue  # it ended while we looked, or is none of ours
+    raise JobFailed(f"no process writes {log}")
 
 
 def step_times(metrics: dict[int, dict[str, Any]], leave_out: int = 2) -> list[float]:
@@ -114,6 +129,34 @@ def _cli() -> list[str]:
     return [sys.executable, "-m", "megatron_elastic.cli"]
 
 
+def _job(run_dir: Path, ranks: int, flags: Sequence[str]) -> list[str]:
+    return [*_cli(), "run", "--nproc-per-node", str(ranks), "examples/pretrain_gpt.py",
+            "--elastic-run-dir", str(run_dir), *flags]
+
+
+def watch(
+    command: Sequence[str], output: Path, env: Mapping[str, str] | None = None
+) -> Generator[str, None, None]:
+    """Run a command and yield the lines it prints, which also go to a file. Raises JobFailed unless it exits with 0.
+
+    ``env``: additions to ours. When the caller stops early, the command is interrupted and waited for.
+    """
+    with output.open("w") as sink:
+        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env={**os.environ, **(env or {})})
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                sink.write(line)
+                yield line
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+            raise
+    _check(code, command, output)
+
+
 def _run(command: Sequence[str], output: Path) -> None:
     """Run a command with its output in a file; passes an interruption on and waits, so that no process is left."""
     with output.open("wb") as sink:
@@ -124,6 +167,10 @@ def _run(command: Sequence[str], output: Path) -> None:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
+    _check(code, command, output)
+
+
+def _check(code: int, command: Sequence[str], output: Path) -> None:
     if code:
         tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
         raise JobFailed(f"exit code {code} of: {shlex.join(command)}\n{tail}")

@@ -1,8 +1,8 @@
 """How long does training pause when a rank is killed? ``megatron-elastic bench recovery``.
 
-Jobs of TP1 x PP2 and the rest data parallel, with a tiny GPT. A kill takes a data-parallel column away and two
-columns stay, so a job has as many kills as it has other columns, with undisturbed steps between them in which the
-replicas come back. Every job is compared bit for bit with one that nothing disturbed.
+Jobs of TP1 x PP2 and the rest data parallel, with a tiny GPT. A kill takes a cell away. A job has kills in all columns
+but two, one after the other, with undisturbed steps between them in which the replicas come back. Every job is compared
+bit for bit with one that nothing disturbed. With ``--params`` it is about models of several sizes instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from by_size.models import RANKS, Model, accumulation, available_memory, lose_ranks
+from by_size.restart import restart_ms
+from by_size.shards import move_ms
 from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times, summary
 
 from megatron_elastic.observe.compare import compare
@@ -102,6 +105,14 @@ def _times(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that ``flags_of_job`` reads."""
+    parser.add_argument("--num-layers", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hidden-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch-size", type=int, default=12, metavar="N", help="default: %(default)s")
+
+
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags."""
     parser = argparse.ArgumentParser(
@@ -109,11 +120,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         description="Kill ranks in every phase of a step, and in recovery; measure from fault to next committed step.")
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="kills of each phase (default: %(default)s)")
-    parser.add_argument("--num-layers", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seq-length", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--global-batch-size", type=int, default=12, metavar="N", help="default: %(default)s")
+    add_model_flags(parser)
+    parser.add_argument("--params", type=_models, metavar="SIZES",
+                        help=f"instead: {RANKS} ranks, PP1 and PP2, models of these sizes, for instance 2M,20M,100M")
+    parser.add_argument("--alternatives", action="store_true", help="with --params: also restart a plain job from "
+                        "checkpoints with torchrun, and move a contiguous shard, with the same models")
     options = parser.parse_args(argv)
+    if options.alternatives and not options.params:
+        parser.error("--alternatives needs --params")
     if options.nproc_per_node % STAGES or options.nproc_per_node < 4 * STAGES:
         parser.error(f"--nproc-per-node must be a multiple of {STAGES}, at least {4 * STAGES}: two columns must be "
                      "left after two kills")
@@ -122,9 +136,47 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _models(text: str) -> list[Model]:
+    try:
+        return [Model.parse(name) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def compare_sizes(argv: Sequence[str], models: Sequence[Model], alternatives: bool) -> None:
+    """Measure the pause by size of the model, and print the result."""
+    load, data = load_average(), prepare_data()
+    mode = accumulation(models, available_memory())
+    figures: dict[str, dict[str, Any]] = {}
+    with run_root() as root:
+        for model in models:
+            grids = {f"PP{pp} x DP{RANKS // pp}": lose_ranks(model, data, pp, mode, root) for pp in (1, 2)}
+            pauses = [pause for grid in grids.values() for pause in grid.pop("pauses")]
+            figures[model.name] = {"parameters": model.parameters, "pause_ms": summary(pauses), **grids}
+            if alternatives:
+                # What comes before anything is moved, detection and planning, takes as long with contiguous shards.
+                common = statistics.median(pauses) - grids["PP1 x DP8"]["state_ms"]["median"]
+                moved = move_ms(model)
+                figures[model.name]["contiguous_shard"] = {**moved, "pause_ms": round(common + moved["move_ms"], 1)}
+                figures[model.name]["restart_ms"] = round(restart_ms(model, data, root), 1)
+    medians = {name: size["pause_ms"]["median"] for name, size in figures.items()}
+    emit("recovery", argv, {
+        "pause_ms": medians,
+        "largest_to_smallest": round(medians[models[-1].name] / medians[models[0].name], 2),
+        "accumulation": mode,
+        **({"saved_of_moving": {name: round(1 - size["pause_ms"]["median"] / size["contiguous_shard"]["pause_ms"], 3)
+                                for name, size in figures.items()}} if alternatives else {}),
+        "by_size": figures,
+        "load_before": load,
+    })
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0 if all jobs finished and were identical to the undisturbed one."""
     options = parse_args(argv)
+    if options.params:
+        compare_sizes(argv, options.params, options.alternatives)
+        return 0
     columns = options.nproc_per_node // STAGES
     jobs = list(plan_jobs(options.repeat, columns))
     steps = max(fault.step for job in jobs for fault in job) + BETWEEN

@@ -30,14 +30,15 @@ _LIMIT = 200.0
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Parallel sizes of a job of ``RANKS`` ranks, and its number of steps."""
+    """Parallel sizes of a job, its number of steps, and of ranks at the start."""
 
     tp: int
     pp: int
     steps: int
+    ranks: int = RANKS
 
     def __str__(self) -> str:
-        return f"TP{self.tp}-PP{self.pp}-DP{RANKS // self.tp // self.pp}"
+        return f"TP{self.tp}-PP{self.pp}-DP{self.ranks // self.tp // self.pp}"
 
     @property
     def flags(self) -> list[str]:
@@ -56,13 +57,13 @@ class Job:
         self.run_dir = run_dir
         self.output = ""
 
-    def read_until(self, text: str) -> None:
-        """Read the launcher's output up to the line with ``text``."""
+    def read_until(self, text: str) -> str:
+        """Read the launcher's output up to the line with ``text``, and return that line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
             if text in line:
-                return
+                return line
         raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
 
     def finish(self, code: int = 0) -> str:
@@ -114,7 +115,7 @@ class Jobs:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         self.data = data
-        self._baselines: dict[tuple[str, ...], Job] = {}
+        self._baselines: dict[tuple[int | str, ...], Job] = {}
 
     def command(self, *flags: str, run_dir: Path, ranks: int = RANKS, launcher: tuple[str, ...] = ()) -> list[str]:
         """Command line of an elastic job; ``flags`` come last, so they win."""
@@ -136,26 +137,27 @@ class Jobs:
         )  # fmt: skip
         return Job(process, run_dir)
 
-    def run(self, *flags: str) -> Job:
+    def run(self, *flags: str, ranks: int = RANKS) -> Job:
         """Run a job to its end, which must be a good one."""
-        job = self.start(*flags)
+        job = self.start(*flags, ranks=ranks)
         job.finish()
         return job
 
-    def undisturbed(self, *flags: str) -> Job:
+    def undisturbed(self, *flags: str, ranks: int = RANKS) -> Job:
         """The job with these flags and without faults; run once for all tests."""
-        if flags not in self._baselines:
-            self._baselines[flags] = self.run(*flags)
-        return self._baselines[flags]
+        if (ranks, *flags) not in self._baselines:
+            self._baselines[ranks, *flags] = self.run(*flags, ranks=ranks)
+        return self._baselines[ranks, *flags]
 
 
 def inject(*specs: str) -> list[str]:
-    """Flags that kill ranks: ``rank@step:point``."""
+    """Flags that kill ranks: ``rank@step:point``, or ``rank@point`` for the first time that the rank comes there."""
     flags = []
     for spec in specs:
         rank, _, rest = spec.partition("@")
-        step, _, point = rest.partition(":")
-        flags += ["--elastic-inject", f"kill:rank={rank},step={step},at={point}"]
+        step, _, point = rest.rpartition(":")
+        when = f",step={step}" if step else ""
+        flags += ["--elastic-inject", f"kill:rank={rank}{when},at={point}"]
     return flags
 
 
@@ -208,7 +210,7 @@ def assert_only_cells_go(before: Layout, after: Layout) -> None:
 def assert_sensible(event: Mapping[str, Any]) -> None:
     """A ``recovered`` event has all its fields, and its times add up."""
     assert list(event)[: 3 + len(RECOVERED)] == ["time", "kind", "epoch", *RECOVERED]
-    assert event["cause"] == "kill -9"
+    assert event["cause"] in ("kill -9", "stopped") or event["cause"].startswith("node")
     assert event["decision"] in ("forward", "back", "reload")
     parts = [event[name] for name in RECOVERED if name.endswith("_ms") and name != "mttr_ms"]
     assert all(part >= 0 for part in parts), event

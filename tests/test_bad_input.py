@@ -155,8 +155,8 @@ def test_data_too_small_for_evaluation(jobs: Jobs) -> None:
     assert len(message.splitlines()) == 1
 
 
-def test_all_columns_dead(jobs: Jobs) -> None:
-    message = fails(jobs, *inject("0@2:data", "5@2:data", "2@2:data", "7@2:data"), code=1)
+def test_all_of_a_stage_dead(jobs: Jobs) -> None:
+    message = fails(jobs, *inject("4@2:data", "5@2:data", "6@2:data", "7@2:data"), code=1)
     assert "training cannot go on" in message
     assert message.endswith("restart the job from its newest checkpoint") or "Restart the job" in message
 

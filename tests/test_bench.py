@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -36,7 +37,7 @@ def test_the_benchmarks_of_the_issue_are_there() -> None:
     assert "common" not in bench.available()
 
 
-@pytest.mark.parametrize("name", ["overhead", "recovery"])
+@pytest.mark.parametrize("name", ["endurance", "overhead", "recovery"])
 def test_bench_becomes_the_benchmark(name: str) -> None:
     command = [sys.executable, "-m", "megatron_elastic.cli", "bench", name, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -71,6 +72,30 @@ def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int, monke
         assert all(later - earlier > 3 for earlier, later in itertools.pairwise(steps))
     times = Counter(fault.phase for faults in jobs for fault in faults)
     assert times == dict.fromkeys((*recovery.PHASES, recovery.NESTED), 3)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("2M", 2e6), ("20M", 20e6), ("100M", 100e6), ("0.5M", 0.5e6)])
+def test_models_have_about_the_size_asked_for(name: str, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    recovery = _benchmark("recovery", monkeypatch)
+    model = recovery.Model.parse(name)
+    assert model.parameters == pytest.approx(wanted, rel=0.1)
+    assert model.layers % 2 == 0  # two stages hold the same
+    assert recovery.accumulation([model], available=1e15) == "bitwise"
+    assert recovery.accumulation([model], available=1e3) == "fast"
+
+
+def test_endurance_measures_from_each_fault_to_the_full_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    endurance = _benchmark("endurance", monkeypatch)
+    even = {"kind": "switched", "entered": [], "shadows": [], "epoch": 1}
+    events = [
+        {"time": 5.0, "kind": "fault", "epoch": 1, "rank": 1, "exited_at": 4.0},
+        {"time": 6.0, **even, "world_size": 7},
+        {"time": 7.0, **even, "world_size": 8, "entered": [8], "shadows": [8]},
+        {"time": 8.0, **even, "world_size": 8},
+        {"time": 9.0, **even, "world_size": 8},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert endurance.times_to_width(tmp_path, 8) == [4.0]
 
 
 def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

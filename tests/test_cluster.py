@@ -380,11 +380,11 @@ class Server:
 
 def test_control_hands_over_messages_and_drops_old_commits() -> None:
     server = Server(
-        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, gather=False, saved=0),
+        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, shapes={}, gather=False, saved=0),
         Start(layout="l", addresses={0: b"a"}),
         Interrupt(epoch=2, lost=[1]),
-        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, gather=False,
-               saved=0),
+        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, shapes={},
+               gather=False, saved=0),
     )
     control = Control.connect(server.env)
     assert control.wait((Start,), timeout=10).addresses == {0: b"a"}
@@ -419,7 +419,8 @@ def test_messages_survive_the_wire() -> None:
     vote = VoteResult(step=3, loss=float("inf"), grad_norm=0.1, lr=1e-4, consumed_samples=24, tokens=512)
     for message in (
         Committed(rank=1, epoch=2, vote=vote, time=1.5),
-        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4, flags={}),
+        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4, flags={},
+              tied=True),
     ):
         assert wire.decode(wire.encode(message)[4:]) == message
     with pytest.raises(wire.WireError):
