@@ -2,6 +2,9 @@
 
 Both are plain Megatron (its data-parallel wrapper, distributed optimizer and schedules); only ``--distributed-backend``
 differs. Short jobs take turns, so that what else the machine does hits both; the first of a round changes each time.
+When other work competes for the cores, step times say who was scheduled more: look at ``load_before`` and at the
+processor time, which includes starting the job.
+
 Losses are compared too: sums of floats over more than two ranks are taken in another order, so the last digits may
 differ.
 """
@@ -9,6 +12,7 @@ differ.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -43,6 +47,12 @@ def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
         "ratio_rounds": {"min": round(min(by_round), 4), "max": round(max(by_round), 4)},
         "step_ms": {name: round(value, 1) for name, value in medians.items()},
     }
+
+
+def cpu_seconds() -> float:
+    """What the jobs that have ended used of the processors so far."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def losses_apart(losses: dict[str, list[float]]) -> dict[str, Any]:
@@ -83,11 +93,14 @@ def main(argv: Sequence[str]) -> int:
     flags = flags_of_job(options, prepare_data())
     times: dict[str, list[list[float]]] = {name: [] for name in BACKENDS}
     losses: dict[str, list[float]] = {name: [] for name in BACKENDS}
+    cpu: dict[str, list[float]] = {name: [] for name in BACKENDS}
     with run_root() as root:
         for turn in range(options.rounds):
             for name in BACKENDS if turn % 2 == 0 else reversed(BACKENDS):
                 run_dir = root / f"round{turn + 1}-{name}"
+                before = cpu_seconds()
                 run_job(run_dir, options.nproc_per_node, [*flags, "--distributed-backend", name])
+                cpu[name].append(cpu_seconds() - before)
                 metrics = read_metrics(run_dir)
                 times[name].append(step_times(metrics))
                 losses[name] += [metrics[step]["loss"] for step in sorted(metrics)]
@@ -95,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
                          f"{statistics.median(times[name][-1]):.0f} ms a step")
     emit("step_time", argv, {
         **figures(times),
+        "cpu_s_per_job": {name: round(statistics.median(each), 1) for name, each in cpu.items()},
         "losses": losses_apart(losses),
         "rounds": options.rounds,
         "steps_counted": (options.steps - 2) * options.rounds,
