@@ -25,9 +25,9 @@ VARIANTS = {
 STAGES = 2
 
 
-def plan_jobs(rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, variant) of each job."""
-    names = list(VARIANTS)
+def plan_jobs(rounds: int, names: Sequence[str] = tuple(VARIANTS)) -> Iterator[tuple[int, str]]:
+    """(round, variant) of each job; the order rotates."""
+    names = list(names)
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
@@ -58,11 +58,9 @@ def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
     return result
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-elastic bench overhead",
-        description="Step times of the elastic job without faults against plain Megatron over gloo.")
+def parse_args(argv: Sequence[str], name: str, description: str) -> argparse.Namespace:
+    """Parse and check the flags of a benchmark of step times."""
+    parser = argparse.ArgumentParser(prog=f"megatron-elastic bench {name}", description=description)
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N",
                         help="jobs of each variant (default: %(default)s)")
@@ -80,9 +78,21 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures were measured with."""
+    return {
+        "rounds": options.rounds,
+        "steps_counted": (options.steps - 2) * options.rounds,
+        "layout": {"tp": 1, "pp": STAGES, "dp": options.nproc_per_node // STAGES},
+        "model": {name: getattr(options, name)
+                  for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0 if all jobs finished."""
-    options = parse_args(argv)
+    options = parse_args(argv, "overhead",
+                         "Step times of the elastic job without faults against plain Megatron over gloo.")
     load = load_average()
     flags = flags_of_job(options, prepare_data())
     jobs = list(plan_jobs(options.rounds))
@@ -95,11 +105,7 @@ def main(argv: Sequence[str]) -> int:
             progress(f"job {number}/{len(jobs)}: {name} {statistics.median(times[name][-1]):.0f} ms a step")
     emit("overhead", argv, {
         **figures(times),
-        "rounds": options.rounds,
-        "steps_counted": (options.steps - 2) * options.rounds,
-        "layout": {"tp": 1, "pp": STAGES, "dp": options.nproc_per_node // STAGES},
-        "model": {name: getattr(options, name)
-                  for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+        **circumstances(options),
         "load_before": load,
     })
     return 0

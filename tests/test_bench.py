@@ -113,6 +113,15 @@ def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
 
 
+def test_replay_is_compared_with_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = _benchmark("replay", monkeypatch)
+    times = {"off": [[10.0], [20.0]], "gradient": [[11.0], [20.0]], "state": [[12.0], [30.0]]}
+    result = replay.figures(times, {"off": [1.0], "gradient": [2.0], "state": [4.0]})
+    assert result["ratio_state"] == pytest.approx(21 / 15, abs=1e-4)
+    assert result["ratio_gradient_rounds"] == {"min": 1.0, "max": 1.1}
+    assert result["bytes_per_step"] == {"off": 1, "gradient": 2, "state": 4}
+
+
 def test_the_page_of_flags_is_up_to_date() -> None:
     rows = []
     for action in add_elastic_arguments(argparse.ArgumentParser(add_help=False))._actions:

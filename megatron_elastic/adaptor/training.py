@@ -211,6 +211,8 @@ class Trainer:
         """Whether the coordinator knows that everything the layout asks for is live here."""
         self.stale = False
         """Whether weights may not be what their owners hold: the next step begins with distributing them."""
+        self.counted_from = self.step, 0
+        """The step, and bytes sent before it, from which on traffic is counted."""
         self.copying = False
         """Whether copies had to be made for the layout, to or from this rank."""
 
@@ -298,6 +300,7 @@ class Trainer:
         self._load(store, self.step - 1)
         self._enter(store)
         self.store, self.stale = store, True
+        self.counted_from = self.step, self.transport.bytes_sent
         self.control.send(Built(rank=self.rank, shapes={unit: self.partitions[unit].shape for unit in self.units}))
 
     def _empty_store(self, layout: Layout) -> StateStore:
@@ -562,6 +565,8 @@ class Trainer:
             weights = self.units[unit].slice_of(self.units[unit].params, k)
             sha256 = self.store[unit, k].sha256(weights)
             digests.append(SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=sha256))
+        first, sent = self.counted_from
+        self._event("traffic", steps=self.step - first, bytes=self.transport.bytes_sent - sent)
         self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
         self.control.wait((Stop,), timeout=float("inf"))
 
