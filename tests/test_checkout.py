@@ -18,9 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_elastic import cli
 from megatron_elastic.adaptor import doctor
+from megatron_elastic.device import npu
 from megatron_elastic.patching import Checkout, apply, revert
 from tests.jobs import ROOT, Job, Jobs
 from tests.launches import Launch, launches
@@ -145,6 +147,14 @@ def test_modules_beside_the_script_come_first(launch: Launch, tmp_path: Path) ->
     assert (run.run_dir / "logs" / "rank0.log").read_text() == f"{core / '__init__.py'} before the fork\n"
 
 
+def test_without_an_npu_nothing_changes() -> None:
+    """There is none here; what happens where there is one has not been run."""
+    before = torch.cuda.is_available
+    assert not npu.needed()
+    npu.install()
+    assert torch.cuda.is_available is before
+
+
 def test_arguments_from_the_environment(launch: Launch, tmp_path: Path) -> None:
     """They come first, so that the command line wins."""
     script = tmp_path / "script.py"
@@ -259,6 +269,21 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     }
     digests = [json.loads((job.run_dir / "digest.json").read_text())["sha256"] for job in (third, reference)]
     assert digests[0] == digests[1]
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(600)
+def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """The rank that joins begins in the middle, reads the same data, and writes the log when it is the last."""
+    saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3")
+    flags = (*grid(1, 2, 9), "--elastic-respawn", *saves)
+    job = patched.run(*flags, *inject("kill:rank=7,step=2,at=backward"))
+    assert_same(job, patched.undisturbed(*grid(1, 2, 9)))
+    assert job.metrics()[9]["world_size"] == 8
+    logged = losses(*sorted((job.run_dir / "logs").glob("rank*.log")))
+    assert len(set(logged)) == 9
+    assert any(line.startswith("9 ") for line in losses(job.run_dir / "logs" / "rank8.log"))
 
 
 @slow

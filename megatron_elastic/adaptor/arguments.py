@@ -52,10 +52,9 @@ def _check(args: argparse.Namespace) -> None:
     for fault in ElasticConfig.from_args(args).inject:
         if not 0 <= fault.rank < args.world_size:
             raise UsageError(f"--elastic-inject {fault}: rank must be from 0 to {args.world_size - 1}")
-    if args.load is not None and not (Path(args.load) / TRACKER).is_file():
-        if args.exit_on_missing_checkpoint:
-            raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
-        args.load = None  # a job that is queued again with the same flags finds one
+    # Without that flag a job begins anew; queued again with the same flags, it finds what it saved.
+    if args.exit_on_missing_checkpoint and args.load and not (Path(args.load) / TRACKER).is_file():
+        raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
 
 
 @contextmanager

@@ -18,10 +18,10 @@ import torch
 import torch.distributed
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor import arguments, helpers, log, slice_checkpoint, targets, training
+from megatron_elastic.adaptor import arguments, helpers, log, targets, training
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.cluster.control import Control
-from megatron_elastic.cluster.messages import VoteResult
+from megatron_elastic.cluster.messages import Invite, VoteResult
 from megatron_elastic.config import UsageError
 
 _STARTED = time.time()
@@ -76,8 +76,7 @@ def _initialize(
     from megatron.core.rerun_state_machine import RerunMode
 
     targets.RERUN.find()(mode=RerunMode.DISABLED)  # results are looked at; steps are not repeated
-    args.iteration = slice_checkpoint.latest_step(args.load)
-    args.num_floating_point_operations_so_far = 0
+    args.iteration = args.num_floating_point_operations_so_far = 0  # whoever joins later must propose the same
     return args
 
 
@@ -120,7 +119,7 @@ class CheckoutTrainer(training.Trainer):
     def __init__(self, args: argparse.Namespace, control: Control, **providers: Any) -> None:
         super().__init__(args, control, **providers)
         self._begun_at = self.step - 1
-        self._log = log.TrainingLog(args)
+        self._log = log.TrainingLog(args, self._begun_at)
 
     def close(self) -> None:
         """Release links and groups, and the writers of the log."""
@@ -137,6 +136,10 @@ class CheckoutTrainer(training.Trainer):
 
     def _build(self) -> None:
         super()._build()
+        self._log.begin()
+
+    def _prepare(self, invite: Invite) -> None:
+        super()._prepare(invite)
         self._log.begin()
 
     def _goes_on(self) -> bool:

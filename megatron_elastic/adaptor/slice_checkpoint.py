@@ -42,7 +42,8 @@ def parts(optimizer: Optimizer) -> tuple[str, ...]:
 
 def latest_step(directory: str | Path | None) -> int:
     """Steps done in the newest checkpoint under ``directory``; 0 without one to load."""
-    return 0 if directory is None else int((Path(directory) / TRACKER).read_text().strip())
+    tracker = None if directory is None else Path(directory) / TRACKER
+    return int(tracker.read_text().strip()) if tracker is not None and tracker.is_file() else 0
 
 
 def has_step(directory: str | Path, step: int) -> bool:

@@ -37,6 +37,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "megatron_elastic.comm.transport",  # loads UCX: fine before the fork as long as no context exists
+    "megatron_elastic.device.npu",
     "megatron_elastic.device.cpu",
     "megatron.core",
     "megatron.core.models.gpt",
@@ -51,6 +52,8 @@ PRELOAD = (
 )
 """What is imported by default; modules that are not installed are left out."""
 
+_INSTALLED = frozenset({"megatron_elastic.device.npu", "megatron_elastic.device.cpu", "megatron_elastic.adaptor.cpu"})
+"""Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -169,8 +172,8 @@ def _preload(name: str) -> None:
     if not _is_there(name):
         return
     module = importlib.import_module(name)
-    if name in ("megatron_elastic.device.cpu", "megatron_elastic.adaptor.cpu"):
-        module.install()  # the one before Megatron is imported, the other after
+    if name in _INSTALLED:
+        module.install()
 
 
 def _is_there(name: str) -> bool:
