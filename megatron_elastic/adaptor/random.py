@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer import transformer_layer
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.numerics import keyed
@@ -40,7 +40,9 @@ def name_streams(seed: int) -> None:
 
 def _layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collection: Any, **_: Any) -> int:
     """Index in the whole model of a layer under construction, whose number counts from its stage's first one."""
-    return layer_number - 1 + int(get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank()))
+    # As it is now: the layout says where a stage begins.
+    offset = transformer_layer.get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+    return layer_number - 1 + int(offset)
 
 
 def _keyed(seed: int, unit: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

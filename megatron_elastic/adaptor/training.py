@@ -175,7 +175,7 @@ class Trainer:
         random.install(args.seed)
         self.layout = initial_layout(args, self.world_size)
         if self.rank in self.layout.ranks:
-            self._make_groups()
+            self._make_groups(self.layout)
         optimizer_config = build_optimizer_config(args)
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
@@ -260,10 +260,11 @@ class Trainer:
             start = self.control.wait((Start,), timeout=self.config.start_timeout)
             self.transport.add_peers(start.addresses)
 
-    def _make_groups(self, position: int | None = None) -> None:
-        tp, pp = self.args.tensor_model_parallel_size, self.args.pipeline_model_parallel_size
+    def _make_groups(self, layout: Layout) -> None:
         timeout = timedelta(seconds=self.config.wait_timeout)
-        groups.initialize(self.transport, tp, pp, self.world_size // (tp * pp), timeout, position)
+        tp_index = layout.tp_index(self.rank)
+        groups.initialize(self.transport, self.args.tensor_model_parallel_size, tp_index, timeout)
+        groups.edit(layout, self.rank)
         random.name_streams(self.args.seed)
 
     def _stand_by(self) -> bool:
@@ -282,9 +283,7 @@ class Trainer:
         self.transport.add_peers(invite.addresses)
         if self.store is None or self.built != self._part_in(layout):
             self.store = None
-            pp = self.args.pipeline_model_parallel_size
-            like = min(layout.stage_of(self.rank), pp - 1)
-            self._make_groups(layout.tp_index(self.rank) + self.world_size // pp * like)
+            self._make_groups(layout)
             self._forget_model()
             self._learn(invite.shapes, layout)
             self._hold(layout)

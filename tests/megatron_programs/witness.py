@@ -1,0 +1,131 @@
+"""Trains like examples/pretrain_gpt.py. In every layout each rank asks Megatron where it is, and compares.
+
+Environment: ``WITNESS_DIES`` = ``RANK@POINT``: that rank kills itself where it first meets the hook point while the
+number of stages changes, or in the step after.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from pretrain_gpt import check_arguments, main
+
+if TYPE_CHECKING:
+    from megatron_elastic.adaptor.training import Trainer
+    from megatron_elastic.layout import Layout
+
+__all__ = ["check_arguments"]
+
+
+def check(layout: Layout, rank: int) -> None:
+    """What Megatron's functions say at this rank follows from the layout. torch's ranks are positions in it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    position = {member: index for index, member in enumerate(layout.ranks)}
+    stage, cell, tp = layout.stage_of(rank), layout.cell_of(rank), layout.tp_index(rank)
+    cells, last = layout.stages[stage].cells, layout.pipeline_size - 1
+    same = {
+        "rank": (dist.get_rank(), position[rank]),
+        "ranks": (dist.get_world_size(), len(layout.ranks)),
+        "pipeline rank": (ps.get_pipeline_model_parallel_rank(), stage),
+        "pipeline size": (ps.get_pipeline_model_parallel_world_size(), layout.pipeline_size),
+        "first stage": (ps.is_pipeline_first_stage(), stage == 0),
+        "last stage": (ps.is_pipeline_last_stage(), stage == last),
+        "tensor rank": (ps.get_tensor_model_parallel_rank(), tp),
+        "tensor size": (ps.get_tensor_model_parallel_world_size(), layout.cell_size),
+        "tensor source": (ps.get_tensor_model_parallel_src_rank(), position[cell.leader]),
+        "data rank": (ps.get_data_parallel_rank(), cells.index(cell)),
+        "data size": (ps.get_data_parallel_world_size(), len(cells)),
+        "data size with cp": (ps.get_data_parallel_world_size(with_context_parallel=True), len(cells)),
+        "data source": (ps.get_data_parallel_src_rank(), position[cells[0].ranks[tp]]),
+        "context size": (ps.get_context_parallel_world_size(), 1),
+        "expert size": (ps.get_expert_model_parallel_world_size(), 1),
+        "in embedding group": (ps.is_rank_in_embedding_group(), stage in (0, last)),
+        "in positions group": (ps.is_rank_in_position_embedding_group(), stage == 0),
+    }
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    in_cell = [position[member] for member in cell.ranks]
+    in_stage = [position[each.ranks[tp]] for each in cells]
+    everybody = [position[member] for each in cells for member in each.ranks]
+    members = {
+        "tp": in_cell, "dp": in_stage, "dp_cp": in_stage, "intra_dp_cp": in_stage, "expt_dp": in_stage,
+        "tp_dp_cp": everybody, "cp": [position[rank]], "ep": [position[rank]], "expt_tp": in_cell,
+    }  # fmt: skip
+    for name, wanted in members.items():
+        group = getattr(groups, name)
+        same[f"members of {name}"] = (dist.get_process_group_ranks(group), wanted)
+        same[f"rank in {name}"] = (group.rank(), wanted.index(position[rank]))
+    for name, sizes in {"pp": 1, "mp": layout.cell_size}.items():
+        group = getattr(groups, name)
+        through = [layout.ranks[member] for member in dist.get_process_group_ranks(group)]
+        stages = [index for index in range(layout.pipeline_size) for _ in range(sizes)]
+        same[f"stages of {name}"] = ([layout.stage_of(member) for member in through], stages)
+        same[f"rank in {name}"] = (through[group.rank()], rank)
+    pipeline = dist.get_process_group_ranks(groups.pp)
+    same["first of pipeline"] = (ps.get_pipeline_model_parallel_first_rank(), pipeline[0])
+    same["last of pipeline"] = (ps.get_pipeline_model_parallel_last_rank(), pipeline[-1])
+    same["next in pipeline"] = (ps.get_pipeline_model_parallel_next_rank(), pipeline[(stage + 1) % len(pipeline)])
+    same["previous in pipeline"] = (ps.get_pipeline_model_parallel_prev_rank(), pipeline[(stage - 1) % len(pipeline)])
+    if stage in (0, last):
+        ends = [layout.stage_of(layout.ranks[m]) for m in dist.get_process_group_ranks(groups.embd)]
+        same["stages of embd"] = (ends, sorted({0, last}))
+    wrong = {name: pair for name, pair in same.items() if pair[0] != pair[1]}
+    assert not wrong, f"rank {rank} in\n{layout}\nMegatron's answers and those expected: {wrong}"
+
+
+class Death:
+    """A rank's end while the number of stages changes."""
+
+    def __init__(self, spec: str) -> None:
+        rank, _, self.point = spec.partition("@")
+        self.rank = int(rank)
+        self.near = False
+
+    def look(self, trainer: Trainer, point: str) -> None:
+        """``trainer``'s rank is at a hook point."""
+        if point == "switch":
+            from megatron_elastic.layout import Layout
+
+            assert trainer.plan is not None
+            planned = Layout.from_json(trainer.plan.layout)
+            self.near = planned.pipeline_size != trainer.layout.pipeline_size
+        if self.near and point == self.point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install() -> None:
+    """Have every layout looked at."""
+    from megatron_elastic.device import cpu
+
+    cpu.install()
+    from megatron_elastic.adaptor.training import Trainer
+    from megatron_elastic.state.store import StateStore
+
+    enter, join = Trainer._enter, Trainer._join
+
+    def enter_and_check(self: Trainer, store: StateStore) -> None:
+        enter(self, store)
+        check(self.layout, self.rank)
+
+    def join_to_die(self: Trainer) -> None:
+        death = Death(os.environ["WITNESS_DIES"])
+        if death.rank == self.rank:
+            self.hooks.attach(lambda point, step, grain: death.look(self, point))
+        join(self)
+
+    Trainer._enter = enter_and_check  # type: ignore[method-assign]
+    if "WITNESS_DIES" in os.environ:
+        Trainer._join = join_to_die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install()
+    sys.exit(main())
