@@ -306,7 +306,7 @@ def test_older_epochs_are_dropped(apart: bool) -> None:
     world.run(body, size=2, apart=apart)
 
 
-LAST_LOOK = transport._YIELDS_CROWDED + 1
+LAST_LOOK = transport._YIELDS + 1
 """How often a wait looks before it sleeps."""
 
 

@@ -33,10 +33,12 @@ from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.tag import Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
-_YIELDS, _YIELDS_CROWDED = 60, 2
-"""Times that a wait looks and lets others have its core before it sleeps: about 100 us where every rank has a core.
-Where ranks outnumber cores, what is waited for has often come when the core comes back after once or twice, and a sleep
-and a wake-up cost more than that."""
+_SPINS, _WORTH = 60, 100e-6
+"""Times that a wait looks before it sleeps, where every rank has a core, and about the seconds that takes. A sleep that
+lasts longer halves the looks: the core has other work, or messages are rare. One that does not doubles them."""
+_YIELDS = 2
+"""Times that a wait lets others have its core before it sleeps, where ranks outnumber cores: what it waits for has come
+often when the core comes back, and a sleep and a wake-up cost more than that."""
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
@@ -75,7 +77,8 @@ class Transport:
         self.bytes_sent = 0
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
-        self._yields = _YIELDS_CROWDED if crowded else _YIELDS
+        self._crowded = crowded
+        self._looks = _YIELDS if crowded else _SPINS
         self._lock = threading.RLock()
         self._events = select.epoll()
         """Readable when there is something to do."""
@@ -287,7 +290,7 @@ class Transport:
                     self._work_goes_on()
 
     def _wait(self, pending: list[Operation], limit: float) -> None:
-        deadline, yields = time.monotonic() + limit, self._yields
+        deadline, looks = time.monotonic() + limit, self._looks
         while True:
             with self._lock:
                 self._progress()
@@ -296,13 +299,14 @@ class Transport:
                     return
                 self._check()
                 idle = not self._linked or self._links.arm()
-            if yields:
-                yields -= 1
-                os.sched_yield()
+            if looks:
+                looks -= 1
+                if self._crowded:
+                    os.sched_yield()
                 continue
             if idle:
                 self._sleep(min(_NAP, limit))
-                yields = self._yields
+                looks = self._looks
             if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in pending})
                 raise TimeoutError(
@@ -322,7 +326,11 @@ class Transport:
         return self._touched.union(*self._members.values())
 
     def _sleep(self, limit: float) -> None:
+        begun = time.monotonic()
         events = self._epoll.poll(limit)
+        if not self._crowded:
+            worth = time.monotonic() - begun < _WORTH
+            self._looks = min(_SPINS, 2 * self._looks) if worth else max(1, self._looks // 2)
         if any(fd == self._events.fileno() for fd, _ in events):
             self._see(self._events.poll(0))
         elif not events:
