@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.layout import Cell, Layout, LayoutError, Stage, gpt_units, transfers
-from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose
+from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose, readable
 from megatron_elastic.plan.reroute import reroute
 
 Held = dict[int, set[tuple[int, int, int]]]
@@ -194,6 +194,14 @@ def test_everything_is_held_after_a_checkpoint() -> None:
     held = everything(layout)
     lost = [0, 1, 4]  # what column 0 of stage 0 and a rank of stage 1 owned
     assert lose(layout, lost, without(held, lost), epoch=1).ranks == (2, 3, 6, 7)
+
+
+def test_a_checkpoint_brings_a_dissolved_stage_back() -> None:
+    layout, held = make(2, 2, 2, grains=4, slices=2, replicas=1)
+    with pytest.raises(StateLost):
+        lose(layout, [4, 6], without(held, [4, 6]), epoch=1)
+    new = lose(layout, [4, 6], readable(layout), epoch=1)
+    assert (new.pipeline_size, new.ranks, new.spares) == (1, (0, 1, 2, 3), (5, 7))
 
 
 def test_a_rank_that_never_was_is_refused() -> None:

@@ -63,10 +63,10 @@ from megatron_elastic.plan import (
     NoLayout,
     ProfileError,
     StateLost,
-    everything,
     improve,
     lose,
     measured,
+    readable,
     replan,
 )
 
@@ -576,7 +576,7 @@ class Coordinator:
             if decision.decision == "reload":
                 # Those who have not gone back yet have told of votes that are not cast any more.
                 self._ledger.rewind(decision.step - 1)
-                layout = lose(self._layout, lost, everything(self._layout), self.epoch)
+                layout = lose(self._layout, lost, readable(self._layout), self.epoch)
         except NoLayout as error:
             self.stop(Outcome(False, f"training cannot go on: {error}"))
             return

@@ -60,6 +60,14 @@ def everything(layout: Layout) -> Held:
     }
 
 
+def readable(layout: Layout) -> Held:
+    """What could be held: every rank can read any slice from a checkpoint."""
+    return {
+        rank: {(unit, k, layout.tp_index(rank)) for unit in range(len(layout.units)) for k in range(layout.num_slices)}
+        for rank in layout.ranks
+    }
+
+
 def _without(layout: Layout, index: int, dead: Collection[int]) -> Stage:
     """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
     stage = layout.stages[index]
