@@ -115,6 +115,10 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
                        help="shard the optimizer over data-parallel ranks; --elastic always does")
+    group.add_argument("--overlap-grad-reduce", action="store_true",
+                       help="reduce gradients while the rest of the backward pass is computed")
+    group.add_argument("--overlap-param-gather", action="store_true",
+                       help="gather parameters while the next step begins; needs --overlap-grad-reduce")
     group.add_argument("--distributed-backend", choices=("gloo", "elastic"),
                        help="what carries messages; default: elastic with --elastic, else gloo")
 
@@ -169,6 +173,8 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"the world size {world}: start a multiple of {tp * pp} processes, or change the sizes"
         )
     args.data_parallel_size = world // (tp * pp)
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        raise UsageError("--overlap-param-gather needs --overlap-grad-reduce: add it")
 
 
 def _check_batches(args: argparse.Namespace) -> None:
@@ -270,6 +276,9 @@ def _check_plain_optimizer(args: argparse.Namespace) -> None:
         raise UsageError("--optimizer sgd cannot be sharded by Megatron: add --no-use-distributed-optimizer")
     if args.optimizer == "sgd" and args.load is not None:
         raise UsageError("--load does not work with --optimizer sgd in megatron-core: use adam, or start anew")
+    if args.overlap_grad_reduce:
+        raise UsageError("--overlap-grad-reduce works with --elastic only: the plain loop does not overlap; "
+                         "leave it out")
     if args.main_grads_dtype != "fp32":
         raise UsageError(f"--main-grads-dtype {args.main_grads_dtype} works with --elastic only: Megatron has it with "
                          "kernels of Transformer Engine; leave it out")

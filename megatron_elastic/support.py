@@ -156,7 +156,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 WITHOUT_EFFECT: dict[str, str] = {
     "`--use-distributed-optimizer`": "the optimizer is always sharded",
-    "`--overlap-grad-reduce`, `--overlap-param-gather`": "gradients and parameters go by the table of owners",
     "`--accumulate-allreduce-grads-in-fp32`": "always",
     "`--ddp-*`": "there is no DDP wrapper",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by the first cell of each stage",

@@ -69,6 +69,8 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be below --lr-decay-iters 10"),
     ("--optimizer sgd", 1, "add --no-use-distributed-optimizer"),
     ("--main-grads-dtype bf16", 1, "works with --elastic only"),
+    ("--overlap-grad-reduce", 1, "works with --elastic only"),
+    ("--overlap-param-gather --elastic", 1, "--overlap-param-gather needs --overlap-grad-reduce"),
     ("--decoupled-min-lr 1e-4", 1, "--decoupled-min-lr needs --decoupled-lr"),
     ("--end-weight-decay 0.1", 1, "need --weight-decay-incr-style linear"),
     ("--weight-decay-incr-style cosine", 1, "needs --start-weight-decay and"),

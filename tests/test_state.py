@@ -356,6 +356,39 @@ def test_copies_under_way_can_be_abandoned() -> None:
     world.run(body, size=2)
 
 
+def test_reduction_begins_with_the_last_backward() -> None:
+    """Of the last grain, and of each unit for itself."""
+
+    def body(peer: Peer) -> None:
+        layout = _layout()
+        units, store, reduction = _rank_state(peer, layout)
+        store.create(layout, units)
+        for buffer in units.values():
+            buffer.zero()
+        reduction.reduce_when_complete()
+        for _ in layout.cell_of(peer.rank).grains:
+            assert not reduction._reducing
+            for parameter, _ in units[1].bound:
+                parameter.sum().backward()
+        assert list(reduction._reducing) == [1]
+        peer.transport.wait(reduction._reducing[1])
+        assert [at for at in layout.owned(peer.rank) if store[at].grad is not None] == [(1, peer.rank)]
+        for _ in layout.cell_of(peer.rank).grains:
+            for parameter, _ in units[0].bound:
+                parameter.sum().backward()
+        reduction.reduce_gradients()
+        for unit, buffer in units.items():
+            grad = store[unit, peer.rank].grad
+            assert grad is not None
+            used = torch.zeros_like(buffer.params)
+            for parameter, start in buffer.bound:
+                used[start : start + parameter.numel()] = 1.0
+            assert torch.equal(grad, buffer.slice_of(used, peer.rank)), "four grains' gradients of 1, divided by 4"
+        peer.leave()
+
+    world.run(body, size=2)
+
+
 def test_states_are_replayed() -> None:
     """Replicas are behind until the next vote, and both sides can go back to the step before."""
 

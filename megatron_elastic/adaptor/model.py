@@ -30,6 +30,16 @@ def watch(module: torch.nn.Module, look: Callable[[], None]) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _: look())
 
 
+def first_uses(model: GPTModel) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
+    """(module, units) in the order of a forward pass: the units' parameters are needed when the module begins."""
+    for unit, module in unit_modules(model):
+        yield module, ("embedding", "positions") if unit == "embedding" else (unit,)
+    if model.post_process:
+        if model.decoder.final_layernorm is not None:
+            yield model.decoder.final_layernorm, ("head",)
+        yield model.output_layer, ("embedding", "head")
+
+
 def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
     """Unit name -> (parameter name, parameter) in the model's order.
 

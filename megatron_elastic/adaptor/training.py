@@ -24,7 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random, transformer
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import build_once, collate
-from megatron_elastic.adaptor.model import bind_stage, unit_modules, watch
+from megatron_elastic.adaptor.model import bind_stage, first_uses, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
@@ -213,6 +213,8 @@ class Trainer:
         """Whether weights may not be what their owners hold: the next step begins with distributing them."""
         self.counted_from = self.step, 0
         """The step, and bytes sent before it, from which on traffic is counted."""
+        self.gathering = False
+        """Whether parameters of the newest step may still be on their way here."""
         self.copying = False
         """Whether copies had to be made for the layout, to or from this rank."""
 
@@ -368,6 +370,8 @@ class Trainer:
         for unit, module in unit_modules(model):
             key.attach(module, unit)
             watch(module, self._look)
+        for module, names in first_uses(model):
+            module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
         wrapped = Float16Module(model.config, model) if args.bf16 else model
         bind_stage(
@@ -403,15 +407,18 @@ class Trainer:
         """Compute, reduce, vote, apply. Until the vote is over nothing is applied, and all of it can be redone."""
         assert self.store is not None
         self.hooks.step = self.step
-        self._between_steps(self.step - 1)
-        self.hooks.at("data")
         if self.stale:
             self.reduction.gather_parameters()
+        self._between_steps(self.step - 1)
+        self.hooks.at("data")
         for buffer in self.units.values():
             buffer.zero()
+        if self.args.overlap_grad_reduce:
+            self.reduction.reduce_when_complete()
         self.store.drop_gradients()
         self.grains.begin(self.step, self._training_batch)
         self.executor.run(self.program, self.grains)
+        self._await_parameters()
         self.hooks.at("grad_sync")
         self.reduction.reduce_gradients()
         self.hooks.at("replay")
@@ -462,7 +469,10 @@ class Trainer:
         """The rest of a step that has been voted and applied. May be repeated."""
         assert self.store is not None and self.vote is not None
         self.hooks.at("param_sync")
-        self.reduction.gather_parameters()
+        self.reduction.start_gathering()
+        self.gathering = True
+        if not self.args.overlap_param_gather or self.verification is not None:
+            self._await_parameters()
         self.hooks.at("commit")
         if self.rank == self.layout.ranks[0]:
             self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
@@ -486,6 +496,16 @@ class Trainer:
                 self._event("replicated", step=self.step - 1)
             self.control.send(Settled(rank=self.rank, epoch=self.layout.epoch))
 
+    def _await_parameters(self) -> None:
+        """Return when all parameters are here that the newest step made."""
+        self.reduction.finish_gathering()
+        self.gathering = False
+
+    def _before_use(self, units: Sequence[str], *_: object) -> None:
+        """A forward pass is about to use the parameters of these units."""
+        for name in units:
+            self.reduction.await_parameters(self.layout.units.index(name))
+
     def _committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
 
@@ -501,6 +521,7 @@ class Trainer:
         plan, self.agreed = self.plan, False
         assert plan is not None
         self.replay.finish()
+        self._await_parameters()
         tells = self.rank == self.layout.ranks[0]  # of those that were there before: who enters does not come here
         self.hooks.at("switch")
         self.transport.add_peers(plan.addresses)
@@ -548,6 +569,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         assert self.store is not None
+        self._await_parameters()
         checkpoint.save(self.args.save, self.gpt, self.layout, self.units, self.store, self.transport, done)
         self.first_save = done + 1
         if self.rank == self.layout.ranks[0]:
@@ -558,6 +580,7 @@ class Trainer:
         assert self.store is not None
         self.hooks.step = self.step
         self._between_steps(self.step - 1)
+        self._await_parameters()
         self._conclude(self.step - 1)
         digests = []
         for unit, k in self.layout.owned(self.rank):
@@ -618,7 +641,7 @@ class Trainer:
             Report(
                 rank=self.rank, epoch=epoch, member=self.rank in self.layout.ranks, step=self.step,
                 vote=self.vote, last=self.last, held=self._held(),
-                versions=self._versions(), interrupted_at=time.time(),
+                versions=self._versions(), stale=self.stale or self.gathering, interrupted_at=time.time(),
             )
         )  # fmt: skip
         self.hooks.at("report")
@@ -643,7 +666,7 @@ class Trainer:
         self.transport.advance(layout.epoch, layout.lost)
         member = self.rank in layout.ranks
         self.plan, self.agreed = None, False
-        self.stale = self.stale or commit.gather
+        self.stale, self.gathering = self.stale or commit.gather, False
         self.first_save = commit.saved + 1
         if member:
             groups.edit(layout, self.rank)

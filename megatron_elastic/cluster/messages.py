@@ -77,6 +77,8 @@ class Report(Message, frozen=True):
     """(unit, slice, tensor-parallel index) of every live state here, as before ``step``, or after it if applied."""
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
+    stale: bool = False
+    """Whether its parameters may not be what their owners hold."""
     versions: dict[int, list[tuple[int, int, int]]] = {}
     """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
 

@@ -5,7 +5,7 @@ A model can be taken apart and put together anew, for another stage, over the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +50,17 @@ class UnitBuffer:
         self.sums = torch.zeros(partition.size, dtype=accumulator.dtype)
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
+        self._leaves = 0
+        """Parameters and their twins: each adds a gradient for every grain."""
+        self._missing = 0
+        self._complete: Callable[[], None] = _nothing
 
     def bind(self, parameters: Sequence[torch.nn.Parameter], *, fill: bool) -> None:
         """Make a model's parameters, in the model's order, views of the storage, and sum their gradients into it.
 
         ``fill``: with their values; else they take on those that are there.
         """
-        self._bound = list(parameters)
+        self._bound, self._leaves = list(parameters), 0
         for parameter, start in zip(parameters, self.partition.starts, strict=True):
             view = self.params[start : start + parameter.numel()]
             if fill:
@@ -83,18 +87,30 @@ class UnitBuffer:
         """View of slice k of a flat tensor of this unit (``params``, ``sums``)."""
         return self.partition.slice_of(flat, k)
 
+    def expect(self, grains: int, complete: Callable[[], None]) -> None:
+        """Call ``complete`` when the gradients of so many more grains have been added; until ``zero``."""
+        self._missing, self._complete = grains * self._leaves, complete
+
     def zero(self) -> None:
         """Forget all gradients of the step."""
+        self._missing, self._complete = 0, _nothing
         self.sums.zero_()
         for parameter in self._bound:
             parameter.grad = None
 
     def _accumulate(self, parameter: torch.nn.Parameter, start: int) -> None:
         sums = self.sums[start : start + parameter.numel()]
+        self._leaves += 1
 
         def accumulate(p: torch.Tensor) -> None:
             assert p.grad is not None
             self._accumulator.add(sums, p.grad.view(-1))
             p.grad = None
+            self._missing -= 1
+            if self._missing == 0:
+                self._complete()
 
         parameter.register_post_accumulate_grad_hook(accumulate)
+
+
+def _nothing() -> None: ...

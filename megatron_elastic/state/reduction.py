@@ -1,14 +1,16 @@
-"""Reduction: gradients from those who computed them to the owners, replicas by replay, parameters back.
+"""Reduction: gradients from those who computed them to the owners, and parameters back.
 
-Slice k of a unit is summed at its owner over every cell that computes the unit; the owner sends the reduced gradient
-on to the replicas' holders. After the update, owners send the new parameters to all holders.
+Slice k of a unit is summed at its owner over every cell that computes the unit. After the update, owners send the new
+parameters to all holders. Both can go on while the rank computes: a unit's gradients are sent as soon as the step's
+last backward has added to them, and its parameters are waited for when the next step's first forward needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
-from megatron_elastic.comm.operation import Recv, Send
+from megatron_elastic.comm.operation import Operation, Recv, Steps, Task
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
@@ -34,50 +36,47 @@ class Reduction:
         self._store = store
         self._accumulator = accumulator
         self._tp = layout.tp_index(transport.rank)
-        cell = layout.cell_of(transport.rank)
-        self._computed = () if cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
+        self._cell = layout.cell_of(transport.rank)
+        self._computed = () if self._cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
+        self._reducing: dict[int, Task] = {}
+        self._gathering: dict[int, Task] = {}
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def reduce_when_complete(self) -> None:
+        """Start the reduction of each unit when the backward of the step's last grain has added its gradients."""
+        for unit in self._computed:
+            self._units[unit].expect(len(self._cell.grains), partial(self._start_reducing, unit))
 
     def reduce_gradients(self) -> None:
         """Sum every owned slice over all holders into a mean over the grains, kept in the store."""
-        sends = [
-            self._transport.send(owner, Channel.GRADIENT, pair(unit, k), buffer.slice_of(buffer.sums, k))
-            for unit, k, owner, buffer in self._slices()
-            if owner != self._transport.rank and unit in self._computed
-        ]
-        expected = [(unit, k, self._expect_gradient(unit, k)) for unit, k in self._layout.owned(self._transport.rank)]
-        for unit, k, recvs in expected:
-            buffer = self._units[unit]
+        for unit in self._units:
+            if unit not in self._reducing:
+                self._start_reducing(unit)
+        self._transport.wait(*self._reducing.values())
+        self._reducing.clear()
+
+    def _start_reducing(self, unit: int) -> None:
+        self._reducing[unit] = self._transport.start(self._reduce(unit))
+
+    def _reduce(self, unit: int) -> Steps:
+        """This rank's part in the sums of a unit: sends to the owners of its slices, and the sums that it owns."""
+        buffer, owned, sends = self._units[unit], [], []
+        for k, owner in self._owners(unit):
+            if owner == self._transport.rank:
+                owned.append((k, self._expect_gradient(unit, k)))
+            elif unit in self._computed:
+                part = buffer.slice_of(buffer.sums, k)
+                sends.append(self._transport.send(owner, Channel.GRADIENT, pair(unit, k), part))
+        for k, recvs in owned:
             total = buffer.slice_of(buffer.sums, k).clone()
-            self._transport.wait(*recvs)
+            yield recvs
             # In holder order, so that float sums do not depend on arrival either.
             for recv in recvs:
                 total.add_(recv.buffer)
                 recv.release()
             self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_grains))
-        self._transport.wait(*sends)
-
-    def gather_parameters(self) -> None:
-        """Owners write their updated slices into the model, here and at every other holder of the unit."""
-        me = self._transport.rank
-        operations: list[Send | Recv] = []
-        for unit, k, owner, buffer in self._slices():
-            target = buffer.slice_of(buffer.params, k)
-            if owner == me:
-                target.copy_(self._store[unit, k].master)
-                operations += [
-                    self._transport.send(cell.ranks[self._tp], Channel.PARAMETER, pair(unit, k), target)
-                    for cell in self._layout.holders(unit)
-                    if cell.ranks[self._tp] != me
-                ]
-            else:
-                operations.append(self._transport.recv(owner, Channel.PARAMETER, pair(unit, k), target))
-        self._transport.wait(*operations)
-
-    def _slices(self) -> Iterator[tuple[int, int, int, UnitBuffer]]:
-        """(unit, slice, owner, buffer) of every slice of every unit held here."""
-        for unit, buffer in self._units.items():
-            for k in range(self._layout.num_slices):
-                yield unit, k, self._layout.owner(unit, k, self._tp), buffer
+        yield sends
 
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
         buffer = self._units[unit]
@@ -88,3 +87,45 @@ class Reduction:
             for rank in (cell.ranks[self._tp] for cell in self._layout.contributors(unit))
             if rank != self._transport.rank
         ]
+
+    # ---- parameters -------------------------------------------------------------------------
+
+    def start_gathering(self) -> None:
+        """Owners write their updated slices into the model, here and at every other holder of the unit."""
+        for unit in self._units:
+            self._gathering[unit] = self._transport.start(self._gather(unit))
+
+    def await_parameters(self, unit: int) -> None:
+        """Return when the unit's parameters are here."""
+        task = self._gathering.pop(unit, None)
+        if task is not None:
+            self._transport.wait(task)
+
+    def finish_gathering(self) -> None:
+        """Return when all parameters are here, and those of others are on their way."""
+        for unit in list(self._gathering):
+            self.await_parameters(unit)
+
+    def gather_parameters(self) -> None:
+        """``start_gathering`` and ``finish_gathering``."""
+        self.start_gathering()
+        self.finish_gathering()
+
+    def _gather(self, unit: int) -> Steps:
+        buffer, me = self._units[unit], self._transport.rank
+        operations: list[Operation] = []
+        for k, owner in self._owners(unit):
+            target = buffer.slice_of(buffer.params, k)
+            if owner == me:
+                target.copy_(self._store[unit, k].master)
+                holders = [cell.ranks[self._tp] for cell in self._layout.holders(unit)]
+                others = [rank for rank in holders if rank != me]
+                operations += self._transport.send_all(others, Channel.PARAMETER, pair(unit, k), target)
+            else:
+                operations.append(self._transport.recv(owner, Channel.PARAMETER, pair(unit, k), target))
+        yield operations
+
+    def _owners(self, unit: int) -> Iterator[tuple[int, int]]:
+        """(slice, owner) of every slice of a unit."""
+        for k in range(self._layout.num_slices):
+            yield k, self._layout.owner(unit, k, self._tp)
