@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+
+import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout
-from tests.jobs import ROOT, Job, Jobs, assert_exactly_once
+from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
 
 WITNESS = ROOT / "tests" / "megatron_programs" / "witness.py"
 TIED = ("--elastic-slices", "4", "--train-iters", "60")
@@ -15,10 +18,13 @@ PP4 = ("--pipeline-model-parallel-size", "4")
 MOVING = "units and slices that are to move are being copied"
 
 
-def start(jobs: Jobs, *flags: str, ranks: int = 8, launcher: tuple[str, ...] = (), dies: str | None = None) -> Job:
+EVEN = "slices and grains are even over"
+
+
+def start(jobs: Jobs, *flags: str, ranks: int = 8, dies: str | None = None) -> Job:
     """Start a job whose ranks ask Megatron in every layout where they are (see ``witness``)."""
     run_dir = jobs.folder / os.urandom(4).hex()
-    command = jobs.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher)
+    command = jobs.command(*flags, run_dir=run_dir, ranks=ranks)
     command[command.index(str(ROOT / "examples" / "pretrain_gpt.py"))] = str(WITNESS)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -51,6 +57,12 @@ def shape(layout: Layout) -> list[int]:
     return [stage.width for stage in layout.stages]
 
 
+def kill(job: Job, rank: int) -> None:
+    """As from outside."""
+    os.kill(job.pid(rank), signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_stages_as_asked(jobs: Jobs) -> None:
     """Four, two, three and four, while training goes on; all ranks work in the end."""
     job = start(jobs, *TIED, *PP4)
@@ -64,3 +76,166 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert shape(layouts[-1]) == [2, 2, 2, 2]
     assert not any(cell.incoming for stage in layouts[-1].stages for cell in stage.cells)
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "ranks", "stages"),
+    [
+        ("--untie-embeddings-and-output-weights --bf16", 4, (2, 1)),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, (1, 4)),
+        ("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3)),
+    ],
+    ids=["untied-bf16", "TP2", "bf16-without-replicas"],
+)
+def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...]) -> None:
+    all_flags = ("--elastic-slices", "4", "--train-iters", "30", *flags.split())
+    job = start(jobs, *all_flags, ranks=ranks)
+    job.read_until(" 1/30")
+    for count in stages:
+        scale(job, count)
+    job.finish()
+    reference = jobs.start(*all_flags, ranks=ranks)
+    reference.finish()
+    assert assert_same(job, reference)[-1].pipeline_size == stages[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "outside"),
+    [("1@switch", "5@switch", 2), ("0@replicate", "6@promote", 3), ("6@edit", "2@param_sync", 1)],
+    ids=["switch", "replicate-promote", "edit-param_sync"],
+)
+def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: int) -> None:
+    """One when copies begin to be made, one when the units change their stage, one in between from outside."""
+    rank, _, point = first.partition("@")
+    job = start(jobs, *TIED, *PP4, "--elastic-inject", f"kill:rank={rank},at={point}", dies=second)
+    job.read_until(" 1/60")
+    assert ask(job, 2) == 0
+    job.read_until("recovered from the loss")
+    job.read_until("the pipeline has 2 stages")
+    job.read_until("recovered from the loss")
+    if job.layouts()[-1].pipeline_size != 2:
+        job.read_until("the pipeline has 2 stages")
+    assert ask(job, 3) == 0
+    job.read_until(MOVING)
+    kill(job, outside)
+    job.read_until("recovered from the loss")
+    job.read_until("the pipeline has 3 stages")
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*TIED, *PP4))
+    assert layouts[-1].lost == tuple(sorted([int(rank), int(second[0]), outside]))
+    assert shape(layouts[-1]) == [2, 2, 1]
+
+
+@pytest.mark.slow
+def test_checkpoints_and_evaluation_in_between(jobs: Jobs) -> None:
+    """Saved with other stages than the job began with, loaded with others again; evaluated at the right weights."""
+    steps = ("--train-iters", "24", "--eval-interval", "4", "--eval-iters", "1", "--split", "3,1,1")
+    flags = ("--elastic-slices", "4", *steps, "--pipeline-model-parallel-size", "2")
+    reference = jobs.undisturbed(*flags)
+    folder = jobs.folder / "scale-checkpoint"
+    job = start(jobs, *flags, "--save", str(folder), "--save-interval", "6")
+    job.read_until(" 1/24")
+    scale(job, 4)
+    job.finish()
+    assert_same(job, reference)
+    (folder / "latest_checkpointed_iteration.txt").write_text("18")
+    rest = start(jobs, *flags, "--load", str(folder), ranks=4)
+    rest.read_until("19/24")
+    assert ask(rest, 1) == 0
+    rest.finish()
+    for one in (job, rest):
+        evaluated = {event["step"]: event["loss"] for event in one.events("evaluated") if event["data"] == "validation"}
+        expected = {event["step"]: event["loss"] for event in reference.events("evaluated")}
+        assert evaluated == {step: expected[step] for step in evaluated}
+    for step, line in rest.metrics().items():
+        assert line["loss_hex"] == reference.metrics()[step]["loss_hex"]
+    assert (rest.run_dir / "digest.json").read_text() == (reference.run_dir / "digest.json").read_text()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reason; training goes on as if nobody had asked. And jobs that are over do not answer."""
+    flags = ("--train-iters", "12", "--pipeline-model-parallel-size", "2")
+    job = start(jobs, *flags, ranks=4)
+    job.read_until(" 1/12")
+    for stages, reason in [
+        (5, "5 pipeline stages cannot be made of 4 cells and 4 layers: ask for another number"),
+        (0, "0 pipeline stages cannot be made"),
+        (-1, "-1 pipeline stages cannot be made"),
+    ]:
+        assert ask(job, stages) == 1
+        assert reason in capsys.readouterr().out
+    job.finish()
+    assert job.events("asked") == []
+    assert {layout.pipeline_size for layout in job.layouts()} == {2}
+    for run_dir in (job.run_dir, jobs.folder / "nothing"):
+        assert cli.main(["scale", str(run_dir), "--pp", "1"]) == 2
+        assert f"no elastic job runs in {run_dir}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start(jobs, "--train-iters", "1000", ranks=1)
+    job.read_until(" 1/1000")
+    job.process.kill()
+    job.process.communicate()
+    assert ask(job, 1) == 1
+    assert f"the job of {job.run_dir} does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_down_to_the_last_cell(jobs: Jobs) -> None:
+    """All of one stage, one after the other: it dissolves; then all others but one."""
+    flags = (*TIED, "--pipeline-model-parallel-size", "2")
+    job = start(jobs, *flags)
+    job.read_until(" 1/60")
+    for rank in (4, 6, 5, 7, 0, 3, 1):
+        kill(job, rank)
+        job.read_until("recovered from the loss")
+        if rank != 1:
+            job.read_until(EVEN)
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    assert [shape(layout) for layout in layouts if layout.lost][-1] == [1]
+    assert layouts[-1].ranks == (2,)
+    narrow = next(layout for layout in layouts if shape(layout) == [4, 1])
+    head = len(narrow.units) - 1
+    assert {narrow.stage_of(copy) for copies in narrow.replicas[head] for copy in copies} == {0}
+
+
+@pytest.mark.slow
+def test_a_stage_dies_at_once_and_its_ranks_come_back(jobs: Jobs) -> None:
+    """With two replicas one is in another stage. The newcomers widen the stages that are left."""
+    flags = (*TIED, *PP4)
+    job = start(jobs, *flags, "--elastic-replicas", "2", "--elastic-respawn")
+    job.read_until(EVEN)
+    kill(job, 4)
+    kill(job, 5)
+    job.read_until("recovered from the loss of ranks")
+    job.read_until("over 8 ranks")
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    assert (layouts[-1].lost, layouts[-1].ranks) == ((4, 5), (0, 1, 2, 3, 6, 7, 8, 9))
+    assert layouts[-1].pipeline_size == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_last_cell_dies_before_its_copies_are_made(jobs: Jobs, saved: bool) -> None:
+    """A checkpoint brings its units back, in other stages; without one that is the end, and is said to be."""
+    flags = ("--train-iters", "8", *PP4)
+    folder = jobs.folder / "dissolve-checkpoint"
+    save = ("--save", str(folder), "--save-interval", "3") if saved else ()
+    job = start(jobs, *flags, *save, *inject("4@5:backward", "5@5:replicate"))
+    job.finish(0 if saved else 1)
+    if saved:
+        layouts = assert_same(job, jobs.undisturbed(*flags))
+        (event,) = job.events("fallback")
+        assert (event["step"], event["lost_steps"]) == (3, [4])
+        assert layouts[-1].ranks == (0, 1, 2, 3, 6, 7)
+        assert layouts[-1].pipeline_size == 3
+    else:
+        assert "is held by no live rank" in job.output
+        assert "Restart the job from its newest checkpoint" in job.output

@@ -75,12 +75,15 @@ class Changes:
         self._reshape: Reshape | None = None
         self._goal: Layout | None = None
         """What the present layout is to lead to, if something is under way."""
+        self._told = True
+        """Whether people know that the layout has become as good as it can be."""
         self._settled: dict[int, int] = {}
         """Newest epoch for which everything that the layout asks for is live at a rank."""
 
     def overtaken(self) -> None:
         """A loss has come first."""
         self._reshape = self._goal = None
+        self._told = False
         self._timers.cancel("ready")
 
     def consider(self) -> None:
@@ -105,6 +108,9 @@ class Changes:
             better = improve(layout, newcomers, epoch, self._goal)
         if better is None:
             self._arrangement.reached()
+            if not self._told:
+                self._told = True
+                self._say(f"slices and grains are even over {len(layout.ranks)} ranks, and all copies are there")
             return
         self._course.new_epoch()
         self._reshape = Reshape(*better, frozenset(better[0].ranks) - frozenset(layout.ranks))
@@ -196,8 +202,7 @@ class Changes:
         elif reshape.layout.pipeline_size != stages:
             self._say(f"the pipeline has {reshape.layout.pipeline_size} stages instead of {stages} from step "
                       f"{message.step} on")
-        if reshape.goal is None and not shadows:
-            self._say(f"slices and grains are even over {len(reshape.layout.ranks)} ranks from step {message.step} on")
+        self._told = False
         self.consider()
 
     def settled(self, message: Settled) -> None:
