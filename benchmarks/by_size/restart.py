@@ -16,7 +16,8 @@ from common import JobFailed, progress, watch
 from by_size.models import RANKS, Model, flags_of
 
 _MARK = "MEGATRON_ELASTIC_BENCH_JOB"
-_STEP = re.compile(r" iteration +(\d+)/")
+_STEP = re.compile(r"^ iteration +(\d+)/")
+_SAVED = re.compile(r"^saved iteration (\d+) ")
 _VICTIM = 3
 _BEGIN, _KILL, _END = 1, 3, 5
 """Last step of the job that makes the first checkpoint; the step after which a rank is killed; the last step."""
@@ -27,20 +28,21 @@ def restart_ms(model: Model, data: Path, root: Path) -> float:
     saved = root / f"{model.name}-checkpoints"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
                "--max-restarts", "1", "examples/pretrain_gpt.py", "--use-distributed-optimizer",
-               "--save", str(saved), "--save-interval", "1"]
+               "--save", str(saved), "--save-interval", "1", "--log-interval", "1"]
     mark = uuid.uuid4().hex
-    env = {_MARK: mark, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env = {_MARK: mark, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+           # Else restarted ranks find the addresses of the dead ones in the store (torch 2.13).
+           "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     for _ in watch([*command, *flags_of(model, data, 1, _BEGIN)], root / f"{model.name}-first.out", env):
         pass
     killed_at = 0.0
     flags = [*flags_of(model, data, 1, _END), "--load", str(saved)]
     with closing(watch([*command, *flags], root / f"{model.name}-restart.out", env)) as lines:
         for line in lines:
-            step = int(match[1]) if (match := _STEP.search(line)) else 0
-            if step == _KILL and not killed_at:
+            if not killed_at and (match := _SAVED.match(line)) and int(match[1]) == _KILL:
                 os.kill(_find(mark), signal.SIGKILL)
                 killed_at = time.time()
-            elif step > _KILL and killed_at:
+            elif killed_at and (match := _STEP.match(line)) and int(match[1]) > _KILL:
                 took = (time.time() - killed_at) * 1e3
                 break
         else:
