@@ -45,6 +45,17 @@ def scale(job: Job, stages: int) -> None:
     job.read_until(f"the pipeline has {stages} stages")
 
 
+def read_until_all(job: Job, *texts: str) -> None:
+    """Read the launcher's output until each of the texts was there, in any order."""
+    assert job.process.stdout is not None
+    missing = set(texts)
+    while missing:
+        line = job.process.stdout.readline()
+        job.output += line
+        assert line, f"the launcher ended without printing {missing}:\n{job.output}"
+        missing = {text for text in missing if text not in line}
+
+
 def assert_same(job: Job, reference: Job) -> list[Layout]:
     """Bit for bit, every step once; returns the layouts."""
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
@@ -113,10 +124,7 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     job.read_until(" 1/60")
     assert ask(job, 2) == 0
     job.read_until("recovered from the loss")
-    job.read_until("the pipeline has 2 stages")
-    job.read_until("recovered from the loss")
-    if job.layouts()[-1].pipeline_size != 2:
-        job.read_until("the pipeline has 2 stages")
+    read_until_all(job, "recovered from the loss", "the pipeline has 2 stages")
     assert ask(job, 3) == 0
     job.read_until(MOVING)
     kill(job, outside)
@@ -125,7 +133,7 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     job.finish()
     layouts = assert_same(job, jobs.undisturbed(*TIED, *PP4))
     assert layouts[-1].lost == tuple(sorted([int(rank), int(second[0]), outside]))
-    assert shape(layouts[-1]) == [2, 2, 1]
+    assert sorted(shape(layouts[-1])) == [1, 2, 2]
 
 
 @pytest.mark.slow

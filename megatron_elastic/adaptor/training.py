@@ -641,7 +641,8 @@ class Trainer:
             Report(
                 rank=self.rank, epoch=epoch, member=self.rank in self.layout.ranks, step=self.step,
                 vote=self.vote, last=self.last, held=self._held(),
-                versions=self._versions(), stale=self.stale or self.gathering, interrupted_at=time.time(),
+                versions=self._versions(), stale=self.stale or self.gathering, layout=self.layout.epoch,
+                interrupted_at=time.time(),
             )
         )  # fmt: skip
         self.hooks.at("report")

@@ -559,7 +559,9 @@ class Coordinator:
         except ValueError as error:
             self.stop(Outcome(False, f"the reports of epoch {self.epoch} contradict each other: {error}"))
             return
-        self._recovery.gather |= (self._trust.healing or any(report.stale for report in working)
+        # Who has switched already may have dropped units that it is to have again.
+        ahead = any(report.layout > self._course.layout.epoch for report in working)
+        self._recovery.gather |= (self._trust.healing or ahead or any(report.stale for report in working)
                                   or _units_move(self._course.layout, layout))
         plan_ms = (time.time() - reported) * 1e3
         commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,

@@ -79,6 +79,8 @@ class Report(Message, frozen=True):
     """``time.time()`` when the main thread unwound."""
     stale: bool = False
     """Whether its parameters may not be what their owners hold."""
+    layout: int = 0
+    """Epoch of the layout that it has made true, whole or in part."""
     versions: dict[int, list[tuple[int, int, int]]] = {}
     """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
 
