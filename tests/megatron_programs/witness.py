@@ -32,7 +32,7 @@ def check(layout: Layout, rank: int) -> None:
     position = {member: index for index, member in enumerate(layout.ranks)}
     stage, cell, tp = layout.stage_of(rank), layout.cell_of(rank), layout.tp_index(rank)
     cells, last = layout.stages[stage].cells, layout.pipeline_size - 1
-    same = {
+    same: dict[str, tuple[Any, Any]] = {
         "rank": (dist.get_rank(), position[rank]),
         "ranks": (dist.get_world_size(), len(layout.ranks)),
         "pipeline rank": (ps.get_pipeline_model_parallel_rank(), stage),
