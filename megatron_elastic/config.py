@@ -32,6 +32,7 @@ class ElasticConfig:
     verify_every: int = 0
     profile: str | None = None
     replay: str = "gradient"
+    background_mbps: float = 0.0
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -60,6 +61,8 @@ class ElasticConfig:
             raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
         if self.verify_every < 0:
             raise UsageError(f"--elastic-verify-every must be 0 (never) or more, got {self.verify_every}")
+        if self.background_mbps < 0:
+            raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
 
@@ -105,6 +108,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="how copies follow: gradient: they are sent the gradient and do the same update; state: "
                        "they are sent the whole new state after it, for optimizers that do not give the same bits on "
                        "another type of device (default: %(default)s)")
+    group.add_argument("--elastic-background-mbps", type=float, metavar="X", default=d.background_mbps,
+                       help="megabits a second that a rank may fetch in the background, for new copies of slices; 0: "
+                       "no limit (default: %(default)s)")
     group.add_argument("--elastic-respawn", action="store_true",
                        help="start another rank in place of each that dies; it joins when it has caught up")
     group.add_argument("--elastic-profile", metavar="WHAT", default=d.profile,

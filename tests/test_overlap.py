@@ -29,9 +29,10 @@ def test_overlap_does_not_show(jobs: Jobs, replay: str, kills: tuple[str, ...]) 
 
 @pytest.mark.slow
 def test_checkpoints_and_evaluations_wait_for_parameters(jobs: Jobs) -> None:
-    flags = (*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--split", "6,2,2", "--save-interval", "3")
-    first = jobs.run(*flags, "--save", str(jobs.folder / "waits"))
-    second = jobs.run(*flags, *OVERLAP, "--save", str(jobs.folder / "overlaps"), *inject("2@5:forward"))
+    flags = (*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--split", "6,2,2")
+    saves = "--save-interval", "3", "--save"
+    first = jobs.run(*flags, *saves, str(jobs.folder / "waits"))
+    second = jobs.run(*flags, *OVERLAP, *saves, str(jobs.folder / "overlaps"), *inject("2@5:forward"))
     assert cli.main(["compare", str(first.run_dir), str(second.run_dir)]) == 0
     losses = [{event["step"]: event["loss"] for event in job.events("evaluated")} for job in (first, second)]
     assert losses[0] == losses[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Layout, transfers
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
+from megatron_elastic.state.copying import fetch, serve
 from megatron_elastic.state.optimizer import Adam, Rates, Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
@@ -233,14 +235,14 @@ def _layout(dp: int = 2, replicas: int = 1) -> Layout:
     )
 
 
-def _rank_state(peer: Peer, layout: Layout) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
+def _rank_state(peer: Peer, layout: Layout, rate: float = 0.0) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
     accumulator = ExactAccumulator(4)
     units = {
         unit: _buffer(_members([(70 + unit, True, False), (9, False, False)], unit), layout.num_slices, 0, accumulator)
         for unit in (0, 1)
     }
     partitions = {unit: buffer.partition for unit, buffer in units.items()}
-    store = StateStore(partitions, ADAM, peer.transport, tp_index=0)
+    store = StateStore(partitions, ADAM, peer.transport, tp_index=0, rate=rate)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
 
 
@@ -290,13 +292,16 @@ def test_two_ranks_do_what_one_does() -> None:
     world.run(body, size=2)
 
 
-@pytest.mark.parametrize("missed", [0, 1, 3])
-def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
-    """A replica that was copied before some steps and arrives after them catches up by replaying those."""
+@pytest.mark.parametrize(("missed", "rate"), [(0, 0.0), (1, 0.0), (3, 0.0), (3, 3e3), (12, 3e3)])
+def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> None:
+    """A replica whose copying begins before some steps and ends after them catches up by replaying those.
+
+    At 3 kB/s each slice takes 0.3 s: the second one is asked for when some steps have been done.
+    """
 
     def body(peer: Peer) -> None:
         bare = _layout(replicas=0)
-        units, store, reduction = _rank_state(peer, bare)
+        units, store, reduction = _rank_state(peer, bare, rate)
         store.create(bare, units)
         assert _slices(store) == list(bare.owned(peer.rank))
         _step(bare, units, store, reduction, peer.rank, 1)
@@ -306,7 +311,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         moves = transfers(layout, held)
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
-        store.replicate(moves, 1)
+        store.replicate(moves, layout, 1)
         reduction = Reduction(layout, peer.transport, units, store, reduction._accumulator)
         for step in range(2, 2 + missed):
             _step(layout, units, store, reduction, peer.rank, step)
@@ -314,7 +319,8 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         assert _slices(store) == list(bare.owned(peer.rank))
 
         peer.meet()
-        assert sorted(store.settle(wait=moves)) == list(layout.replicated(peer.rank))
+        store.arrive()
+        assert _slices(store) == sorted((*layout.owned(peer.rank), *layout.replicated(peer.rank)))
         store.flush()
         assert not store.replicating
         _step(layout, units, store, reduction, peer.rank, 2 + missed)
@@ -326,6 +332,31 @@ def test_replicas_are_made_while_training_goes_on(missed: int) -> None:
         assert _slices(store) == list(layout.owned(peer.rank))
         with pytest.raises(KeyError):
             store[layout.replicated(peer.rank)[0]]
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def test_copying_keeps_to_its_rate() -> None:
+    """And comes piece by piece, from a snapshot."""
+    rate, size = 100e3, 5000
+    states = {(0, k): [torch.full((size,), float(3 * k + part)) for part in range(3)] for k in (0, 1)}
+
+    def body(peer: Peer) -> None:
+        if peer.rank == 0:
+            task = peer.transport.start(serve(peer.transport, 1, list(states), lambda at: (7 + at[1], states[at])))
+        else:
+            got: dict[tuple[int, int], int] = {}
+            buffers = {at: [torch.zeros(size) for _ in tensors] for at, tensors in states.items()}
+            begun = time.monotonic()
+            wanted = [(0, at) for at in states]
+            task = peer.transport.start(fetch(peer.transport, wanted, buffers.__getitem__, got.__setitem__, rate))
+        peer.transport.wait(task)
+        if peer.rank == 1:
+            assert got == {(0, 0): 7, (0, 1): 8}
+            assert time.monotonic() - begun >= 2 * 3 * 4 * size / rate
+            for at, tensors in states.items():
+                assert all(torch.equal(a, b) for a, b in zip(tensors, buffers[at], strict=True))
         peer.leave()
 
     world.run(body, size=2)
@@ -346,8 +377,8 @@ def test_copies_under_way_can_be_abandoned() -> None:
             moves = transfers(layout, held)
             for at in bare.owned(peer.rank):
                 store[at].moments[0].fill_(epoch)
-            store.replicate(moves, 0)
-        store.settle(wait=moves)
+            store.replicate(moves, layout, 0)
+        store.arrive()
         for at in layout.replicated(peer.rank):
             assert (store[at].moments[0] == 2).all()
         store.flush()

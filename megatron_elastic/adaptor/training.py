@@ -306,7 +306,8 @@ class Trainer:
 
     def _empty_store(self, layout: Layout) -> StateStore:
         keeps = self.config.replay == "state"
-        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank), keeps)
+        rate = self.config.background_mbps * 1e6 / 8
+        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank), keeps, rate)
 
     def _load(self, store: StateStore, step: int) -> None:
         """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
@@ -422,8 +423,7 @@ class Trainer:
         self.hooks.at("grad_sync")
         self.reduction.reduce_gradients()
         self.hooks.at("replay")
-        self.replay.before_vote()
-        self._note_copies()
+        self._before_vote()
         self.hooks.at("vote")
         if self.verification is not None:
             self._verify(self.verification)
@@ -485,6 +485,16 @@ class Trainer:
         if self.config.profile == MEASURED and self.step % _PROFILED == 0:
             self._tell_times()
         self.store.settle()
+        self._note_copies()
+
+    def _before_vote(self) -> None:
+        """What must exist twice is here when this returns; a step that waited for copies that are new says so."""
+        assert self.store is not None
+        begun = time.time()
+        waits = self.config.replay == "state" and not self.settled and self.store.replicating
+        self.replay.before_vote()
+        if waits:
+            self._event("waited", step=self.step, ms=round((time.time() - begun) * 1e3, 3))
         self._note_copies()
 
     def _note_copies(self) -> None:
@@ -702,7 +712,7 @@ class Trainer:
         # After a reload all is there but copies that stages keep for each other.
         moves = transfers(layout, everything(layout) if commit.decision == "reload" else commit.held)
         self.hooks.at("replicate")
-        self.store.replicate(moves, done)
+        self.store.replicate(moves, layout, done)
         self.copying = self.store.replicating
         self.store.settle(wait=[move for move in moves if move.role == "owner"])
         if not member:

@@ -5,6 +5,7 @@ Sends and receives are single messages; a task is a collective that goes on by i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,4 +173,19 @@ class Arrival:
         return self.peer >= 0
 
 
-Operation = Send | Recv | Task | Arrival
+class Pause:
+    """Done at a time, of ``time.monotonic()``. Tasks look at it now and then: some hundredths of a second may pass."""
+
+    __slots__ = ("_until", "peer")
+
+    def __init__(self, peer: int, until: float) -> None:
+        self.peer = peer
+        self._until = until
+
+    @property
+    def done(self) -> bool:
+        """Whether the time has come."""
+        return time.monotonic() >= self._until
+
+
+Operation = Send | Recv | Task | Arrival | Pause

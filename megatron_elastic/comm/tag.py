@@ -28,6 +28,7 @@ class Channel(IntEnum):
     CHECKPOINT = 9
     RENDEZVOUS = 10
     DIGEST = 11
+    REQUEST = 12
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

@@ -89,6 +89,7 @@ class StateReplay:
     """Replicas are sent what the update made of the state."""
 
     def __init__(self, layout: Layout, store: StateStore) -> None:
+        self._layout = layout
         self._store = store
         self._copies = [
             Transfer(unit, k, tp, layout.owner(unit, k, tp), copy, "replica")
@@ -104,7 +105,7 @@ class StateReplay:
 
     def after_update(self, step: int) -> None:
         """Send the new states; they arrive while the next step is computed."""
-        self._store.replicate(self._copies, step)
+        self._store.replicate(self._copies, self._layout, step)
 
     def finish(self) -> None:
         """Wait for the states that are on their way, from here too."""

@@ -1,39 +1,42 @@
 """StateStore: the slice states that one rank holds, as owner or as replica, and how they move between ranks.
 
-A state is *live* when it equals the owner's. A replica being copied is *loading*: its bytes arrive in the
-background while gradients for it are kept, and when they are there it catches up by replaying those. Where whole states
-are replayed (``state.replay``), it is loading whenever the owner has made a step, and keeps what it had until then.
+A state is *live* when it equals the owner's. A replica being copied is *loading*: it is fetched in the background
+(``state.copying``) while gradients for it are kept, and when it is here it catches up by replaying those. Where whole
+states are replayed (``state.replay``), it is loading whenever the owner has made a step, and keeps what it had until
+then.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.operation import Recv, Send, Task
+from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
 from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.copying import SliceId, fetch, part_of, serve
 from megatron_elastic.state.optimizer import Optimizer, Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.slice import SliceState
-
-SliceId = tuple[int, int]
-"""(unit, slice)"""
 
 
 @dataclass
 class _Loading:
     """A replica on its way: where its state is being received, and what has to be replayed on it.
 
-    ``stale`` is what was here before, if that is kept.
+    ``recvs`` are there if it is sent unasked. ``begun``, ``here``: it has been asked for, has arrived. ``stale`` is
+    what was here before, if that is kept.
     """
 
     state: SliceState
-    recvs: tuple[Recv, ...]
+    recvs: tuple[Recv, ...] = ()
+    begun: bool = False
+    here: bool = False
     missed: list[tuple[Update, torch.Tensor]] = field(default_factory=list)
     grad: torch.Tensor | None = None
     stale: SliceState | None = None
@@ -45,11 +48,12 @@ class StateStore:
     Args:
         partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
         keeps: whole states are replayed, and everything is kept as it was one step before, too.
+        rate: bytes a second that may be fetched in the background; 0: no limit.
     """
 
     def __init__(
         self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport, tp_index: int,
-        keeps: bool = False,
+        keeps: bool = False, rate: float = 0.0,
     ) -> None:  # fmt: skip
         self._tp = tp_index
         self._partitions = partitions
@@ -57,8 +61,12 @@ class StateStore:
         self._transport = transport
         self._live: dict[SliceId, SliceState] = {}
         self._loading: dict[SliceId, _Loading] = {}
-        self._outgoing: list[Send] = []
+        self._outgoing: list[Send | Task] = []
+        self._fetching: Task | None = None
         self._keeps = keeps
+        self._rate = rate
+        self._changing = threading.Lock()
+        """Held while states change: snapshots of them are taken in the background."""
         self._stale: dict[SliceId, SliceState] = {}
         """States of fewer steps than the others have, until newer ones arrive."""
 
@@ -116,48 +124,80 @@ class StateStore:
 
         Where whole states are replayed, replicas have no gradient, and are sent what the owners make.
         """
-        for (unit, k), state in self._live.items():
-            if self._keeps and state.step < update.step:
-                if state.grad is None:
-                    continue
-                state.keep()
-            state.apply(update, self._partitions[unit].segments(k))
+        with self._changing:
+            for (unit, k), state in self._live.items():
+                if self._keeps and state.step < update.step:
+                    if state.grad is None:
+                        continue
+                    state.keep()
+                state.apply(update, self._partitions[unit].segments(k))
         for loading in self._loading.values():
             if loading.grad is not None:
+                if not loading.begun:
+                    loading.missed.clear()
                 loading.missed.append((update, loading.grad))
                 loading.grad = None
 
     # ---- replicate, promote, retire ----------------------------------------------------------
 
-    def replicate(self, transfers: Iterable[Transfer], step: int) -> None:
-        """Begin this rank's part in copying slices, as they are after ``step`` steps.
+    def replicate(self, transfers: Iterable[Transfer], layout: Layout, step: int) -> None:
+        """Begin this rank's part in copying slices, as they are after ``step`` steps or more.
 
-        All ranks pass the same transfers, between the same two updates.
+        All ranks pass the same transfers, between the same two updates. What training does not wait for is fetched in
+        the background.
         """
         me = self._transport.rank
+        wanted: list[tuple[int, SliceId]] = []
+        served: dict[int, list[SliceId]] = {}
         for transfer in transfers:
             at = (transfer.unit, transfer.slice)
-            if transfer.src == me:
+            # Whole states are sent in every step. And a source without a role in the layout will not keep the slice.
+            keepers = layout.owner(*at, transfer.tp), *layout.copies(*at, transfer.tp)
+            fetched = not self._keeps and transfer.role == "replica" and transfer.src in keepers
+            if transfer.src == me and fetched:
+                served.setdefault(transfer.dst, []).append(at)
+            elif transfer.src == me:
                 for part, tensor in enumerate(self._live[at].tensors):
                     # A snapshot: training goes on and changes the state while the copy is under way. Where whole
                     # states are replayed, the next update waits for it.
                     sent = tensor if self._keeps else tensor.clone()
-                    self._outgoing.append(
-                        self._transport.send(transfer.dst, Channel.STATE, _coordinate(at, part), sent)
-                    )
+                    self._outgoing.append(self._transport.send(transfer.dst, Channel.STATE, part_of(at, part), sent))
             if transfer.dst == me:
-                size = self._partitions[transfer.unit].slice_size
-                state = SliceState(torch.empty(size), self.optimizer, step)
-                recvs = tuple(
-                    self._transport.recv(transfer.src, Channel.STATE, _coordinate(at, part), tensor)
-                    for part, tensor in enumerate(state.tensors)
-                )
-                stale = self._live.pop(at, None) or self._stale.pop(at, None)
-                self._loading[at] = _Loading(state, recvs, stale=stale)
+                state = SliceState(torch.empty(self._partitions[transfer.unit].slice_size), self.optimizer, step)
+                loading = self._loading[at] = _Loading(state)
+                loading.stale = self._live.pop(at, None) or self._stale.pop(at, None)
+                if fetched:
+                    wanted.append((transfer.src, at))
+                else:
+                    loading.begun = True
+                    loading.recvs = tuple(
+                        self._transport.recv(transfer.src, Channel.STATE, part_of(at, part), tensor)
+                        for part, tensor in enumerate(state.tensors)
+                    )
+        for peer, slices in served.items():
+            self._outgoing.append(self._transport.start(serve(self._transport, peer, slices, self._snapshot)))
+        if wanted:
+            steps = fetch(self._transport, wanted, self._begin, self._arrived, self._rate)
+            self._fetching = self._transport.start(steps)
+
+    def _snapshot(self, at: SliceId) -> tuple[int, tuple[torch.Tensor, ...]]:
+        with self._changing:
+            state = self._live[at]
+            return state.step, tuple(tensor.clone() for tensor in state.tensors)
+
+    def _begin(self, at: SliceId) -> tuple[torch.Tensor, ...]:
+        loading = self._loading[at]
+        loading.begun = True
+        return loading.state.tensors
+
+    def _arrived(self, at: SliceId, step: int) -> None:
+        loading = self._loading[at]
+        loading.state.step, loading.here = step, True
 
     def arrive(self) -> None:
         """Block until all copies that this rank is to get are live."""
-        self._transport.wait(*(recv for loading in self._loading.values() for recv in loading.recvs))
+        recvs = [recv for loading in self._loading.values() for recv in loading.recvs]
+        self._transport.wait(*recvs, *([self._fetching] if self._fetching is not None else []))
         self.settle()
 
     def settle(self, wait: Sequence[Transfer] = ()) -> list[SliceId]:
@@ -172,12 +212,13 @@ class StateStore:
         if self._loading or self._outgoing:
             self._transport.progress()
             self._outgoing = [send for send in self._outgoing if not send.done]
-        arrived = [at for at, loading in self._loading.items() if all(recv.done for recv in loading.recvs)]
+        arrived = [at for at, loading in self._loading.items() if loading.here or _received(loading.recvs)]
         for at in arrived:
             loading = self._loading.pop(at)
             state = loading.state
             for update, grad in loading.missed:
-                state.grad = grad
+                if state.step < update.step:
+                    state.grad = grad
                 state.apply(update, self._partitions[at[0]].segments(at[1]))
             state.grad = loading.grad
             if self._keeps and loading.stale is not None:
@@ -200,6 +241,7 @@ class StateStore:
         self._stale |= {at: loading.stale for at, loading in self._loading.items() if loading.stale is not None}
         self._loading.clear()
         self._outgoing.clear()
+        self._fetching = None
 
     def retire(self, keep: Iterable[SliceId]) -> None:
         """Drop every live state but those in ``keep``."""
@@ -225,5 +267,5 @@ class StateStore:
                 self._stale[at] = state
 
 
-def _coordinate(at: SliceId, part: int) -> int:
-    return pair(at[0], at[1] * 4 + part)
+def _received(recvs: Sequence[Recv]) -> bool:
+    return bool(recvs) and all(recv.done for recv in recvs)

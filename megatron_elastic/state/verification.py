@@ -20,7 +20,8 @@ from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
-from megatron_elastic.state.store import SliceId, StateStore
+from megatron_elastic.state.copying import SliceId
+from megatron_elastic.state.store import StateStore
 
 _NOT_LIVE = 0
 """Instead of a checksum, while a replica is still being copied."""
