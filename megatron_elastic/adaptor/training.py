@@ -443,6 +443,10 @@ class Trainer:
             for damage in verification.check()
         ]
         if found:
+            assert self.store is not None
+            # At once, so that nothing can come between and count it as held.
+            bad = {(d.unit, d.slice) for d in found if d.rank == self.rank and d.what == "state"}
+            self.store.retire((unit, k) for unit, k, _ in self.store.held() if (unit, k) not in bad)
             # What was sound in the slice's turn before the last is so for certain.
             verified = max(self.step - 1 - self.config.verify_every, 0)
             self.control.send(

@@ -1,0 +1,92 @@
+"""Damaged memory: found by checksum, healed, and without a trace in the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_elastic import cli
+from megatron_elastic.faults.injection import Injection
+from megatron_elastic.state.verification import checksum, outvoted
+from tests.jobs import Grid, Job, Jobs, assert_exactly_once
+
+GRID = Grid(tp=1, pp=2, steps=8)
+
+
+def flip(what: str, step: int, rank: int = 5, at: str = "backward") -> list[str]:
+    return ["--elastic-inject", f"flip:rank={rank},step={step},at={at},what={what}"]
+
+
+def assert_healed(job: Job, reference: Job, damages: list[tuple[int, str]]) -> None:
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert_exactly_once(job)
+    assert [(event["rank"], event["what"]) for event in job.events("damaged")] == damages
+    assert [event["cause"] for event in job.events("recovered")] == ["damaged memory"] * len(damages)
+    assert all(layout.lost == () for layout in job.layouts())
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40), st.data())
+def test_no_flipped_bit_keeps_a_checksum(words: list[int], data: st.DataObject) -> None:
+    tensor = torch.tensor(words, dtype=torch.int32)
+    before = checksum(tensor)
+    bit = data.draw(st.integers(0, 31))
+    tensor[data.draw(st.integers(0, len(words) - 1))] ^= -(2**31) if bit == 31 else 1 << bit
+    assert checksum(tensor) != before
+
+
+@pytest.mark.parametrize(
+    ("copies", "bad"),
+    [
+        ({0: 7, 1: 7}, []),
+        ({0: 7, 1: 8}, [0, 1]),  # nothing tells which is right
+        ({0: 7, 1: 8, 2: 7}, [1]),
+        ({0: 7, 1: 8, 2: 9}, [0, 1, 2]),
+        ({0: 7, 1: 8, 2: 7, 3: 8}, [0, 1, 2, 3]),
+        ({0: 7, 1: 0, 2: 8}, [0, 2]),  # 0 is not live yet and has no vote
+        ({0: 7, 1: 0}, []),
+    ],
+)
+def test_the_minority_is_outvoted(copies: dict[int, int], bad: list[int]) -> None:
+    assert outvoted(copies) == bad
+
+
+def test_flips_name_what_they_damage() -> None:
+    text = "flip:rank=5,step=4,at=backward,what=moments"
+    assert str(Injection.parse(text)) == text
+    for wrong in ("flip:rank=5,at=vote", "flip:rank=5,at=vote,what=disk", "kill:rank=5,at=vote,what=weights"):
+        with pytest.raises(ValueError, match="which is one of weights, moments, replica"):
+            Injection.parse(wrong)
+
+
+@pytest.mark.parametrize("what", ["weights", "moments", "replica"])
+@pytest.mark.slow
+def test_damage_at_rest_is_healed(jobs: Jobs, what: str) -> None:
+    """The rank itself finds it, so one replica is enough."""
+    job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4))
+    assert_healed(job, jobs.undisturbed(*GRID.flags), [(5, "weights" if what == "weights" else "state")])
+
+
+@pytest.mark.slow
+def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
+    kill = ["--elastic-inject", "kill:rank=6,step=4,at=interrupt"]
+    job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", "--elastic-replicas", "2", *flip("moments", 4), *kill)
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*GRID.flags).run_dir)]) == 0, job.output
+    assert job.layouts()[-1].lost == (6,)
+    assert len(job.events("damaged")) == 1
+
+
+@pytest.mark.slow
+def test_the_majority_is_right(jobs: Jobs) -> None:
+    """Damage to a replica between its turns does no harm to the others, who outvote it."""
+    flags = ["--elastic-verify-every", "3", "--elastic-replicas", "2"]
+    job = jobs.run(*GRID.flags, *flags, *flip("replica", 3, at="data"))
+    assert_healed(job, jobs.undisturbed(*GRID.flags), [(5, "state")])
+
+
+@pytest.mark.slow
+def test_two_copies_that_differ_end_the_job(jobs: Jobs) -> None:
+    job = jobs.start(*GRID.flags, "--elastic-verify-every", "3", *flip("replica", 3, at="data"))
+    assert "nothing tells which is right" in job.finish(code=1)
+    assert {event["rank"] for event in job.events("damaged")} >= {5}
