@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Held, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
 from megatron_elastic.pipeline.picture import LEGEND, Panel, draw, shown, svg
 from megatron_elastic.pipeline.simulate import Timeline, fastest
-from megatron_elastic.plan import NoLayout, lose
+from megatron_elastic.plan import NoLayout, lose, memory
 from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.growth import admit
 from megatron_elastic.plan.replan import replan
@@ -31,6 +33,8 @@ examples:
   a node with 8 ranks joins; the pipeline gets 2 stages:
     megatron-elastic plan --layout L.json --event join:ranks=8
     megatron-elastic plan --layout L.json --event pp:2 --json
+  the memory that each rank of a job needs, from the flags of its script:
+    megatron-elastic plan --memory --ranks 8 examples/pretrain_gpt.py --data-path data ...
 
 Three layouts are shown: before; interim, which goes on at once and moves nothing that the job waits for; and after, the
 layout to work towards in the background. docs/planning.md explains how they are made and what a profile contains."""
@@ -109,6 +113,9 @@ def timeline(layout: Layout, costs: Costs) -> Timeline | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic plan``: print the plan and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--memory"]:
+        return _memory(argv[1:])
     options = _parser().parse_args(argv)
     try:
         layout, costs, source = _read(options)
@@ -125,6 +132,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(_figures(outcome, costs)))
     else:
         _print(outcome, costs, source)
+    return 0
+
+
+def _memory(argv: Sequence[str]) -> int:
+    """``plan --memory``: what a job with a script's flags would need."""
+    parser = argparse.ArgumentParser(prog="megatron-elastic plan --memory", description="Show what memory a job needs.")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, on all nodes")
+    parser.add_argument("script", help="examples/pretrain_gpt.py, or another one with its parse_args")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's flags")
+    options = parser.parse_args(argv)
+    try:
+        parse = runpy.run_path(options.script).get("parse_args")
+        if parse is None:
+            raise UsageError(f"{options.script} has no parse_args: give the flags of examples/pretrain_gpt.py instead")
+        memory.main(parse([*options.flags, "--elastic"], options.ranks), options.ranks)
+    except (UsageError, OSError) as error:
+        print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -63,7 +63,7 @@ from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.schedule import one_forward_one_backward
-from megatron_elastic.plan import everything
+from megatron_elastic.plan import everything, memory
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.partition import Partition
@@ -180,6 +180,7 @@ class Trainer:
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.schedule = self._schedule()
+        self._check_memory()
         # Twice: a tied embedding gets a gradient from each of its two stages.
         self.accumulator = make_accumulator(
             self.config.consistency, 2 * self.layout.num_grains, main_grads_dtype(args)
@@ -217,6 +218,15 @@ class Trainer:
         """Whether parameters of the newest step may still be on their way here."""
         self.copying = False
         """Whether copies had to be made for the layout, to or from this rank."""
+
+    def _check_memory(self) -> None:
+        """Raise UsageError if the ranks of this machine need more memory than it has. Its first rank looks."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if self.rank in self.layout.ranks and self.rank % ranks == 0:
+            needs = memory.estimate(self.layout, memory.Job.of(self.args))
+            problem = memory.shortage([needs[rank] for rank in range(self.rank, self.rank + ranks)], memory.available())
+            if problem is not None:
+                raise UsageError(problem)
 
     # ---- life -------------------------------------------------------------------------------
 

@@ -1,0 +1,204 @@
+"""Memory: bytes that each rank of a GPT job needs, known before it starts. And how much there is.
+
+Parameters, gradient sums and optimizer state are counted exactly, up to the padding of slices; activations are an
+estimate, of plain attention kernels without dropout masks. On a device, ``Memory.device`` is there and ``Memory.host``
+in the memory of its machine; on the CPU it is all the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.layout import Layout, gpt_units
+
+ARENA = 64 << 20
+"""Shared memory through which a rank sends to others of its host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: the model's weights.
+        sums: of gradients, by unit; with ``bitwise`` in 64 bits.
+        gradients: means, of slices owned and replicated, from the reduction to the update.
+        owned, replicas: optimizer state, master weights among it.
+        activations: of the grains in flight, an estimate.
+    """
+
+    parameters: int
+    sums: int
+    gradients: int
+    owned: int
+    replicas: int
+    activations: int
+
+    @property
+    def device(self) -> int:
+        """What computing needs."""
+        return self.parameters + self.sums + self.gradients + self.owned + self.activations
+
+    @property
+    def host(self) -> int:
+        """What lies in host memory in any case."""
+        return self.replicas + ARENA
+
+    @property
+    def total(self) -> int:
+        """On a machine without devices."""
+        return self.device + self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the flags say that matters for memory. Made by ``Job.of``."""
+
+    args: Any
+    """The flags, by Megatron-LM's names and ``elastic_*``."""
+    weight: int
+    """Bytes of a weight and of an activation."""
+    sum: int
+    gradient: int
+    state: int
+    """Bytes of optimizer state for a weight: master weight, moments, and what is kept of the step before."""
+
+    @classmethod
+    def of(cls, args: Any) -> Job:
+        """From flags: a namespace with Megatron-LM's names."""
+        moments = 2 if args.optimizer == "adam" else int(args.sgd_momentum != 0)
+        return cls(
+            args=args,
+            weight=2 if args.bf16 else 4,
+            sum=8 if args.elastic_consistency == "bitwise" else 4,
+            gradient=2 if "bf16" in str(args.main_grads_dtype) or "bfloat16" in str(args.main_grads_dtype) else 4,
+            state=4 * (1 + moments) * (2 if args.elastic_replay == "state" else 1),
+        )
+
+    def weights(self, unit: str) -> int:
+        """Weights of a unit on one tensor-parallel rank."""
+        a = self.args
+        tp, hidden, ffn = a.tensor_model_parallel_size, a.hidden_size, a.ffn_hidden_size
+        norm = hidden if a.normalization == "RMSNorm" else 2 * hidden
+        if unit == "embedding":
+            return int(a.padded_vocab_size // tp * hidden)
+        if unit == "positions":
+            return int(a.max_position_embeddings * hidden)
+        if unit == "head":
+            output = a.padded_vocab_size // tp * hidden if a.untie_embeddings_and_output_weights else 0
+            return int(norm + output)
+        heads = a.num_attention_heads
+        queries = heads * a.kv_channels
+        qkv = queries + 2 * (a.num_query_groups if a.group_query_attention else heads) * a.kv_channels
+        first = ffn * (2 if a.swiglu else 1)
+        bias = not a.disable_bias_linear
+        biases = (qkv // tp if bias or a.add_qkv_bias else 0) + (2 * hidden + first // tp if bias else 0)
+        return int((hidden * (qkv + queries + first + ffn)) // tp + biases + 2 * norm)
+
+    def activations(self, unit: str) -> int:
+        """Bytes that a grain leaves from a unit's forward for its backward, on one rank. An estimate."""
+        a = self.args
+        tp, tokens = a.tensor_model_parallel_size, a.seq_length * a.micro_batch_size
+        if unit in ("embedding", "positions"):
+            return int(tokens * a.hidden_size * self.weight)
+        if unit == "head":  # logits, and what the loss keeps of them in fp32
+            return int(tokens * (2 * a.hidden_size * self.weight + a.padded_vocab_size // tp * (self.weight + 4)))
+        if a.recompute_granularity == "full":
+            return int(tokens * a.hidden_size * self.weight // a.recompute_num_layers)
+        scores = 0 if a.recompute_granularity == "selective" else 3 * a.num_attention_heads * a.seq_length
+        inside = 4 * a.num_attention_heads * a.kv_channels + 2 * a.ffn_hidden_size * (2 if a.swiglu else 1)
+        return int(tokens * (6 * a.hidden_size + (scores + inside) // tp) * self.weight)
+
+
+def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
+    """What each rank of the layout needs."""
+    weights = [job.weights(name) for name in layout.units]
+    slices = [-(-count // layout.num_slices) for count in weights]
+    result = {}
+    for index, stage in enumerate(layout.stages):
+        activations = sum(job.activations(layout.units[unit]) for unit in stage.units)
+        for cell in stage.cells:
+            in_flight = min(len(cell.grains), layout.pipeline_size - index)
+            for rank in cell.ranks:
+                held = sum(weights[unit] for unit in layout.held_by(rank))
+                owned = sum(slices[unit] for unit, _ in layout.owned(rank))
+                copied = sum(slices[unit] for unit, _ in layout.replicated(rank))
+                result[rank] = Memory(
+                    parameters=held * job.weight,
+                    sums=held * job.sum,
+                    gradients=(owned + copied) * job.gradient,
+                    owned=owned * job.state,
+                    replicas=copied * job.state,
+                    activations=in_flight * activations,
+                )
+    return result
+
+
+def first_layout(args: Any, world_size: int) -> Layout:
+    """The fault-free layout for a GPT's flags (Megatron-LM's names)."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    units, stages = gpt_units(
+        args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
+        positions=args.position_embedding_type == "learned_absolute",
+    )  # fmt: skip
+    dp = world_size // (tp * pp)
+    return Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
+        num_grains=args.global_batch_size // args.micro_batch_size,
+        num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas,
+    )  # fmt: skip
+
+
+def available() -> int:
+    """Bytes of memory of this machine, or of the control group that this process is in, if that is less."""
+    kib = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    limits = [int(kib.split()[1]) * 1024]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # no such group, or no limit
+    return min(limits)
+
+
+def shortage(needs: Sequence[Memory], there: int) -> str | None:
+    """Why the ranks of one machine without devices cannot run in ``there`` bytes; None if they may.
+
+    Activations do not count: they are estimated, and refusing a job that would fit is worse than not.
+    """
+    parts = {
+        "parameters": sum(need.parameters for need in needs),
+        "gradient sums": sum(need.sums + need.gradients for need in needs),
+        "optimizer state": sum(need.owned for need in needs),
+        "replicas": sum(need.replicas for need in needs),
+    }
+    total = sum(parts.values())
+    if total <= there:
+        return None
+    what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    return (
+        f"the {len(needs)} ranks of this machine need {_gib(total)} of memory and activations, but it has "
+        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0 or --elastic-consistency fast"
+    )
+
+
+def main(args: argparse.Namespace, world_size: int) -> None:
+    """Print a table: what the ranks of each stage need, for flags that have been checked."""
+    layout, job = first_layout(args, world_size), Job.of(args)
+    needs = estimate(layout, job)
+    names = ("parameters", "sums", "gradients", "owned", "replicas", "activations", "device", "host", "total")
+    print(f"{'rank':>6}" + "".join(f"{name:>13}" for name in names))
+    for stage in layout.stages:
+        for cell in stage.cells:
+            for rank in cell.ranks:
+                print(f"{rank:>6}" + "".join(f"{_gib(getattr(needs[rank], name)):>13}" for name in names))
+    total = sum(need.total for need in needs.values())
+    print(f"all {len(needs)} ranks together: {_gib(total)}; this machine has {_gib(available())}")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size / 2**20:.1f} MiB"

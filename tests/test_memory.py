@@ -1,0 +1,95 @@
+"""The memory that a job needs: weights as Megatron has them, and who keeps what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpt_arguments import parse_args
+
+from megatron_elastic import cli
+from megatron_elastic.plan import memory
+from tests.jobs import Jobs
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("data.bin", "data.idx"):
+        (folder / name).touch()
+    (folder / "data.json").write_text('{"vocab_size": 100, "eod": 0, "documents": 1, "tokens": 1, "dtype": "uint16"}')
+    return (
+        f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+        f"--global-batch-size 8 --train-iters 5 --lr 1e-3 --data-path {folder}"
+    )
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope",
+        "--group-query-attention --num-query-groups 2 --add-qkv-bias --kv-channels 16 --ffn-hidden-size 48",
+    ],
+)
+def test_weights_are_counted_as_megatron_has_them(flags: str, extra: str) -> None:
+    arguments = f"{flags} {extra}".split()
+    command = [sys.executable, "-m", "tests.megatron_programs.weights", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    job = memory.Job.of(parse_args(arguments, world_size=1))
+    expected = json.loads(done.stdout.splitlines()[-1])
+    assert {unit: job.weights(unit) for unit in expected} == expected
+
+
+def test_what_flags_change(flags: str) -> None:
+    def needs(extra: str) -> memory.Memory:
+        args = parse_args(f"{flags} --elastic {extra}".split(), world_size=4)
+        return memory.estimate(memory.first_layout(args, 4), memory.Job.of(args))[0]
+
+    usual = needs("")
+    assert usual.owned == usual.replicas
+    assert usual.sums == 2 * usual.parameters
+    assert needs("--elastic-consistency fast").sums == usual.parameters
+    assert needs("--elastic-replicas 0").replicas == 0
+    assert needs("--elastic-replicas 2").replicas == 2 * usual.replicas
+    assert needs("--elastic-replay state").owned == 2 * usual.owned
+    assert needs("--bf16").parameters * 2 == usual.parameters
+    assert needs("--optimizer sgd").owned * 3 == usual.owned * 2
+    assert needs("--tensor-model-parallel-size 2").parameters < usual.parameters
+    assert needs("--recompute-granularity full").activations < usual.activations
+    assert usual.total == usual.device + usual.host
+
+
+def test_a_shortage_is_one_line(flags: str) -> None:
+    args = parse_args(f"{flags} --elastic".split(), world_size=4)
+    needs = list(memory.estimate(memory.first_layout(args, 4), memory.Job.of(args)).values())
+    total = sum(need.total - need.activations - memory.ARENA for need in needs)
+    assert memory.shortage(needs, total) is None
+    problem = memory.shortage(needs, total - 1)
+    assert problem is not None
+    assert "--elastic-replicas 0" in problem
+    assert "\n" not in problem
+    assert memory.available() > 1 << 28
+
+
+def test_the_command_prints_a_table(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(ROOT / "examples" / "pretrain_gpt.py")
+    assert cli.main(["plan", "--memory", "--ranks", "2", script, *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "parameters", "sums", "gradients", "owned", "replicas", "activations",
+                                "device", "host", "total"]  # fmt: skip
+    assert lines[-1].startswith("all 2 ranks together: ")
+    assert cli.main(["plan", "--memory", "--ranks", "3", script, *flags.split()]) == 2
+    assert "--global-batch-size 8" in capsys.readouterr().err
+
+
+def test_a_job_that_does_not_fit_ends_at_once(jobs: Jobs) -> None:
+    job = jobs.start("--num-layers", "80", "--hidden-size", "8192", "--train-iters", "2", ranks=2)
+    assert "the 2 ranks of this machine need " in job.finish(code=1)
