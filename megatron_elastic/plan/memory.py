@@ -182,7 +182,8 @@ def shortage(needs: Sequence[Memory], there: int) -> str | None:
     what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
     return (
         f"the {len(needs)} ranks of this machine need {_gib(total)} of memory and activations, but it has "
-        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0 or --elastic-consistency fast"
+        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0 or "
+        "--elastic-consistency fast"
     )
 
 
