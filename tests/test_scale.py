@@ -13,7 +13,7 @@ from megatron_elastic.layout import Layout
 from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
 
 WITNESS = ROOT / "tests" / "megatron_programs" / "witness.py"
-TIED = ("--elastic-slices", "4", "--train-iters", "60")
+TIED = ("--elastic-slices", "4", "--train-iters", "48")
 PP4 = ("--pipeline-model-parallel-size", "4")
 MOVING = "units and slices that are to move are being copied"
 
@@ -77,7 +77,7 @@ def kill(job: Job, rank: int) -> None:
 def test_stages_as_asked(jobs: Jobs) -> None:
     """Four, two, three and four, while training goes on; all ranks work in the end."""
     job = start(jobs, *TIED, *PP4)
-    job.read_until(" 1/60")
+    job.read_until(" 1/48")
     for stages in (2, 3, 4):
         scale(job, stages)
     job.finish()
@@ -100,9 +100,9 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     ids=["untied-bf16", "TP2", "bf16-without-replicas"],
 )
 def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...]) -> None:
-    all_flags = ("--elastic-slices", "4", "--train-iters", "30", *flags.split())
+    all_flags = ("--elastic-slices", "4", "--train-iters", "16", *flags.split())
     job = start(jobs, *all_flags, ranks=ranks)
-    job.read_until(" 1/30")
+    job.read_until(" 1/16")
     for count in stages:
         scale(job, count)
     job.finish()
@@ -121,7 +121,7 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     """One when copies begin to be made, one when the units change their stage, one in between from outside."""
     rank, _, point = first.partition("@")
     job = start(jobs, *TIED, *PP4, "--elastic-inject", f"kill:rank={rank},at={point}", dies=second)
-    job.read_until(" 1/60")
+    job.read_until(" 1/48")
     assert ask(job, 2) == 0
     job.read_until("recovered from the loss")
     read_until_all(job, "recovered from the loss", "the pipeline has 2 stages")
@@ -139,18 +139,18 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
 @pytest.mark.slow
 def test_checkpoints_and_evaluation_in_between(jobs: Jobs) -> None:
     """Saved with other stages than the job began with, loaded with others again; evaluated at the right weights."""
-    steps = ("--train-iters", "24", "--eval-interval", "4", "--eval-iters", "1", "--split", "3,1,1")
+    steps = ("--train-iters", "18", "--eval-interval", "5", "--eval-iters", "1", "--split", "3,1,1")
     flags = ("--elastic-slices", "4", *steps, "--pipeline-model-parallel-size", "2")
     reference = jobs.undisturbed(*flags)
     folder = jobs.folder / "scale-checkpoint"
-    job = start(jobs, *flags, "--save", str(folder), "--save-interval", "6")
-    job.read_until(" 1/24")
+    job = start(jobs, *flags, "--save", str(folder), "--save-interval", "5")
+    job.read_until(" 1/18")
     scale(job, 4)
     job.finish()
     assert_same(job, reference)
-    (folder / "latest_checkpointed_iteration.txt").write_text("18")
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
     rest = start(jobs, *flags, "--load", str(folder), ranks=4)
-    rest.read_until("19/24")
+    rest.read_until("11/18")
     assert ask(rest, 1) == 0
     rest.finish()
     for one in (job, rest):
@@ -196,16 +196,15 @@ def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pyt
 @pytest.mark.slow
 def test_down_to_the_last_cell(jobs: Jobs) -> None:
     """All of one stage, one after the other: it dissolves; then all others but one."""
-    flags = (*TIED, "--pipeline-model-parallel-size", "2")
-    job = start(jobs, *flags)
-    job.read_until(" 1/60")
+    job = start(jobs, *TIED, "--pipeline-model-parallel-size", "2")
+    job.read_until(" 1/48")
     for rank in (4, 6, 5, 7, 0, 3, 1):
         kill(job, rank)
         job.read_until("recovered from the loss")
         if rank != 1:
             job.read_until(EVEN)
     job.finish()
-    layouts = assert_same(job, jobs.undisturbed(*flags))
+    layouts = assert_same(job, jobs.undisturbed(*TIED, *PP4))
     assert [shape(layout) for layout in layouts if layout.lost][-1] == [1]
     assert layouts[-1].ranks == (2,)
     narrow = next(layout for layout in layouts if shape(layout) == [4, 1])
