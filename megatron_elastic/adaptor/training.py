@@ -422,8 +422,8 @@ class Trainer:
             self.reduction.gather_parameters()
         self._between_steps(self.step - 1)
         self.hooks.at("data")
-        for buffer in self.units.values():
-            buffer.zero()
+        for unit in self.layout.stages[self.layout.stage_of(self.rank)].units:
+            self.units[unit].zero()  # units that are only coming in get no gradients
         if self.args.overlap_grad_reduce:
             self.reduction.reduce_when_complete()
         self.store.drop_gradients()
