@@ -254,8 +254,8 @@ def check_kept(old: Layout, new: Layout, held: Held, dead: set[int]) -> None:
             assert owner in holds or not holds & home, "who has the state comes first"
             assert set(old.replicas[unit][k]) & holds <= {owner, *copies}, "a live replica that stays is kept"
             assert len(copies) >= min(new.num_replicas, len(cells) - 1)
-            if len(copies) > len(home):
-                assert home <= {owner, *copies}, "copies are in other stages only where the own one is too narrow"
+            if set(copies) - set(old.replicas[unit][k]) - home:
+                assert home <= {owner, *copies}, "copies go to other stages only where the own one is too narrow"
 
 
 shapes = st.fixed_dictionaries(
