@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from megatron_elastic import cli
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, gpt_units, transfers
+from megatron_elastic.plan import improve
 from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
+from tests.test_growth import to_stages
 
 WITNESS = ROOT / "tests" / "megatron_programs" / "witness.py"
 TIED = ("--elastic-slices", "4", "--train-iters", "48")
@@ -246,3 +250,24 @@ def test_the_last_cell_dies_before_its_copies_are_made(jobs: Jobs, saved: bool) 
     else:
         assert "is held by no live rank" in job.output
         assert "Restart the job from its newest checkpoint" in job.output
+
+
+def test_the_benchmark_sends_as_many_bytes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State as much as we copy, and parameters for those that get units anew; in contiguous pieces."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    migration = importlib.import_module("migration")
+    units, stage_units = gpt_units(8, 4, True, positions=True)
+    before = Layout.grid(tp=1, pp=4, dp=2, stage_units=stage_units, units=units, num_grains=8, num_slices=8, replicas=1)
+    parameters = [4096, 128, *[2048] * 8, 64]
+    for stages in (2, 4):
+        found = improve(before, {}, before.epoch + 1, None, to_stages(stages))
+        assert found is not None
+        between, after = found
+        assert after is not None
+        pieces = migration.contiguous(before, between, after, parameters)
+        held = {rank: [(*at, 0) for at in (*before.owned(rank), *before.replicated(rank))] for rank in before.ranks}
+        state = sum(parameters[move.unit] / 8 * 12 for move in transfers(between, held))
+        anew = sum(parameters[u] * 4 for r in after.ranks for u in set(after.held_by(r)) - set(before.held_by(r)))
+        assert sum(piece.size for piece in pieces) == pytest.approx(state + anew, abs=len(pieces))
+        assert all(piece.source != piece.target for piece in pieces)
+        before = replace(after, epoch=between.epoch + 1)
