@@ -169,7 +169,7 @@ def test_saving_and_evaluating_while_a_rank_joins(jobs: Jobs) -> None:
 
 # ---- nodes ---------------------------------------------------------------------------------
 
-TWO = Grid(tp=1, pp=1, steps=250, ranks=2)
+TWO = Grid(tp=1, pp=1, steps=400, ranks=2)
 """A node that comes has to import everything first."""
 SLICES = ("--elastic-slices", "4")
 
