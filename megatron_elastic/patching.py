@@ -134,10 +134,7 @@ def apply(checkout: Checkout) -> list[str]:
     """Add our lines; returns the files changed, none if all have them. Raises UsageError and changes nothing if it
     cannot be done to all."""
     patches = _patches_for(checkout)
-    states = {patch.path: checkout.state(patch) for patch in patches}
-    for path, state in states.items():
-        if state in ("missing", "other"):
-            raise UsageError(_refusal(checkout, path, state))
+    states = _states(checkout, patches)
     todo = [patch for patch in patches if states[patch.path] == "clean"]
     changed = checkout.changed_files(but=[path for path, state in states.items() if state == "applied"])
     if todo and changed:
@@ -151,10 +148,7 @@ def revert(checkout: Checkout) -> list[str]:
     """Take our lines out; returns the files changed, none if none has them. Raises UsageError and changes nothing if
     a file was edited since."""
     patches = _patches_for(checkout)
-    states = {patch.path: checkout.state(patch) for patch in patches}
-    for path, state in states.items():
-        if state in ("missing", "other"):
-            raise UsageError(_refusal(checkout, path, state))
+    states = _states(checkout, patches)
     todo = [patch for patch in patches if states[patch.path] == "applied"]
     _write(checkout, [(patch.path, patch.revert, patch.before) for patch in todo])
     return [patch.path for patch in todo]
@@ -216,6 +210,15 @@ def _patches_for(checkout: Checkout) -> list[Patch]:
         raise UsageError(f"{checkout.root} is Megatron-LM {checkout.tag}; there are patches for "
                          f"{', '.join(known)} only: check one of these out")
     return known[checkout.tag]
+
+
+def _states(checkout: Checkout, patches: Sequence[Patch]) -> dict[str, str]:
+    """Which files have our lines: ``clean`` or ``applied``, by path. Raises UsageError if one is neither."""
+    states = {patch.path: checkout.state(patch) for patch in patches}
+    for path, state in states.items():
+        if state in ("missing", "other"):
+            raise UsageError(_refusal(checkout, path, state))
+    return states
 
 
 def _refusal(checkout: Checkout, path: str, state: str) -> str:
