@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_elastic import __version__
 
@@ -33,6 +33,17 @@ class JobFailed(Exception):
 def progress(text: str) -> None:
     """Say on stderr how far the benchmark is."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def run(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run the benchmark as this process, and end it: 1 and a line where a job failed, 130 after Ctrl-C."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except JobFailed as error:
+        print(f"megatron-elastic bench {name}: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @contextmanager

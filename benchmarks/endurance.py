@@ -12,13 +12,24 @@ import os
 import random
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common import JobFailed, emit, load_average, pid_of, prepare_data, progress, run_job, run_root, summary, watch_job
+from common import (
+    JobFailed,
+    emit,
+    load_average,
+    pid_of,
+    prepare_data,
+    progress,
+    run,
+    run_job,
+    run_root,
+    summary,
+    watch_job,
+)
 from recovery import STAGES, add_model_flags, flags_of_job
 
 from megatron_elastic.layout import Layout
@@ -125,10 +136,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench endurance: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("endurance", main)

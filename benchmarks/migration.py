@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, summary, watch_job
+from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, summary, watch_job
 
 from megatron_elastic.cluster import scale
 from megatron_elastic.layout import Layout, transfers
@@ -325,10 +325,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench migration: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("migration", main)

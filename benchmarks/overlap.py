@@ -7,11 +7,10 @@ the order rotates from round to round.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times
+from common import emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
 from overhead import circumstances, flags_of_job, parse_args, plan_jobs
 
 from megatron_elastic.observe.records import read_metrics
@@ -50,10 +49,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench overlap: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("overlap", main)

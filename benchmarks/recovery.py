@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from by_size.models import RANKS, Model, accumulation, available_memory, lose_ranks
 from by_size.restart import restart_ms
 from by_size.shards import move_ms
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times, summary
+from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, step_times, summary
 
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import read_events, read_metrics
@@ -223,10 +222,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench recovery: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("recovery", main)

@@ -7,12 +7,11 @@ rotates from round to round. Besides step times they give the bytes that all ran
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times
+from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
 from overhead import circumstances, flags_of_job, parse_args, plan_jobs
 
 from megatron_elastic.observe.records import read_events, read_metrics
@@ -66,10 +65,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench replay: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("replay", main)

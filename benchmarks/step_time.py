@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times
+from common import emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
 
 from megatron_elastic.observe.records import read_metrics
 
@@ -121,10 +120,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"megatron-elastic bench step_time: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run("step_time", main)

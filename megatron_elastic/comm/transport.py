@@ -357,8 +357,6 @@ class Transport:
         with self._lock:
             self._progress()
 
-    poll = progress
-
     def _progress(self) -> None:
         for frame in self._mailbox.take():
             self._deliver(frame)

@@ -50,7 +50,7 @@ class ElasticWork(dist.Work):
         """Whether ``wait`` would return at once."""
         if self._operation is None:
             return True
-        self._transport.poll()
+        self._transport.progress()
         return self._operation.done
 
     def is_success(self) -> bool:
