@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ VARIANTS = {
     "bitwise": ["--elastic", "--elastic-consistency", "bitwise"],
 }
 STAGES = 2
+Times = Mapping[str, Sequence[Sequence[float]]]
+"""Variant -> rounds -> steps, in ms."""
 
 
 def plan_jobs(rounds: int, names: Sequence[str] = tuple(VARIANTS)) -> Iterator[tuple[int, str]]:
@@ -36,7 +38,7 @@ def plan_jobs(rounds: int, names: Sequence[str] = tuple(VARIANTS)) -> Iterator[t
 def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
     """Flags that all variants share."""
     values = {
-        "data-path": data, "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": STAGES,
+        "data-path": data, "tensor-model-parallel-size": options.tp, "pipeline-model-parallel-size": options.pp,
         "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
         "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
         "train-iters": options.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
@@ -44,22 +46,42 @@ def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
-def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Ratios of medians over all rounds, and how far they spread from round to round. ``times``: variant -> rounds."""
-    medians = {name: statistics.median(t for each in rounds for t in each) for name, rounds in times.items()}
-    result: dict[str, Any] = {}
-    for name in ("fast", "bitwise"):
-        by_round = [statistics.median(a) / statistics.median(b)
-                    for a, b in zip(times[name], times["plain"], strict=True)]
-        result[f"ratio_{name}"] = round(medians[name] / medians["plain"], 4)
-        result[f"ratio_{name}_rounds"] = {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}
-    result["step_ms"] = {name: round(value, 1) for name, value in medians.items()}
-    return result
+def figures(times: Times) -> dict[str, Any]:
+    """Medians over all rounds, and ratios to ``plain``."""
+    return {**ratio(times, "fast", "plain", "ratio_fast"), **ratio(times, "bitwise", "plain", "ratio_bitwise"),
+            "step_ms": medians(times)}
+
+
+def medians(times: Times) -> dict[str, float]:
+    """Median step time of each variant over all rounds, in ms."""
+    return {name: round(_median(rounds), 1) for name, rounds in times.items()}
+
+
+def ratio(times: Times, name: str, base: str, key: str) -> dict[str, Any]:
+    """``key``: a variant's median divided by that of ``base``; ``key``_rounds: how far it spreads over the rounds."""
+    by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(times[name], times[base], strict=True)]
+    return {key: round(_median(times[name]) / _median(times[base]), 4),
+            f"{key}_rounds": {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}}
+
+
+def _median(rounds: Sequence[Sequence[float]]) -> float:
+    return statistics.median(t for each in rounds for t in each)
 
 
 def parse_args(argv: Sequence[str], name: str, description: str) -> argparse.Namespace:
-    """Parse and check the flags of a benchmark of step times."""
+    """Parse and check the flags of a benchmark of step times whose jobs have two stages."""
     parser = argparse.ArgumentParser(prog=f"megatron-elastic bench {name}", description=description)
+    add_flags(parser)
+    parser.set_defaults(tp=1, pp=STAGES)
+    options = parser.parse_args(argv)
+    if options.nproc_per_node % STAGES:
+        parser.error(f"--nproc-per-node must be a multiple of {STAGES}")
+    check_flags(parser, options)
+    return options
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every benchmark of step times."""
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N",
                         help="jobs of each variant (default: %(default)s)")
@@ -69,12 +91,12 @@ def parse_args(argv: Sequence[str], name: str, description: str) -> argparse.Nam
     parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
-    options = parser.parse_args(argv)
-    if options.nproc_per_node % STAGES:
-        parser.error(f"--nproc-per-node must be a multiple of {STAGES}")
+
+
+def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error unless there is something to measure."""
     if options.rounds < 1 or options.steps < 3:
         parser.error("--rounds must be at least 1 and --steps at least 3")
-    return options
 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
@@ -82,7 +104,7 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "rounds": options.rounds,
         "steps_counted": (options.steps - 2) * options.rounds,
-        "layout": {"tp": 1, "pp": STAGES, "dp": options.nproc_per_node // STAGES},
+        "layout": {"tp": options.tp, "pp": options.pp, "dp": options.nproc_per_node // (options.tp * options.pp)},
         "model": {name: getattr(options, name)
                   for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
     }

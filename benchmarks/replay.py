@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
-from overhead import circumstances, flags_of_job, parse_args, plan_jobs
+from overhead import Times, circumstances, flags_of_job, medians, parse_args, plan_jobs, ratio
 
 from megatron_elastic.observe.records import read_events, read_metrics
 
@@ -31,17 +31,14 @@ def bytes_per_step(run_dir: Path) -> float:
     return float(sum(event["bytes"] / max(event["steps"], 1) for event in told))
 
 
-def figures(times: Mapping[str, Sequence[Sequence[float]]], sent: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def figures(times: Times, sent: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Medians over all rounds, and ratios to ``off``. ``times`` and ``sent``: variant -> rounds."""
-    medians = {name: statistics.median(t for each in rounds for t in each) for name, rounds in times.items()}
-    result: dict[str, Any] = {"step_ms": {name: round(value, 1) for name, value in medians.items()}}
-    for name in ("gradient", "state"):
-        by_round = [statistics.median(a) / statistics.median(b)
-                    for a, b in zip(times[name], times["off"], strict=True)]
-        result[f"ratio_{name}"] = round(medians[name] / medians["off"], 4)
-        result[f"ratio_{name}_rounds"] = {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}
-    result["bytes_per_step"] = {name: round(statistics.median(rounds)) for name, rounds in sent.items()}
-    return result
+    return {
+        "step_ms": medians(times),
+        **ratio(times, "gradient", "off", "ratio_gradient"),
+        **ratio(times, "state", "off", "ratio_state"),
+        "bytes_per_step": {name: round(statistics.median(rounds)) for name, rounds in sent.items()},
+    }
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,37 +15,19 @@ import argparse
 import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from common import emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
+from overhead import Times, add_flags, check_flags, circumstances, flags_of_job, medians, ratio
 
 from megatron_elastic.observe.records import read_metrics
 
 BACKENDS = ("elastic", "gloo")
 
 
-def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
-    """Flags that both backends share."""
-    values = {
-        "data-path": data, "tensor-model-parallel-size": options.tp, "pipeline-model-parallel-size": options.pp,
-        "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
-        "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
-        "train-iters": options.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
-    }
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
-
-
-def figures(times: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """The ratio of the medians over all rounds, and by round. ``times``: backend -> rounds -> steps, in ms."""
-    medians = {name: statistics.median(t for each in rounds for t in each) for name, rounds in times.items()}
-    by_round = [statistics.median(ours) / statistics.median(gloos)
-                for ours, gloos in zip(times["elastic"], times["gloo"], strict=True)]
-    return {
-        "ratio": round(medians["elastic"] / medians["gloo"], 4),
-        "ratio_rounds": {"min": round(min(by_round), 4), "max": round(max(by_round), 4)},
-        "step_ms": {name: round(value, 1) for name, value in medians.items()},
-    }
+def figures(times: Times) -> dict[str, Any]:
+    """The ratio of the medians over all rounds, and by round. ``times``: by backend."""
+    return {**ratio(times, "elastic", "gloo", "ratio"), "step_ms": medians(times)}
 
 
 def cpu_seconds() -> float:
@@ -65,23 +47,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags."""
     parser = argparse.ArgumentParser(
         prog="megatron-elastic bench step_time", description="Megatron's step time over elastic against gloo.")
-    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    add_flags(parser)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: %(default)s)")
     parser.add_argument("--pp", type=int, default=2, help="pipeline-parallel size (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N",
-                        help="jobs over each backend (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, metavar="N",
-                        help="steps of each job; the first two are left out (default: %(default)s)")
-    parser.add_argument("--num-layers", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seq-length", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
     options = parser.parse_args(argv)
     if options.nproc_per_node % (options.tp * options.pp):
         parser.error(f"--nproc-per-node {options.nproc_per_node} is no multiple of --tp {options.tp} x "
                      f"--pp {options.pp}")
-    if options.rounds < 1 or options.steps < 3:
-        parser.error("--rounds must be at least 1 and --steps at least 3")
+    check_flags(parser, options)
     return options
 
 
@@ -109,11 +82,7 @@ def main(argv: Sequence[str]) -> int:
         **figures(times),
         "cpu_s_per_job": {name: round(statistics.median(each), 1) for name, each in cpu.items()},
         "losses": losses_apart(losses),
-        "rounds": options.rounds,
-        "steps_counted": (options.steps - 2) * options.rounds,
-        "layout": {"tp": options.tp, "pp": options.pp, "dp": options.nproc_per_node // (options.tp * options.pp)},
-        "model": {name: getattr(options, name)
-                  for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
+        **circumstances(options),
         "load_before": load,
     })
     return 0
