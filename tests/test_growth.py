@@ -163,6 +163,12 @@ def test_new_cells_go_to_the_narrowest_stage_and_stay_on_a_host() -> None:
     ]
 
 
+def test_the_order_in_which_ranks_of_a_host_get_ready_does_not_show() -> None:
+    layout = make(1, 1, 2, slices=4)
+    together = admit(layout, {2: 1, 3: 1}, 2)
+    assert admit(admit(layout, {3: 1}, 1), {2: 1}, 2).hosts == together.hosts == ((0, 1), (2, 3))
+
+
 def test_an_approach_adds_behind_what_is_wanted() -> None:
     """So that whoever cuts the list at ``num_replicas`` has the replicas of before."""
     layout = admit(make(1, 1, 3, replicas=2, slices=6), {3: 0}, 1)

@@ -48,7 +48,8 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
         epoch=epoch,
         stages=tuple(stages),
         spares=tuple(sorted(free - used)),
-        hosts=tuple(tuple(host) for host in hosts),
+        # Ranks of one host join in the order they get ready in: that must not show.
+        hosts=tuple(tuple(sorted(host)) for host in hosts),
     )
     new.validate()
     return new
