@@ -95,7 +95,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     group.add_argument("--swiglu", action="store_true")
-    group.add_argument("--disable-bias-linear", action="store_true")
+    group.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
     group.add_argument("--add-qkv-bias", action="store_true")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--attention-dropout", type=float, default=0.1)
