@@ -95,7 +95,7 @@ class Job:
         queries = heads * a.kv_channels
         qkv = queries + 2 * (a.num_query_groups if a.group_query_attention else heads) * a.kv_channels
         first = ffn * (2 if a.swiglu else 1)
-        biases = (qkv // tp if a.add_bias_linear or a.add_qkv_bias else 0)
+        biases = qkv // tp if a.add_bias_linear or a.add_qkv_bias else 0
         biases += 2 * hidden + first // tp if a.add_bias_linear else 0
         return int((hidden * (qkv + queries + first + ffn)) // tp + biases + 2 * norm)
 
