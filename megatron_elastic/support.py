@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_elastic import argument_file
 from megatron_elastic.config import UsageError
 
 _OFF = (None, False, 0)
@@ -150,7 +151,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--log-num-zeros-in-grad", _LOOP),
     _switch("--log-max-attention-logit", _LOOP),
     _switch("--log-energy", _LOOP),
-    Refusal("--yaml-cfg", "flags are read from the command line", "give them there"),
 )
 """What is refused. Whatever is not here works, or has no effect (``WITHOUT_EFFECT``)."""
 
@@ -170,7 +170,12 @@ WITHOUT_EFFECT: dict[str, str] = {
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """Raise UsageError if flags on the command line of a Megatron-LM script cannot work with ``--elastic``."""
+    """Raise UsageError if flags of a Megatron-LM script cannot work with ``--elastic``.
+
+    ``argv`` is the script's command line, with or without ``--yaml-cfg``.
+    """
+    path = argument_file.split(argv)[0]
+    file = {} if path is None else argument_file.read(path)
     parser = _Parser(add_help=False, allow_abbrev=False)
     for refusal in REFUSALS:
         if refusal.reads is None:
@@ -179,7 +184,7 @@ def check_arguments(argv: Sequence[str]) -> None:
             parser.add_argument(refusal.flag, dest=refusal.name)
         else:
             parser.add_argument(refusal.flag, dest=refusal.name, nargs=refusal.reads)
-    given = parser.parse_known_args(list(argv))[0]
+    given = parser.parse_known_args(list(argv), argparse.Namespace(**file))[0]
     for refusal, value in _values(given):
         if value not in (None, False) and refusal.applies(value):
             _refuse(refusal, value)

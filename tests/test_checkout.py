@@ -50,11 +50,11 @@ class CheckoutJobs(Jobs):
         self.checkout = checkout
 
     def command(self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = ()) -> list[str]:
-        """Command line of a job, elastic if ``flags`` say so; they come last, so they win."""
+        """Command line of a job, elastic if ``flags`` say so; they come last, so they win. A file replaces the rest."""
+        model = [] if "--yaml-cfg" in flags else ["--data-path", str(self.data / "data"), *MODEL.split()]
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
-            str(self.checkout / "pretrain_gpt.py"), "--data-path", str(self.data / "data"), *MODEL.split(),
-            "--elastic-run-dir", str(run_dir), *flags,
+            str(self.checkout / "pretrain_gpt.py"), *model, "--elastic-run-dir", str(run_dir), *flags,
         ]  # fmt: skip
 
     def start(
@@ -220,6 +220,35 @@ def test_killed_ranks(patched: CheckoutJobs) -> None:
     logged = losses(*sorted((job.run_dir / "logs").glob("rank*.log")))
     assert set(logged) == set(losses(reference.run_dir / "logs" / "rank7.log"))
     assert len(set(logged)) == 9
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """All of them, ours too: the same job as with flags, without and with a kill."""
+    flags = grid(1, 2, 9)
+    path = tmp_path / "arguments.yaml"
+    path.write_text(
+        "language_model: {num_layers: 4, hidden_size: 32, num_attention_heads: 4, attention_dropout: 0.1, "
+        "hidden_dropout: 0.1, persist_layer_norm: False, masked_softmax_fusion: False, num_moe_experts: null, "
+        "clone_scatter_output_in_embedding: True}\n"
+        "model_parallel: {pipeline_model_parallel_size: 2, gradient_accumulation_fusion: False, bf16: False}\n"
+        "seq_length: 32\nmax_position_embeddings: 32\nmicro_batch_size: 1\nglobal_batch_size: 16\nlr: 5e-3\n"
+        "min_lr: 1.e-3\nlr_decay_style: cosine\nweight_decay: 0.1\nclip_grad: 1.0\nseed: 7\nsplit: '3,1,1'\n"
+        "log_interval: 1\ntrain_iters: 9\neval_iters: 2\neval_interval: 3\nnum_workers: 0\nvocab_size: 400\n"
+        "tokenizer_type: NullTokenizer\nuse_distributed_optimizer: True\ndistributed_backend: gloo\nspec: null\n"
+        f"transformer_impl: local\ndata_path: {patched.data / 'data'}\nelastic: True\nelastic_slices: 2\n"
+        "elastic_inject: ['kill:rank=7,step=3,at=backward']\n"
+    )
+    job = patched.start("--yaml-cfg", str(path))
+    job.finish()
+    assert_same(job, patched.undisturbed(*flags))
+    assert len(job.events("recovered")) == 1
+    refused = patched.start("--yaml-cfg", str(path), "--sequence-parallel").finish(2)
+    assert "error: --sequence-parallel does not work with --elastic" in refused
+    path.write_text(path.read_text() + "frobnicate: 3\n")
+    assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
 
 
 @slow

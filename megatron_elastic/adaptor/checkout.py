@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,13 +19,16 @@ import torch
 import torch.distributed
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor import arguments, helpers, log, targets, training
+from megatron_elastic.adaptor import arguments, helpers, log, targets, training, yaml_arguments
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import Invite, VoteResult
 from megatron_elastic.config import UsageError
 
 _STARTED = time.time()
+
+# Here, because the script parses them once before it calls pretrain().
+sys.argv[1:] = yaml_arguments.expanded(sys.argv[1:])
 
 
 def pretrain(

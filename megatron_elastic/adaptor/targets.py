@@ -157,6 +157,8 @@ PARSE = Target(_TRAINING + "arguments", "parse_args", "called", ("extra_args_pro
                "checkout", "the --elastic-* flags are a group of Megatron's own parser")
 VALIDATE = Target(_TRAINING + "arguments", "validate_args", "called", ("args", "defaults"), "checkout",
                   "Megatron's own checks of its flags")
+FLAGS = Target(_TRAINING + "arguments", "add_megatron_arguments", "called", ("parser",), "checkout",
+               "--yaml-cfg: how Megatron's flags are written")
 GLOBALS = Target(_TRAINING + "global_vars", "set_global_variables", "called", ("args", "build_tokenizer"), "checkout",
                  "arguments, tokenizer, timers and writers")
 TIMERS = Target(_TRAINING + "global_vars", "_set_timers", "replaced", ("args",), "checkout",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_elastic import support
+from megatron_elastic import argument_file, support
 from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
 from megatron_elastic.cluster.exit_signal import ExitSignal
@@ -51,8 +51,9 @@ examples:
       two nodes; the first one's launcher keeps the records
 
 The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
-in the environment is put before them, for run scripts that are not to be edited. Each rank's output is in
-RUN_DIR/logs/rank<N>.log, the records of the job are beside it. The exit code is 0 only if training finished.
+in the environment is put before them, for run scripts that are not to be edited; before that, what the file of
+Megatron-LM's --yaml-cfg has. Each rank's output is in RUN_DIR/logs/rank<N>.log, the records of the job are beside it.
+The exit code is 0 only if training finished.
 """
 
 
@@ -117,6 +118,7 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     options.arguments[:0] = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
     elastic = _Parser(add_help=False, allow_abbrev=False)
     add_elastic_arguments(elastic)
+    options.arguments[:0] = argument_file.launcher_flags(options.arguments)
     config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
     nodes = _nodes(options.nnodes)
     if options.node_rank < 0 or (options.node_rank >= nodes and not config.elastic):

@@ -1,0 +1,115 @@
+"""Argument file: Megatron-LM's ``--yaml-cfg``, as flags.
+
+The file has the names of Megatron's arguments and, in sections, the fields of its ``TransformerConfig``. What it says
+is put before the command line, which so has the last word. The launcher does that with what it acts upon itself, and
+each rank with the rest, since Megatron's parser knows how its flags are written (``adaptor.yaml_arguments``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_elastic.config import ElasticConfig, UsageError
+
+_SECTIONS = ("language_model", "model_parallel")
+_RENAMED = {
+    "bias_activation_fusion": "bias_gelu_fusion",
+    "fp8_param": "fp8_param_gather",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "num_moe_experts": "num_experts",
+}
+"""Fields and the arguments that they are made of, where the names differ."""
+_CHOSEN = {
+    ("activation_func", "gelu"): {},
+    ("activation_func", "swiglu"): {"swiglu": True},
+    ("activation_func", "squaredrelu"): {"squared_relu": True},
+    ("init_method", "xavier_uniform"): {"init_method_xavier_uniform": True},
+    ("persist_layer_norm", False): {"no_persist_layer_norm": True},
+    ("persist_layer_norm", True): {},
+}
+"""The same for some values."""
+
+
+def split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file that a command line names, if it does; and the rest of the line. Raises UsageError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--yaml-cfg")
+    try:
+        given, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from None
+    return given.yaml_cfg, rest
+
+
+def read(path: str) -> dict[str, Any]:
+    """The arguments of a file by name; those that are null are left out. Raises UsageError."""
+    content = _content(path)
+    values: dict[str, Any] = {}
+    for section in (None, *_SECTIONS):
+        for name, value in content.items() if section is None else _inside(content, section, path):
+            if (section is None and name in _SECTIONS) or value is None:
+                continue
+            if name in values:
+                raise UsageError(f"--yaml-cfg {path}: {name} is there twice, once under {section}: take one out")
+            values[name] = value
+    ours = {"elastic", *(f"elastic_{field.name}" for field in fields(ElasticConfig))}
+    if unknown := [name for name in values if name.startswith("elastic") and name not in ours]:
+        raise UsageError(f"--yaml-cfg {path}: {unknown[0]} is no argument: docs/flags.md lists them")
+    return {name: value for given in values.items() for name, value in _as_arguments(*given).items()}
+
+
+def for_launcher(name: str) -> bool:
+    """Whether the launcher acts upon an argument, and so has put it on the command line of the ranks."""
+    return name.startswith(("elastic", "exit_signal"))
+
+
+def launcher_flags(argv: Sequence[str]) -> list[str]:
+    """Of the file that ``argv`` names, what the launcher acts upon, as flags."""
+    path = split(argv)[0]
+    values = {} if path is None else read(path)
+    return [word for name, value in values.items() if for_launcher(name) for word in flags(name, value)]
+
+
+def flags(name: str, value: Any) -> Iterator[str]:
+    """An argument as flags: one for each value of a list, none for False."""
+    flag = "--" + name.replace("_", "-")
+    for each in value if isinstance(value, list) else [value]:
+        if each is True:
+            yield flag
+        elif each is not False:
+            yield f"{flag}={each}"
+
+
+def _as_arguments(name: str, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str | bool) and (name, value) in _CHOSEN:
+        return _CHOSEN[name, value]
+    return {_RENAMED.get(name, name): value}
+
+
+def _content(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"--yaml-cfg {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--yaml-cfg {path} is no YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise UsageError(f"--yaml-cfg {path}: expected names with values, as in examples/gpt3/gpt_config.yaml of "
+                         "Megatron-LM")
+    return content
+
+
+def _inside(content: Mapping[str, Any], section: str, path: str) -> Iterator[tuple[str, Any]]:
+    inside = content.get(section) or {}
+    if not isinstance(inside, dict):
+        raise UsageError(f"--yaml-cfg {path}: {section} must have names and values under it")
+    yield from inside.items()

@@ -1,0 +1,105 @@
+"""Our flags from elsewhere than the command line: Megatron-LM's YAML file, and the environment."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic import argument_file, support
+from megatron_elastic.cluster import launcher
+from megatron_elastic.config import ElasticConfig, UsageError
+
+EVERYTHING = {
+    "elastic": True, "elastic_run_dir": "somewhere", "elastic_consistency": "fast", "elastic_slices": 3,
+    "elastic_replicas": 2, "elastic_respawn": True, "elastic_verify_every": 5, "elastic_profile": "measured",
+    "elastic_replay": "state", "elastic_background_mbps": 10.5, "elastic_inject": ["kill:rank=1,step=2,at=vote"],
+    "elastic_start_timeout": 11, "elastic_suspect_timeout": 2, "elastic_heartbeat_timeout": 3,
+    "elastic_report_timeout": 40, "elastic_wait_timeout": 200,
+}  # fmt: skip
+"""A value that is not the default for each of our flags."""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("print()\n")
+    return path
+
+
+def assert_everything(config: ElasticConfig) -> None:
+    for field in fields(ElasticConfig):
+        given = EVERYTHING["elastic" if field.name == "elastic" else f"elastic_{field.name}"]
+        value = getattr(config, field.name)
+        assert value != getattr(ElasticConfig(), field.name), field.name
+        if field.name not in ("run_dir", "inject"):
+            assert value == given
+
+
+def test_all_flags_from_the_environment(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [word for name, value in EVERYTHING.items() for word in argument_file.flags(name, value)]
+    monkeypatch.setenv(launcher.ARGUMENTS_VARIABLE, shlex.join(words))
+    assert_everything(launcher._read_command([str(script)]).config)
+    config = launcher._read_command([str(script), "--elastic-replicas", "4"]).config
+    assert config.replicas == 4  # the command line wins
+
+
+def test_all_flags_from_a_file(script: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, *(f"{name}: {value}" for name, value in EVERYTHING.items()), "exit_signal_handler: true")
+    command = launcher._read_command([str(script), "--yaml-cfg", path, "--elastic-slices=7"])
+    assert command.config.slices == 7  # the command line wins
+    assert {"--elastic", "--exit-signal-handler", "--yaml-cfg"} <= set(command.program.arguments)
+    assert_everything(launcher._read_command([str(script), f"--yaml-cfg={path}"]).config)
+
+
+def test_sections_are_flags(tmp_path: Path) -> None:
+    """With the names that Megatron's flags have."""
+    path = write(
+        tmp_path, "language_model:", "  num_layers: 4", "  layernorm_epsilon: 1.e-6", "  activation_func: swiglu",
+        "  num_query_groups: null", "  num_moe_experts: 8", "model_parallel:", "  bf16: True", "lr: 1e-3",
+    )  # fmt: skip
+    values = {"num_layers": 4, "norm_epsilon": 1e-6, "swiglu": True, "num_experts": 8, "bf16": True, "lr": "1e-3"}
+    assert argument_file.read(path) == values
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["model_parallel:", "  sequence_parallel: True"], "--sequence-parallel does not work with --elastic"),
+        (["language_model:", "  num_moe_experts: 8"], "--num-experts 8 does not work with --elastic"),
+        (["elastic_replica: 2"], "elastic_replica is no argument: docs/flags.md lists them"),
+        (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),
+        (["model_parallel: 3"], "model_parallel must have names and values under it"),
+        (["- 3"], "expected names with values"),
+        (["a: [3"], "is no YAML file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_a_file_cannot_say(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        support.check_arguments(["--yaml-cfg", write(tmp_path, *lines), "--bf16"])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
+    path = write(tmp_path, "context_parallel_size: 2")
+    support.check_arguments(["--yaml-cfg", path, "--context-parallel-size", "1"])
+    with pytest.raises(UsageError, match="--context-parallel-size 2"):
+        support.check_arguments(["--yaml-cfg", path])
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere: No such file"):
+        argument_file.read(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="expected one argument"):
+        argument_file.split(["--yaml-cfg"])
+    assert argument_file.split(["--a", "3", "--b"]) == (None, ["--a", "3", "--b"])
+
+
+def write(folder: Path, *lines: str) -> str:
+    path = folder / "arguments.yaml"
+    path.write_text("\n".join((*lines, "")))
+    return str(path)
