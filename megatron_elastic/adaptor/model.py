@@ -23,11 +23,18 @@ def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
         yield f"layer.{layer.layer_number - 1}", layer
 
 
-def watch(module: torch.nn.Module, look: Callable[[], None]) -> None:
-    """Call ``look`` when the module's forward begins and when its backward gets to a parameter; it may raise."""
-    module.register_forward_pre_hook(lambda *_: look())
-    for parameter in itertools.islice(module.parameters(), 1):
-        parameter.register_post_accumulate_grad_hook(lambda _: look())
+def watch(model: GPTModel, begins: Callable[[str], None], ended: Callable[[str], None]) -> None:
+    """Call ``begins`` with a unit when its forward does and ``ended`` when its backward has; both may raise.
+
+    A unit's backward comes last to its first parameter.
+    """
+    units: list[tuple[str, torch.nn.Module]] = list(unit_modules(model))
+    if model.post_process and model.decoder.final_layernorm is not None:
+        units.append(("head", model.decoder.final_layernorm))
+    for unit, module in units:
+        module.register_forward_pre_hook(lambda *_, unit=unit: begins(unit))
+        for parameter in itertools.islice(module.parameters(), 1):
+            parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: ended(unit))
 
 
 def first_uses(model: GPTModel) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:

@@ -26,6 +26,7 @@ from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import build_once, collate
 from megatron_elastic.adaptor.model import bind_stage, first_uses, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
+from megatron_elastic.adaptor.profile import sample
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
@@ -62,6 +63,7 @@ from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
+from megatron_elastic.pipeline.profiler import Profiler
 from megatron_elastic.pipeline.schedule import one_forward_one_backward
 from megatron_elastic.plan import everything, memory
 from megatron_elastic.state.buffer import UnitBuffer
@@ -216,6 +218,8 @@ class Trainer:
         """The step, and bytes sent before it, from which on traffic is counted."""
         self.gathering = False
         """Whether parameters of the newest step may still be on their way here."""
+        self.boundary_ms: float | None = None
+        """Time of an activation to the next stage, when last measured."""
         self.copying = False
         """Whether copies had to be made for the layout, to or from this rank."""
 
@@ -380,7 +384,7 @@ class Trainer:
         key = random.GrainKey(args.seed)
         for unit, module in unit_modules(model):
             key.attach(module, unit)
-            watch(module, self._look)
+        watch(model, self._unit_begins, self._unit_ended)
         for module, names in first_uses(model):
             module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
@@ -406,9 +410,10 @@ class Trainer:
         self.verification = Verification(layout, self.transport, self.units, store, every) if every else None
         self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
         args = self.args
+        self.profiler = Profiler([unit.params for unit in self.units.values()])
         self.executor = Executor(
             layout, self.transport, self.hooks, (args.seq_length, args.micro_batch_size, args.hidden_size),
-            torch.bfloat16 if args.bf16 else torch.float32,
+            torch.bfloat16 if args.bf16 else torch.float32, self.profiler,
         )  # fmt: skip
         self.vote_group = Group(self.transport, _VOTE_GROUP, layout.ranks)
 
@@ -428,7 +433,10 @@ class Trainer:
             self.reduction.reduce_when_complete()
         self.store.drop_gradients()
         self.grains.begin(self.step, self._training_batch)
-        self.executor.run(self.program, self.grains)
+        with self.profiler.pipeline():
+            self.executor.run(self.program, self.grains)
+        if self.config.profile == MEASURED and self.step % _PROFILED == 0:
+            self.boundary_ms = self.executor.measure_boundary()
         self._await_parameters()
         self.hooks.at("grad_sync")
         self.reduction.reduce_gradients()
@@ -496,7 +504,7 @@ class Trainer:
             self.verification.note(self.step)
         self.step += 1
         self._committed(self.last)
-        if self.config.profile == MEASURED and self.step % _PROFILED == 0:
+        if self.config.profile == MEASURED and self.last.step % _PROFILED == 0:
             self._tell_times()
         self.store.settle()
         self._note_copies()
@@ -527,18 +535,19 @@ class Trainer:
 
     def _before_use(self, units: Sequence[str], *_: object) -> None:
         """A forward pass is about to use the parameters of these units."""
-        for name in units:
-            self.reduction.await_parameters(self.layout.units.index(name))
+        with self.profiler.waiting():
+            for name in units:
+                self.reduction.await_parameters(self.layout.units.index(name))
 
     def _committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
 
     def _tell_times(self) -> None:
-        times = self.executor.stopwatch.read()
-        if times is not None and self.layout.tp_index(self.rank) == 0:
-            self.control.send(
-                Profile(rank=self.rank, epoch=self.layout.epoch, forward_ms=times[0], backward_ms=times[1])
-            )
+        read = self.profiler.read()
+        if read is not None and self.layout.tp_index(self.rank) == 0:
+            boundary = self.executor.activation_bytes, self.boundary_ms
+            told = sample(self.layout, self.rank, *read, boundary, self.units, len(self.optimizer.moments))
+            self.control.send(Profile(rank=self.rank, epoch=self.layout.epoch, sample=told))
 
     def _switch(self) -> None:
         """Between two steps: make the planned layout true, which all ranks do now."""
@@ -749,8 +758,16 @@ class Trainer:
 
     # ---- small things -----------------------------------------------------------------------
 
+    def _unit_begins(self, unit: str) -> None:
+        self._look()
+        self.profiler.enter(unit)
+
+    def _unit_ended(self, unit: str) -> None:
+        self._look()
+        self.profiler.leave(unit)
+
     def _look(self) -> None:
-        """Unwind between two layers if there is an interrupt."""
+        """Unwind between two units if there is an interrupt."""
         if self.control.interrupt.raised:
             self.control.interrupt.check()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_elastic.cluster.course import Course
 from megatron_elastic.cluster.messages import Profile
 from megatron_elastic.config import MEASURED
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan import Costs, measured, replan
+from megatron_elastic.plan import Costs, Sample, measured, replan
 
 
 class Arrangement:
@@ -16,15 +17,17 @@ class Arrangement:
 
     Args:
         course: where the job stands.
+        write: writes a measured profile down.
     """
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: Course, write: Callable[[str], None]) -> None:
         self.stages: int | None = None
         """Number of pipeline stages that somebody has asked for."""
         self._course = course
+        self._write = write
         self._costs: Costs | None = None
-        self._times: dict[int, tuple[float, float]] = {}
-        """What each stage of the present layout was measured to take for a grain."""
+        self._samples: dict[int, Sample] = {}
+        """What each rank measured last under the present layout."""
         self._fits = False
         """Whether units have been where they cost least since ranks last came or went."""
 
@@ -38,10 +41,12 @@ class Arrangement:
         layout = self._course.layout
         if layout is None or message.epoch != layout.epoch or message.rank not in layout.ranks:
             return False
-        self._times[layout.stage_of(message.rank)] = message.forward_ms, message.backward_ms
-        if len(self._times) < layout.pipeline_size:
+        self._samples[message.rank] = message.sample
+        costs = measured(layout, self._samples.values())
+        if costs is None:
             return False
-        self._costs = measured(layout, self._times)
+        self._costs = costs
+        self._write(costs.to_json(layout.units))
         return True
 
     def due(self, layout: Layout, newcomers: bool) -> bool:
@@ -66,4 +71,4 @@ class Arrangement:
 
     def new_layout(self) -> None:
         """What was measured was another layout's."""
-        self._times.clear()
+        self._samples.clear()

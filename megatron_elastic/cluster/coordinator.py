@@ -107,7 +107,7 @@ class Coordinator:
         self._injected: dict[int, float] = {}
         self._timers = Timers()
         self._suspicion = Suspicion(self._ranks, self._timers, config.suspect_timeout, self._event, say, self._lose)
-        self._arrangement = Arrangement(self._course)
+        self._arrangement = Arrangement(self._course, self._write_profile)
         self._changes = Changes(
             self._course, self._ranks, self._timers, self._suspicion, self._arrangement, config,
             idle=lambda: not (self.outcome.done() or self._collecting or self._recovery), use=self._use,
@@ -207,6 +207,10 @@ class Coordinator:
                 wire.send(Stop(ok=False, reason=f"{cause}: its ranks are no longer part of the job"))
                 wire.abort()
         self._lose(alive, cause, when)
+
+    def _write_profile(self, text: str) -> None:
+        assert self._records is not None
+        self._records.profile(text)
 
     def _event(self, kind: str, **fields: object) -> None:
         if self._records is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_elastic.layout import UnitShape
+from megatron_elastic.plan import Sample
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
@@ -127,12 +128,11 @@ class Settled(Message, frozen=True):
 
 
 class Profile(Message, frozen=True):
-    """Mean milliseconds of this rank's stage for the forward and the backward pass of a grain, measured lately."""
+    """What this rank measured of its stage lately."""
 
     rank: int
     epoch: int
-    forward_ms: float
-    backward_ms: float
+    sample: Sample
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Records: the files of a run. ``RunRecords`` writes them, and the ``read_*`` functions read them.
 
 A run directory holds ``metrics.jsonl`` (one line a committed step), ``events.jsonl`` (one line an event),
-``layouts/EPOCH.json`` and, once training is done, ``digest.json``. JSON has no infinities and no NaN: such numbers are
-written as null, and the ``*_hex`` fields keep what they were.
+``layouts/EPOCH.json``, with ``--elastic-profile measured`` ``profile.json`` and, once training is done,
+``digest.json``. JSON has no infinities and no NaN: such numbers are written as null, and the ``*_hex`` fields keep what
+they were.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class RunRecords:
     def digest(self, digest: Mapping[str, Any]) -> None:
         """Write ``digest.json``, as ``digest.combine`` made it."""
         _replace(self._dir / "digest.json", json.dumps(digest, indent=2) + "\n")
+
+    def profile(self, text: str) -> None:
+        """Write ``profile.json``, what units were measured to cost, over an older one."""
+        _replace(self._dir / "profile.json", text)
 
     def close(self) -> None:
         """Close the files."""

@@ -6,9 +6,9 @@ widths need no special case. Sends do not block; receives do, and unwind when in
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout
+from megatron_elastic.pipeline.profiler import Profiler
 from megatron_elastic.pipeline.program import Op
 
 
@@ -33,33 +34,7 @@ class StageModel(Protocol):
         """Add the grain's gradients; returns the gradient of ``received`` (None on the first stage)."""
 
 
-class Stopwatch:
-    """Time that passes in forward and in backward, for planning. Costs two looks at the clock for each."""
-
-    def __init__(self) -> None:
-        self._seconds = [0.0, 0.0]
-        self._times = [0, 0]
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a grain."""
-        return self._measure(0)
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Around the backward pass of a grain."""
-        return self._measure(1)
-
-    def read(self) -> tuple[float, float] | None:
-        """Mean milliseconds of a grain's forward and backward since the last time; None if there was none."""
-        seconds, times = self._seconds, self._times
-        self._seconds, self._times = [0.0, 0.0], [0, 0]
-        return (1e3 * seconds[0] / times[0], 1e3 * seconds[1] / times[1]) if all(times) else None
-
-    @contextmanager
-    def _measure(self, what: int) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._seconds[what] += time.perf_counter() - begun
-        self._times[what] += 1
+_PROBES = 5
 
 
 class Executor:
@@ -68,10 +43,17 @@ class Executor:
     Args:
         layout: says who computes which grain in the neighbouring stages.
         shape, dtype: of the activation between stages ([sequence, micro-batch, hidden]).
+        profiler: is told of passes.
     """
 
     def __init__(
-        self, layout: Layout, transport: Transport, hooks: Hooks, shape: Sequence[int], dtype: torch.dtype
+        self,
+        layout: Layout,
+        transport: Transport,
+        hooks: Hooks,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        profiler: Profiler,
     ) -> None:
         self._layout = layout
         self._transport = transport
@@ -82,7 +64,12 @@ class Executor:
         self._tp = layout.tp_index(transport.rank)
         self._first = self._stage == 0
         self._last = self._stage == layout.pipeline_size - 1
-        self.stopwatch = Stopwatch()
+        self._profiler = profiler
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of what a grain takes from stage to stage."""
+        return math.prod(self._shape) * self._dtype.itemsize
 
     def run(self, program: Sequence[Op], model: StageModel) -> None:
         """Execute the operations in order. Interruptions leave nothing behind but unfinished gradients."""
@@ -94,18 +81,38 @@ class Executor:
             if op.kind == "forward":
                 received = None if self._first else self._receive(op.grain, self._stage - 1, Channel.ACTIVATION)
                 inputs[op.grain] = received if received is None else received.requires_grad_()
-                with self.stopwatch.forward():
+                with self._profiler.forward():
                     outputs[op.grain] = output = model.forward(op.grain, received)
                 if not self._last:
                     sends.append(self._send(op.grain, self._stage + 1, Channel.ACTIVATION, output))
             else:
                 grad = None if self._last else self._receive(op.grain, self._stage + 1, Channel.ACTIVATION_GRAD)
-                with self.stopwatch.backward():
+                with self._profiler.backward():
                     input_grad = model.backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
                 if input_grad is not None:
                     sends.append(self._send(op.grain, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad))
             sends = [send for send in sends if not send.done]
         self._transport.wait(*sends)
+
+    def measure_boundary(self) -> float | None:
+        """Milliseconds that an activation takes to the next stage; None in the last. All ranks must call it."""
+        stages = self._layout.stages
+        mine = self._layout.cell_of(self._transport.rank)
+        if not self._first:
+            for grain in (cell.grains[0] for cell in stages[self._stage - 1].cells if cell.grains):
+                for _ in range(_PROBES if grain in mine.grains else 0):
+                    received = self._receive(grain, self._stage - 1, Channel.ACTIVATION)
+                    self._transport.wait(self._send(grain, self._stage - 1, Channel.ACTIVATION_GRAD, received))
+        if self._last or not mine.grains:
+            return None
+        activation, times = torch.zeros(self._shape, dtype=self._dtype), []
+        for _ in range(_PROBES):
+            begun = time.perf_counter()
+            there = self._send(mine.grains[0], self._stage + 1, Channel.ACTIVATION, activation)
+            self._receive(mine.grains[0], self._stage + 1, Channel.ACTIVATION_GRAD)
+            self._transport.wait(there)
+            times.append(time.perf_counter() - begun)
+        return 1e3 * min(times) / 2  # the first ones include that the other is not there yet
 
     def run_forward(self, grains: Sequence[int], model: StageModel) -> None:
         """Forward only, for evaluation."""

@@ -1,0 +1,141 @@
+"""Profiler: what each unit takes in time and in activations, measured while training runs.
+
+Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradient of its
+first parameter is there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward
+is counted once, in the first grain. Times are of the processor: a device that computes on its own is not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class Measured(NamedTuple):
+    """What one unit takes for a grain: mean milliseconds, and bytes kept from its forward to its backward."""
+
+    forward_ms: float
+    backward_ms: float
+    activation_bytes: int
+
+
+class Profiler:
+    """Times the passes of one rank's stage under one layout, unit by unit.
+
+    Args:
+        parameters: what a forward reads without having to keep it for the backward.
+    """
+
+    def __init__(self, parameters: Collection[torch.Tensor]) -> None:
+        self._kept = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+        """Storages that are there in any case, or were counted already."""
+        self._activations: dict[str, int] | None = None
+        """By unit; None until the first forward is over."""
+        self._seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
+        self._times = [0, 0]
+        """Passes since the last look: forwards, backwards."""
+        self._pass: int | None = None
+        """0 in a forward, 1 in a backward, None in neither."""
+        self._unit = ""
+        self._mark = 0.0
+        self._begun, self._pipeline, self._steps = time.perf_counter(), 0.0, 0
+
+    # ---- what is measured --------------------------------------------------------------------
+
+    @contextmanager
+    def pipeline(self) -> Iterator[None]:
+        """Around all the passes of a step."""
+        begun = time.perf_counter()
+        yield
+        self._pipeline += time.perf_counter() - begun
+        self._steps += 1
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass of a grain."""
+        with self._measure(0):
+            if self._activations is not None:
+                yield
+                return
+            activations: dict[str, int] = defaultdict(int)
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._count(tensor, activations), _same):
+                yield
+            self._activations = activations
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass of a grain."""
+        with self._measure(1):
+            yield
+
+    def enter(self, unit: str) -> None:
+        """A unit's forward begins. Recomputing it is a part of its backward."""
+        if self._pass == 0:
+            if self._unit:
+                self._charge(self._unit)
+            self._unit = unit
+
+    def leave(self, unit: str) -> None:
+        """A unit's backward has ended."""
+        if self._pass == 1:
+            self._charge(unit)
+            self._unit = unit
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait that no unit is to be charged for."""
+        begun = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - begun
+
+    # ---- what was measured -------------------------------------------------------------------
+
+    def read(self) -> tuple[dict[str, Measured], float] | None:
+        """Units' means since the last look, and the mean ms of a step outside its passes. None if there was no step."""
+        seconds, times, now = self._seconds, self._times, time.perf_counter()
+        elsewhere = now - self._begun - self._pipeline
+        steps, activations = self._steps, self._activations
+        self._seconds, self._times = (defaultdict(float), defaultdict(float)), [0, 0]
+        self._begun, self._pipeline, self._steps = now, 0.0, 0
+        if not steps or not all(times) or activations is None:
+            return None
+        units = {
+            unit: Measured(1e3 * seconds[0][unit] / times[0], 1e3 * seconds[1][unit] / times[1], activations[unit])
+            for unit in {**seconds[0], **seconds[1]}
+        }
+        return units, 1e3 * elsewhere / steps
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _measure(self, which: int) -> Iterator[None]:
+        self._pass, self._unit, self._mark = which, "", time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._unit:
+                self._charge(self._unit)
+            self._pass = None
+            self._times[which] += 1
+
+    def _charge(self, unit: str) -> None:
+        assert self._pass is not None
+        now = time.perf_counter()
+        self._seconds[self._pass][unit] += now - self._mark
+        self._mark = now
+
+    def _count(self, tensor: torch.Tensor, activations: dict[str, int]) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._kept:
+            self._kept.add(storage.data_ptr())
+            activations[self._unit] += storage.nbytes()
+        return tensor
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,97 @@
+"""Tests of ``pipeline.profiler`` and ``plan.profile``: what units cost, measured."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_elastic.layout import Layout, gpt_units
+from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.plan import Costs, Sample, measured
+from megatron_elastic.plan.cost import UnitCost
+from tests.jobs import MODEL, Grid, Jobs
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the profiler's clock shows."""
+    now = [0.0]
+    monkeypatch.setattr("megatron_elastic.pipeline.profiler.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_time_goes_to_the_unit_that_took_it(clock: list[float]) -> None:
+    profiler = Profiler([])
+    for _ in range(2):
+        with profiler.pipeline():
+            with profiler.forward():
+                clock[0] += 1  # before the first unit: its input
+                profiler.enter("embedding")
+                clock[0] += 2
+                profiler.enter("layer.0")
+                with profiler.waiting():
+                    clock[0] += 50
+                clock[0] += 4
+            with profiler.backward():
+                clock[0] += 8
+                profiler.enter("layer.0")  # recomputed
+                clock[0] += 8
+                profiler.leave("layer.0")
+                clock[0] += 32
+                profiler.leave("embedding")
+        clock[0] += 64
+    read = profiler.read()
+    assert read is not None
+    units, overhead = read
+    assert units == {"embedding": (3000, 32000, 0), "layer.0": (4000, 16000, 0)}
+    assert overhead == 64000
+    assert profiler.read() is None
+
+
+def test_what_autograd_keeps_is_counted_once() -> None:
+    weight = torch.nn.Parameter(torch.ones(16, 16))
+    profiler = Profiler([weight])
+    with profiler.pipeline():
+        for _ in range(3):
+            with profiler.forward():
+                profiler.enter("layer.0")
+                hidden = torch.ones(4, 16, requires_grad=True) @ weight  # keeps its input
+                profiler.enter("layer.1")
+                output = hidden.exp()  # keeps its output
+            with profiler.backward():
+                output.sum().backward()
+    read = profiler.read()
+    assert read is not None
+    assert {unit: measured.activation_bytes for unit, measured in read[0].items()} == {"layer.0": 256, "layer.1": 256}
+
+
+def test_costs_are_medians_and_layers_are_alike() -> None:
+    units, stages = gpt_units(2, 2, tied=False, positions=False)
+    layout = Layout.grid(tp=1, pp=2, dp=1, stage_units=stages, units=units, num_grains=4, num_slices=1, replicas=0)
+    assert layout.units == ("embedding", "layer.0", "layer.1", "head")
+    layer = UnitCost(2.0, 4.0, 100, 300, 10)
+    first = Sample({0: UnitCost(1.0, 1.0, 50, 150, 5), 1: layer}, 1000, 0.5, 30.0)
+    last = Sample({2: replace(layer, forward_ms=4.0), 3: UnitCost(6.0, 9.0, 7, 8, 9)}, 1000, None, 12.0)
+    assert measured(layout, [first]) is None
+    costs = measured(layout, [first, last])
+    assert costs is not None
+    layer = replace(layer, forward_ms=3.0)
+    assert costs.units == (first.units[0], layer, layer, last.units[3])
+    assert (costs.overhead_ms, costs.boundary_ms) == (12.0, 0.5)
+
+
+def test_a_job_writes_what_it_measured(jobs: Jobs) -> None:
+    grid = Grid(tp=1, pp=2, steps=21, ranks=4)
+    job = jobs.run(*grid.flags, *MODEL.split(), "--elastic-profile", "measured", ranks=4)
+    reference = jobs.undisturbed(*grid.flags, *MODEL.split(), ranks=4)
+    assert [m["loss_hex"] for m in job.metrics().values()] == [m["loss_hex"] for m in reference.metrics().values()]
+    costs = Costs.from_json((job.run_dir / "profile.json").read_text(), job.layouts()[0].units)
+    assert all(cost.forward_ms > 0 and cost.backward_ms > 0 for cost in costs.units if cost.activation_bytes)
+    layers = [cost for name, cost in zip(job.layouts()[0].units, costs.units, strict=True) if name.startswith("layer.")]
+    for one, other in itertools.pairwise(layers):
+        assert one == other
+    assert costs.boundary_bytes == 32 * 32 * 4
+    assert 0 < costs.boundary_ms < 1000 and costs.overhead_ms > 0
