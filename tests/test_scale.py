@@ -12,7 +12,7 @@ import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout, gpt_units, transfers
-from megatron_elastic.plan import improve
+from megatron_elastic.plan import Costs, improve
 from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
 from tests.test_growth import to_stages
 
@@ -91,6 +91,23 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert shape(layouts[-1]) == [2, 2, 2, 2]
     assert not any(cell.incoming for stage in layouts[-1].stages for cell in stage.cells)
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
+
+
+@pytest.mark.slow
+def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
+    """By the costs of a profile, after a loss has made a stage narrower: at once without, then with another cut."""
+    flags = (*TIED, "--pipeline-model-parallel-size", "2")
+    reference = jobs.undisturbed(*flags, ranks=4)
+    units = reference.layouts()[0].units
+    profile = jobs.folder / "profile.json"
+    profile.write_text(Costs.assumed(units).to_json(units))
+    job = start(jobs, *flags, "--elastic-profile", str(profile), *inject("3@3:backward"), ranks=4)
+    job.finish()
+    layouts = assert_same(job, reference)
+    names = [[[units[unit] for unit in stage.units] for stage in layout.stages] for layout in layouts]
+    layers = [[sum(name.startswith("layer.") for name in stage) for stage in stages] for stages in names]
+    assert layers[0] == layers[1] == [2, 2], "training goes on before anything moves"
+    assert (layers[-1], shape(layouts[-1])) == ([3, 1], [2, 1])
 
 
 @pytest.mark.slow
