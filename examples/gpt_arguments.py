@@ -15,7 +15,6 @@ from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 
 _UNSUPPORTED = {
-    "--sequence-parallel": "sequence parallelism is not supported yet; leave it out",
     "--context-parallel-size": "context parallelism is not supported yet; leave it out or use 1",
     "--expert-model-parallel-size": "mixture of experts is not supported yet; leave it out or use 1",
     "--num-experts": "mixture of experts is not supported yet; leave it out",
@@ -113,6 +112,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--sequence-parallel", action="store_true",
+                       help="tensor-parallel ranks share the sequence between layers; no effect without such ranks")
     group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
                        help="shard the optimizer over data-parallel ranks; --elastic always does")
     group.add_argument("--overlap-grad-reduce", action="store_true",
@@ -173,6 +174,9 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"the world size {world}: start a multiple of {tp * pp} processes, or change the sizes"
         )
     args.data_parallel_size = world // (tp * pp)
+    args.sequence_parallel = args.sequence_parallel and tp > 1
+    if args.sequence_parallel:
+        _divides("--seq-length", args.seq_length, "--tensor-model-parallel-size", tp)
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise UsageError("--overlap-param-gather needs --overlap-grad-reduce: add it")
 

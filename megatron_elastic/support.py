@@ -63,7 +63,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--hybrid-context-parallel", _SHAPE),
     Refusal("--expert-model-parallel-size", "mixture of experts is not supported yet", "use 1", but=(1,)),
     Refusal("--num-experts", "mixture of experts is not supported yet"),
-    _switch("--sequence-parallel", "sequence parallelism is not supported yet"),
     Refusal("--num-layers-per-virtual-pipeline-stage", "virtual pipelines are not supported yet"),
     Refusal("--num-virtual-stages-per-pipeline-rank", "virtual pipelines are not supported yet"),
     Refusal("--pipeline-model-parallel-layout", _EVEN),

@@ -39,6 +39,7 @@ def test_derived_values(data: Path) -> None:
     assert (args.lr_decay_iters, args.elastic) == (10, False)
     assert parse_args(flags(data, "--swiglu")).ffn_hidden_size == 128
     assert parse_args(flags(data, "--recompute-granularity full")).recompute_num_layers == 1
+    assert not parse_args(flags(data, "--sequence-parallel")).sequence_parallel  # as in Megatron-LM
     assert parse_args(flags(data, "--train-iters 0")).lr_decay_iters == 1
 
 
@@ -80,7 +81,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--vocab-size 900", 1, "--vocab-size 900 contradicts the data's 1000"),
     ("--split 0,1,1", 1, "--split 0,1,1: expected up to three weights"),
     ("--split x", 1, "--split x: expected up to three weights"),
-    ("--sequence-parallel", 1, "--sequence-parallel: sequence parallelism is not supported yet"),
+    (f"--sequence-parallel --seq-length 33 {TP2}", 2, "--seq-length 33 is not divisible by --tensor-model-parallel"),
     ("--context-parallel-size 2", 1, "--context-parallel-size: context parallelism is not supported yet"),
     ("--num-experts 8", 1, "--num-experts: mixture of experts is not supported yet"),
     ("--num-layers-per-virtual-pipeline-stage 1", 1, "virtual pipelines are not supported yet"),

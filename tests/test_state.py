@@ -45,7 +45,7 @@ def _buffer(
 ) -> UnitBuffer:
     """A unit's buffer that has taken the parameters over."""
     buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp), accumulator or ExactAccumulator(1))
-    buffer.bind([member.parameter for member in members], fill=True)
+    buffer.bind(members, fill=True)
     return buffer
 
 

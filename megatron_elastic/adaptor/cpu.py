@@ -2,6 +2,7 @@
 
 - ``megatron.core.tensor_parallel.random``: its state functions reach into the CUDA generators directly, and its tracker
   warns whenever the CPU's generator moves, which here *is* the generator.
+- Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.sequence``).
 - ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
   draws random numbers besides): there are none.
 - The C++ helpers of ``megatron.core.datasets`` (``adaptor.helpers``), the distributed optimizer with torch's Adam
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_elastic.adaptor import checkpoint_writer, helpers, targets, torch_adam
+from megatron_elastic.adaptor import checkpoint_writer, helpers, sequence, targets, torch_adam
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import cpu
 
@@ -43,12 +44,16 @@ def install() -> None:
 
 
 def apply() -> None:
-    """Make Megatron's random streams act on the CPU's generator. Idempotent; does nothing where CUDA is in use."""
+    """Make Megatron's random streams act on the CPU's generator, and its norms be torch's in any model.
+
+    Idempotent; does nothing where CUDA is in use.
+    """
     if not cpu.needed():
         return
     targets.GET_STATE.replace(_get_state)
     targets.SET_STATE.replace(_set_state)
     targets.FORK.replace(_fork)
+    sequence.allow_torch_norms()
 
 
 def _stand_in_for_triton_kernels() -> None:

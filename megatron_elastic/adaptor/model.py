@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.optimizer import ParameterGroups
+from megatron_elastic.adaptor.sequence import is_partial
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
@@ -99,6 +100,7 @@ def bind_stage(
                 parameter=parameter,
                 group=groups.index(full_name, parameter),
                 sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+                partial=is_partial(full_name, parameter, model.config),
             )
             for full_name, parameter in parameters[name]
         ]
@@ -111,7 +113,7 @@ def bind_stage(
         known = unit in units
         if not known:
             units[unit] = UnitBuffer(partitions[unit], accumulator)
-        units[unit].bind([member.parameter for member in members], fill=not known)
+        units[unit].bind(members, fill=not known)
     if model.pre_process and model.post_process and model.share_embeddings_and_output_weights:
         twin = units[layout.units.index("embedding")].twin(model.embedding.word_embeddings.weight)
         model.shared_embedding_or_output_weight = lambda: twin

@@ -61,11 +61,13 @@ def _keyed(seed: int, unit: Callable[[dict[str, Any]], str]) -> Callable[[Callab
 class GrainKey:
     """Seeds the default generator when a unit begins its forward pass; holds the (step, grain) it belongs to.
 
-    Recomputation runs a unit's forward again inside the backward of the same grain, and draws the same.
+    Recomputation runs a unit's forward again inside the backward of the same grain, and draws the same. With sequence
+    parallelism ``part`` says which part of the sequence this rank has, so that the parts draw different numbers.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, part: int | None = None) -> None:
         self._seed = seed
+        self._part = () if part is None else (part,)
         self.step = 0
         self.grain = 0
 
@@ -73,7 +75,7 @@ class GrainKey:
         """Seed at every forward of ``module``."""
 
         def begin(*_: Any) -> None:
-            keyed.seed_default_generator(self._seed, self.step, self.grain, unit)
+            keyed.seed_default_generator(self._seed, self.step, self.grain, unit, *self._part)
 
         module.register_forward_pre_hook(begin)
 

@@ -198,6 +198,9 @@ LOAD_OPTIMIZER = Target(_OPTIMIZER, "DistributedOptimizer.load_state_dict", "wra
                         "torch's Adam keeps a step for each parameter")
 SAVE_OPTIMIZER = Target(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", "wrapped", ("self",), "cpu",
                         "torch's Adam has no state before its first step")
+TORCH_NORM = Target(_CORE + "transformer.torch_norm", "WrappedTorchNorm.__new__", "wrapped",
+                    ("cls", "config", "hidden_size", "eps"), "cpu",
+                    "Apex, whose norms know of sequence parallelism, needs a GPU")
 KERNELS = Target("megatron.legacy.fused_kernels", "load", "replaced", ("args",), "cpu", "there is no CUDA compiler")
 HELPERS = Target(_DATASETS + "utils", "compile_helpers", "replaced", (), "cpu",
                  "compiled for the Python that runs; an installed megatron-core has them ready")

@@ -183,9 +183,10 @@ class Trainer:
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.schedule = self._schedule()
         self._check_memory()
-        # Twice: a tied embedding gets a gradient from each of its two stages.
+        # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell.
+        each = max(2, args.tensor_model_parallel_size)
         self.accumulator = make_accumulator(
-            self.config.consistency, 2 * self.layout.num_grains, main_grads_dtype(args)
+            self.config.consistency, each * self.layout.num_grains, main_grads_dtype(args)
         )
         self.step = checkpoint.latest_step(args.load) + 1
         """The step in progress: committed steps plus one."""
@@ -381,7 +382,7 @@ class Trainer:
                     self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
         self.model_config = model.config
         self.gpt = model
-        key = random.GrainKey(args.seed)
+        key = random.GrainKey(args.seed, tp if args.sequence_parallel else None)
         for unit, module in unit_modules(model):
             key.attach(module, unit)
         watch(model, self._unit_begins, self._unit_ended)
@@ -411,8 +412,9 @@ class Trainer:
         self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
         args = self.args
         self.profiler = Profiler([unit.params for unit in self.units.values()])
+        sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         self.executor = Executor(
-            layout, self.transport, self.hooks, (args.seq_length, args.micro_batch_size, args.hidden_size),
+            layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
             torch.bfloat16 if args.bf16 else torch.float32, self.profiler,
         )  # fmt: skip
         self.vote_group = Group(self.transport, _VOTE_GROUP, layout.ranks)

@@ -352,10 +352,10 @@ class Coordinator:
 
     def _on_finished(self, message: Finished) -> None:
         assert self._course.layout is not None
+        if self._collecting:
+            return  # sent before the interrupt: it will finish again, in the new layout
         self._ranks[message.rank].finished = message
         waiting = [rank for rank in self._course.layout.ranks if self._ranks[rank].finished is None]
-        if self._collecting:
-            return  # it will be asked again in the new layout
         if waiting:
             self._timers.set("finish", self._config.wait_timeout, self._finish_late)
             return

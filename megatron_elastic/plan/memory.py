@@ -103,15 +103,17 @@ class Job:
         """Bytes that a grain leaves from a unit's forward for its backward, on one rank. An estimate."""
         a = self.args
         tp, tokens = a.tensor_model_parallel_size, a.seq_length * a.micro_batch_size
+        shared = tokens // tp if a.sequence_parallel else tokens  # tokens between the tensor-parallel layers
         if unit in ("embedding", "positions"):
-            return int(tokens * a.hidden_size * self.weight)
+            return int(shared * a.hidden_size * self.weight)
         if unit == "head":  # logits, and what the loss keeps of them in fp32
-            return int(tokens * (2 * a.hidden_size * self.weight + a.padded_vocab_size // tp * (self.weight + 4)))
+            logits = tokens * (a.padded_vocab_size // tp) * (self.weight + 4)
+            return int(shared * 2 * a.hidden_size * self.weight + logits)
         if a.recompute_granularity == "full":
-            return int(tokens * a.hidden_size * self.weight // a.recompute_num_layers)
+            return int(shared * a.hidden_size * self.weight // a.recompute_num_layers)
         scores = 0 if a.recompute_granularity == "selective" else 3 * a.num_attention_heads * a.seq_length
         inside = 4 * a.num_attention_heads * a.kv_channels + 2 * a.ffn_hidden_size * (2 if a.swiglu else 1)
-        return int(tokens * (6 * a.hidden_size + (scores + inside) // tp) * self.weight)
+        return int((shared * 6 * a.hidden_size + tokens * ((scores + inside) // tp)) * self.weight)
 
 
 def estimate(layout: Layout, job: Job) -> dict[int, Memory]:

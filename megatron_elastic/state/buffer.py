@@ -20,12 +20,13 @@ class Member:
     """A parameter of a unit and how the optimizer treats it.
 
     ``group``: index of its group (see ``state.optimizer``). ``sharded``: tensor-parallel ranks hold different parts of
-    it; otherwise they all hold the same.
+    it; otherwise they all hold the same. ``partial``: all the same, but each of them computes a part of its gradient.
     """
 
     parameter: torch.nn.Parameter
     group: int
     sharded: bool
+    partial: bool = False
 
 
 def shape_of(unit: str, members: Sequence[Member]) -> UnitShape:
@@ -50,18 +51,25 @@ class UnitBuffer:
         self.sums = torch.zeros(partition.size, dtype=accumulator.dtype)
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
+        self.partial_sums: list[torch.Tensor] = []
+        """Views of the sums that must be added up over the cell's ranks."""
         self._leaves = 0
         """Parameters and their twins: each adds a gradient for every grain."""
         self._missing = 0
         self._complete: Callable[[], None] = _nothing
 
-    def bind(self, parameters: Sequence[torch.nn.Parameter], *, fill: bool) -> None:
+    def bind(self, members: Sequence[Member], *, fill: bool) -> None:
         """Make a model's parameters, in the model's order, views of the storage, and sum their gradients into it.
 
         ``fill``: with their values; else they take on those that are there.
         """
-        self._bound, self._leaves = list(parameters), 0
-        for parameter, start in zip(parameters, self.partition.starts, strict=True):
+        self._bound, self._leaves = [member.parameter for member in members], 0
+        self.partial_sums = [
+            self.sums[start : start + member.parameter.numel()]
+            for member, start in zip(members, self.partition.starts, strict=True)
+            if member.partial
+        ]
+        for parameter, start in self.bound:
             view = self.params[start : start + parameter.numel()]
             if fill:
                 view.copy_(parameter.detach().view(-1))

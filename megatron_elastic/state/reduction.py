@@ -1,6 +1,7 @@
 """Reduction: gradients from those who computed them to the owners, and parameters back.
 
-Slice k of a unit is summed at its owner over every cell that computes the unit. After the update, owners send the new
+Slice k of a unit is summed at its owner over every cell that computes the unit; before that, what the ranks of a cell
+computed in parts is added up in the cell. After the update, owners send the new
 parameters to all holders. Both can go on while the rank computes: a unit's gradients are sent as soon as the step's
 last backward has added to them, and its parameters are waited for when the next step's first forward needs them.
 """
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+import torch
+
+from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Operation, Recv, Steps, Task
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
@@ -17,6 +21,9 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
+
+_CELL_GROUP = (1 << 14) - 2
+"""Group id of a cell's ranks, beyond any that Megatron's groups reach."""
 
 
 class Reduction:
@@ -38,6 +45,7 @@ class Reduction:
         self._tp = layout.tp_index(transport.rank)
         self._cell = layout.cell_of(transport.rank)
         self._computed = () if self._cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
+        self._cell_group = Group(transport, _CELL_GROUP, self._cell.ranks)
         self._reducing: dict[int, Task] = {}
         self._gathering: dict[int, Task] = {}
 
@@ -62,6 +70,8 @@ class Reduction:
     def _reduce(self, unit: int) -> Steps:
         """This rank's part in the sums of a unit: sends to the owners of its slices, and the sums that it owns."""
         buffer, owned, sends = self._units[unit], [], []
+        if unit in self._computed:
+            yield from self._add_up_in_cell(buffer.partial_sums)
         for k, owner in self._owners(unit):
             if owner == self._transport.rank:
                 owned.append((k, self._expect_gradient(unit, k)))
@@ -77,6 +87,14 @@ class Reduction:
                 recv.release()
             self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_grains))
         yield sends
+
+    def _add_up_in_cell(self, sums: list[torch.Tensor]) -> Steps:
+        """Make each of these the sum over the cell's ranks. All of them complete their units in the same order."""
+        if sums:
+            total = torch.cat(sums)
+            yield from self._cell_group.all_reduce(total, torch.Tensor.add_)
+            for part, whole in zip(sums, total.split([part.numel() for part in sums]), strict=True):
+                part.copy_(whole)
 
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
         buffer = self._units[unit]
