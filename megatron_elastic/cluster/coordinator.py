@@ -22,7 +22,6 @@ from megatron_elastic.cluster.messages import (
     Answer,
     AnyMessage,
     Built,
-    Commit,
     Committed,
     Damaged,
     Event,
@@ -30,7 +29,6 @@ from megatron_elastic.cluster.messages import (
     Finished,
     Hello,
     Injected,
-    Interrupt,
     Profile,
     RankDying,
     RankExited,
@@ -48,7 +46,8 @@ from megatron_elastic.cluster.messages import (
     Switched,
 )
 from megatron_elastic.cluster.nodes import Node, RemoteNode
-from megatron_elastic.cluster.recovery import Decision, Part, Recovery, cause_of, decide, newest_complete
+from megatron_elastic.cluster.reconfiguration import Reconfiguration
+from megatron_elastic.cluster.recovery import cause_of
 from megatron_elastic.cluster.roster import Roster
 from megatron_elastic.cluster.suspicion import Suspicion
 from megatron_elastic.cluster.timers import Timers
@@ -58,13 +57,7 @@ from megatron_elastic.config import ElasticConfig
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe import digest
 from megatron_elastic.observe.records import RunRecords
-from megatron_elastic.plan import (
-    NoLayout,
-    ProfileError,
-    StateLost,
-    lose,
-    readable,
-)
+from megatron_elastic.plan import ProfileError
 
 _LOCAL_DRAIN = 0.002
 """Seconds for reading what a dead rank of this machine said last: it is all here, only not read yet."""
@@ -97,21 +90,20 @@ class Coordinator:
         self._say = say
         self._ranks = Roster(world_size)
         self._course = Course()
-        self._ledger: Ledger | None = None
-        self._reports: dict[int, Report] = {}
-        self._collecting = False
-        self._recovery: Recovery | None = None
         self._early: dict[Node, int] = {}
         """Nodes that are to join and came before training began, with the ranks of each."""
         self._trust = Trust()
-        self._injected: dict[int, float] = {}
         self._timers = Timers()
         self._suspicion = Suspicion(self._ranks, self._timers, config.suspect_timeout, self._event, say, self._lose)
         self._arrangement = Arrangement(self._course, self._write_profile)
         self._changes = Changes(
             self._course, self._ranks, self._timers, self._suspicion, self._arrangement, config,
-            idle=lambda: not (self.outcome.done() or self._collecting or self._recovery), use=self._use,
+            idle=lambda: not self.outcome.done() and self._reconfiguration.idle, use=self._use,
             newest_save=lambda: self._trust.newest_save, event=self._event, say=say,
+        )
+        self._reconfiguration = Reconfiguration(
+            self._course, self._ranks, self._timers, self._suspicion, self._arrangement, self._changes, self._trust,
+            config, use=self._use, fail=lambda reason: self.stop(Outcome(False, reason)), event=self._event, say=say,
         )
 
     @property
@@ -181,7 +173,7 @@ class Coordinator:
         if self.outcome.done():
             return
         if state.lost:
-            self._decide_if_complete()
+            self._reconfiguration.decide_if_complete()
         elif state.returncode is None:
             self._suspicion.suspect(rank, "fenced", "it closed its connection to the coordinator")
 
@@ -247,8 +239,8 @@ class Coordinator:
             return
         self._use(layout)
         assert self._records is not None
-        self._ledger = Ledger(self._records, start_step=first.start_step, total=first.train_iters, started=time.time(),
-                              say=self._say)
+        self._course.ledger = Ledger(self._records, start_step=first.start_step, total=first.train_iters,
+                                     started=time.time(), say=self._say)
         self._course.first = first
         self._trust.saves = [first.start_step] if first.start_step else []
         self._event("started", world_size=len(self._ranks), step=first.start_step, train_iters=first.train_iters)
@@ -274,16 +266,15 @@ class Coordinator:
                 case Committed():
                     self._on_committed(message)
                 case Report():
-                    self._on_report(message)
+                    self._reconfiguration.report(message)
                 case Recovered():
-                    if self._recovery is not None and message.epoch == self.epoch:
-                        self._recovery.recovered(message)
+                    self._reconfiguration.recovered(message)
                 case Suspect():
                     for rank in message.suspects if message.epoch >= self.epoch else ():
                         if rank in self._ranks:
                             self._suspicion.suspect(rank, "fenced", f"rank {message.rank}: {message.reason}")
                 case Injected():
-                    self._injected[message.rank] = message.time
+                    self._reconfiguration.injected(message.rank, message.time)
                     self._event("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
                 case Event():
                     self._on_event(message)
@@ -311,26 +302,11 @@ class Coordinator:
 
     def _on_committed(self, message: Committed) -> None:
         layout = self._course.layout
-        assert layout is not None and self._ledger is not None
+        assert layout is not None and self._course.ledger is not None
         # A line of an older epoch may arrive late, from a rank that is dead by now: the step is committed all the same.
-        self._ledger.commit(message.vote, epoch=message.epoch, world_size=len(layout.ranks), time=message.time)
-        recovery = self._recovery
-        if (recovery is not None and recovery.decision is not None and not self._collecting
-                and message.epoch == self.epoch and message.vote.step >= recovery.decision.step):
-            recovery.back_at = recovery.back_at or message.time
-            if recovery.named:
-                self._close_recovery()
-
-    def _close_recovery(self) -> None:
-        recovery, self._recovery = self._recovery, None
-        assert recovery is not None and self._course.layout is not None
-        fields = recovery.event(self._injected)
-        self._event("recovered", **fields)
-        what = "the loss of ranks" if set(recovery.exits) <= set(self._course.layout.lost) else "damage at ranks"
-        self._say(f"recovered from {what} {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
-                  f"(step {fields['step']}, {fields['decision']}); {len(self._course.layout.ranks)} ranks train, "
-                  f"{len(self._course.layout.spares)} spare")
-        self._changes.consider()
+        world = len(layout.ranks)
+        self._course.ledger.commit(message.vote, epoch=message.epoch, world_size=world, time=message.time)
+        self._reconfiguration.committed(message)
 
     def _on_event(self, message: Event) -> None:
         self._event(message.kind, rank=message.rank, **message.fields)
@@ -352,16 +328,14 @@ class Coordinator:
 
     def _on_finished(self, message: Finished) -> None:
         assert self._course.layout is not None
-        if self._collecting:
+        if self._reconfiguration.collecting:
             return  # sent before the interrupt: it will finish again, in the new layout
         self._ranks[message.rank].finished = message
         waiting = [rank for rank in self._course.layout.ranks if self._ranks[rank].finished is None]
         if waiting:
             self._timers.set("finish", self._config.wait_timeout, self._finish_late)
             return
-        if self._recovery is not None:
-            self._recovery.back_at = self._recovery.back_at or time.time()  # nothing was left to redo
-            self._close_recovery()
+        self._reconfiguration.finished()
         finished = [self._ranks[rank].finished for rank in self._course.layout.ranks]
         steps = {each.step for each in finished if each is not None}
         if len(steps) > 1:
@@ -409,7 +383,7 @@ class Coordinator:
         if state.dying is not None:
             when, state.dying = state.dying, None
             if code < 0:
-                if not state.standby or (self._recovery is not None and rank in self._recovery.causes):
+                if not state.standby or self._reconfiguration.concerns(rank):
                     self._name_loss([rank], cause_of(code), when)
                 self._changes.respawn(rank)
                 return
@@ -450,35 +424,13 @@ class Coordinator:
             if cause is not None:
                 self._name_loss(ranks, cause, when)
             return
-        self._interrupt(ranks, cause, when)
+        self._reconfiguration.interrupt(ranks, cause, when)
         local = not any(isinstance(state.node, RemoteNode) for state in self._ranks.values() if state.lost)
         self._timers.set("drain", _LOCAL_DRAIN if local else self._config.suspect_timeout, self._cut_lost)
         if cause is not None:
             self._name_loss(ranks, cause, when)
         if not self._ranks.alive:
             self.stop(Outcome(False, "every rank is dead; restart the job from its newest checkpoint"))
-
-    def _interrupt(self, ranks: Collection[int], cause: str | None, when: float) -> None:
-        """Begin the next epoch, because of what happened to ``ranks`` at ``when``."""
-        self._course.epoch = self._course.new_epoch()
-        self._changes.overtaken()
-        self._arrangement.disturbed()
-        lost = [rank for rank, state in self._ranks.items() if state.lost]
-        # First of all: everybody waits for this.
-        self._ranks.send(Interrupt(epoch=self.epoch, lost=lost), self._ranks.alive)
-        if self._recovery is not None and self._recovery.back_at is not None:
-            self._close_recovery()
-        if self._recovery is None:
-            self._recovery = Recovery(noticed=time.time())
-        self._recovery.epochs.append(self.epoch)
-        self._recovery.exits.update(dict.fromkeys(ranks, when))
-        self._recovery.causes.update(dict.fromkeys(ranks, cause))
-        self._collecting = True
-        self._reports.clear()
-        self._timers.cancel("finish")
-        for state in self._ranks.values():
-            state.finished = None
-        self._timers.set("report", self._config.report_timeout, self._reports_late)
 
     def _on_damaged(self, message: Damaged) -> None:
         assert self._course.layout is not None
@@ -488,8 +440,9 @@ class Coordinator:
             self._say(f"WARNING: damaged memory: {damage.what} of slice {damage.slice} of "
                       f"{self._course.layout.units[damage.unit]} on rank {damage.rank}; it is healed from a good copy")
         self._trust.damaged(message)
-        if not self._collecting:
-            self._interrupt({damage.rank for damage in message.found}, "damaged memory", time.time())
+        if not self._reconfiguration.collecting:
+            damaged = {damage.rank for damage in message.found}
+            self._reconfiguration.interrupt(damaged, "damaged memory", time.time())
 
     def _name_loss(self, ranks: Collection[int], cause: str, when: float) -> None:
         """What killed ``ranks`` is known."""
@@ -499,131 +452,15 @@ class Coordinator:
         for rank in ranks:
             self._event("fault", rank=rank, signal=cause, exited_at=when)
         self._say(f"lost ranks {list(ranks)} ({cause}); epoch {self.epoch} begins with {len(self._ranks.alive)} ranks")
-        if self._recovery is not None and not self._recovery.causes.keys().isdisjoint(ranks):
-            self._recovery.causes.update(dict.fromkeys(ranks, cause))
-            if self._recovery.back_at is not None and self._recovery.named:
-                self._close_recovery()
+        self._reconfiguration.name(ranks, cause)
 
     def _cut_lost(self) -> None:
         for state in self._ranks.values():
             if state.lost and state.wire is not None:
                 state.wire.abort()
 
-    def _on_report(self, message: Report) -> None:
-        if message.epoch != self.epoch or self._ledger is None or self._course.layout is None:
-            return
-        self._suspicion.reported(message.rank)
-        self._reports[message.rank] = message
-        if message.last is not None:
-            # The dead rank may have been the one whose word about that step we waited for.
-            layout = self._course.layout
-            self._ledger.commit(message.last, epoch=layout.epoch, world_size=len(layout.ranks),
-                                time=message.interrupted_at)
-        if message.vote is not None:
-            self._ledger.note(message.vote)
-        self._decide_if_complete()
-
-    def _reports_late(self) -> None:
-        silent = [rank for rank in self._ranks.alive if rank not in self._reports]
-        for rank in silent:
-            self._suspicion.fence(rank, "fenced", f"it did not answer the interrupt of epoch {self.epoch} within "
-                                        f"{self._config.report_timeout:g} s (--elastic-report-timeout)")
-
-    def _decide_if_complete(self) -> None:
-        # What a dead rank said before it died must be read first: it may have committed the step.
-        unread = any(state.lost and state.wire is not None for state in self._ranks.values())
-        if self._collecting and not unread and all(rank in self._reports for rank in self._ranks.alive):
-            self._reconfigure()
-
-    def _reconfigure(self) -> None:
-        assert self._course.layout is not None and self._ledger is not None and self._recovery is not None
-        reported = time.time()
-        # Who has just been let in may not know it yet, and has no part in the step.
-        reports = (self._reports.get(rank) for rank in self._course.layout.ranks)
-        working = [report for report in reports if report is not None and report.member]
-        if not working:
-            self.stop(Outcome(False, "every rank of the layout is dead; restart the job from its newest checkpoint"))
-            return
-        try:
-            decision, held = self._with_state(self._decide(working))
-            known = {*self._course.layout.ranks, *self._course.layout.spares, *self._course.layout.lost}
-            lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
-            if decision.decision != "reload":
-                try:
-                    layout = lose(self._course.layout, lost, held, self.epoch)
-                except StateLost as lost_state:
-                    decision = self._fall_back(decision, self._trust.undecided or str(lost_state))
-            if decision.decision == "reload":
-                # Those who have not gone back yet have told of votes that are not cast any more.
-                self._ledger.rewind(decision.step - 1)
-                layout = lose(self._course.layout, lost, readable(self._course.layout), self.epoch)
-        except NoLayout as error:
-            self.stop(Outcome(False, f"training cannot go on: {error}"))
-            return
-        except ValueError as error:
-            self.stop(Outcome(False, f"the reports of epoch {self.epoch} contradict each other: {error}"))
-            return
-        # Who has switched already may have dropped units that it is to have again.
-        ahead = any(report.layout > self._course.layout.epoch for report in working)
-        self._recovery.gather |= (self._trust.healing or ahead or any(report.stale for report in working)
-                                  or _units_move(self._course.layout, layout))
-        plan_ms = (time.time() - reported) * 1e3
-        commit = Commit(epoch=self.epoch, layout=layout.to_json(), decision=decision.decision, step=decision.step,
-                        vote=decision.vote, held=held, shapes=self._course.shapes, gather=self._recovery.gather,
-                        saved=self._trust.newest_save)
-        self._ranks.send(commit, self._ranks.alive)
-        self._collecting = False
-        self._trust.healed()
-        self._timers.cancel("report")
-        self._recovery.committed(decision, reported, plan_ms)
-        self._use(layout)
-
-    def _decide(self, working: Collection[Report]) -> Decision:
-        assert self._ledger is not None and self._recovery is not None
-        begun = self._recovery.decision
-        if begun is not None and begun.decision == "reload" and self._recovery.back_at is None:
-            return begun  # some have gone back to the checkpoint and some have not
-        return decide(working, self._ledger.vote)
-
-    def _with_state(self, decision: Decision) -> tuple[Decision, dict[int, list[Part]]]:
-        """A decision that the state which is left allows, if there is one, and what each rank holds then."""
-        assert self._course.layout is not None and self._ledger is not None and self._recovery is not None
-        if self._config.replay == "state" and decision.decision != "reload":
-            versions = {rank: {steps: self._trust.sound(rank, parts) for steps, parts in report.versions.items()}
-                        for rank, report in self._reports.items()}
-            possible, steps = newest_complete(decision, self._course.layout.parts, versions)
-            if possible is not decision:
-                self._event("behind", step=possible.step)
-                self._ledger.rewind(steps)
-                self._recovery.gather = True
-            return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
-        # A spare follows the job no more: what it holds is outdated once a step was voted without it.
-        done = decision.step if decision.decision == "forward" else decision.step - 1
-        return decision, {rank: self._trust.sound(rank, report.held)
-                          if rank in self._course.layout.ranks or report.step > done else []
-                          for rank, report in self._reports.items()}
-
-    def _fall_back(self, decision: Decision, reason: str) -> Decision:
-        """Some state is gone for good: everybody goes back to the newest checkpoint. Raises NoLayout without one."""
-        saved = self._trust.go_back()
-        if saved is None:
-            raise NoLayout(reason)
-        done = decision.step if decision.decision == "forward" else decision.step - 1
-        self._event("fallback", reason=reason, step=saved, lost_steps=list(range(saved + 1, done + 1)))
-        self._say(f"WARNING: {reason}. Going back to the checkpoint of step {saved}: "
-                  f"{done - saved} steps are done again")
-        return Decision("reload", saved + 1, None)
-
     def scale(self, request: Scale) -> Answer:
         """Somebody asks for another shape of the job."""
         if self.outcome.done():
             return Answer(ok=False, text="the job is over")
         return self._changes.scale(request)
-
-
-def _units_move(old: Layout, new: Layout) -> bool:
-    """Whether some rank is to compute units whose parameters it may not have."""
-    return any(
-        rank in old.ranks and not set(new.held_by(rank)) <= set(old.stages[old.stage_of(rank)].units)
-        for rank in new.ranks
-    )

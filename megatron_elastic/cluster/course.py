@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_elastic.cluster.ledger import Ledger
 from megatron_elastic.cluster.messages import Hello
 from megatron_elastic.layout import Layout, UnitShape
 
@@ -22,6 +23,9 @@ class Course:
     """What the first rank said; all others must agree with it."""
     shapes: dict[int, UnitShape] = field(default_factory=dict)
     """Of the units that some rank has built."""
+
+    ledger: Ledger | None = None
+    """Its committed steps; None until they all came up."""
 
     def new_epoch(self) -> int:
         """An epoch that nothing had before."""
