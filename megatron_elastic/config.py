@@ -26,6 +26,7 @@ class ElasticConfig:
     elastic: bool = False
     run_dir: Path | None = None
     consistency: str = "bitwise"
+    schedule: str = "1f1b"
     slices: int | None = None
     replicas: int = 1
     respawn: bool = False
@@ -99,6 +100,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-consistency", choices=("bitwise", "fast"), default=d.consistency,
                        help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point "
                        "gradient sums); fast: float sums, whose order may differ after a fault (default: %(default)s)")
+    group.add_argument("--elastic-schedule", choices=("1f1b", "split"), default=d.schedule,
+                       help="order of a stage's work: 1f1b: a forward and a backward in turn; split: the same, but "
+                       "weights' gradients come after the input's, which the stage before waits for (default: "
+                       "%(default)s)")
     group.add_argument("--elastic-slices", type=int, metavar="K", default=None,
                        help="slices of each unit's parameters and optimizer state (default: the data-parallel width)")
     group.add_argument("--elastic-replicas", type=int, metavar="N", default=d.replicas,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,16 +24,19 @@ def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def watch(model: GPTModel, begins: Callable[[str], None], ended: Callable[[str], None]) -> None:
-    """Call ``begins`` with a unit when its forward does and ``ended`` when its backward has; both may raise.
+    """Call ``begins`` with a unit when its forward does and ``ended`` when a part of its backward has; both may raise.
 
-    A unit's backward comes last to its first parameter.
+    A part ends with the gradient of a parameter.
     """
     units: list[tuple[str, torch.nn.Module]] = list(unit_modules(model))
     if model.post_process and model.decoder.final_layernorm is not None:
         units.append(("head", model.decoder.final_layernorm))
     for unit, module in units:
         module.register_forward_pre_hook(lambda *_, unit=unit: begins(unit))
-        for parameter in itertools.islice(module.parameters(), 1):
+    if model.post_process:
+        units.append(("head", model.output_layer))
+    for unit, module in units:
+        for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: ended(unit))
 
 

@@ -15,6 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_elastic.adaptor import linear
 from megatron_elastic.adaptor.random import GrainKey
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
@@ -46,12 +47,15 @@ class GrainModel:
         self._key = key
         self._last = last
         self._batch = batch
+        self._due: dict[int, list[linear.WeightGradient]] = {}
+        """Weight gradients, by grain, that its backward has left for later."""
 
     def begin(self, step: int, batch: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
         """Start a step (or an evaluation) whose grains come from ``batch``."""
         self._key.step = step
         self._batch = batch
         self.losses = {}
+        self._due = {}
 
     def forward(self, grain: int, received: torch.Tensor | None) -> torch.Tensor:
         """Output of the stage: [sequence, micro-batch, hidden], or the grain's mean loss on the last stage."""
@@ -80,3 +84,15 @@ class GrainModel:
             received, output, grad, ModelType.encoder_or_decoder, self._config
         )
         return result
+
+    def backward_input(
+        self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The same without the gradients of linear layers' weights, which ``backward_weight`` adds."""
+        with linear.put_off() as self._due[grain]:
+            return self.backward(grain, received, output, grad)
+
+    def backward_weight(self, grain: int) -> None:
+        """Accumulate what ``backward_input`` has left out."""
+        for gradient in self._due.pop(grain):
+            gradient.add()

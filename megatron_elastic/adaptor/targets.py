@@ -143,6 +143,9 @@ FORWARD = Target(_CORE + "pipeline_parallel.schedules", "forward_step", "called"
 BACKWARD = Target(_CORE + "pipeline_parallel.schedules", "backward_step", "called",
                   ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"), "always",
                   "the backward pass of one grain")
+LINEAR_BACKWARD = Target(_CORE + "tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication.backward",
+                         "wrapped", ("ctx", "grad_output"), "always",
+                         "with --elastic-schedule split weights get their gradients after the pass")
 
 # ---- what a Megatron-LM checkout needs ------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, random, transformer
+from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, linear, random, transformer
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import build_once, collate
 from megatron_elastic.adaptor.model import bind_stage, first_uses, unit_modules, watch
@@ -64,7 +64,7 @@ from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
-from megatron_elastic.pipeline.schedule import one_forward_one_backward
+from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, memory
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Update
@@ -175,6 +175,7 @@ class Trainer:
         cpu.apply()
         checkpoint_writer.apply()
         random.install(args.seed)
+        linear.install()
         self.layout = initial_layout(args, self.world_size)
         if self.rank in self.layout.ranks:
             self._make_groups(self.layout)
@@ -409,7 +410,7 @@ class Trainer:
         self.settled = False
         every = self.config.verify_every
         self.verification = Verification(layout, self.transport, self.units, store, every) if every else None
-        self.program = one_forward_one_backward(layout)[layout.cell_of(self.rank).leader]
+        self.program = for_cell(self.config.schedule, layout, layout.cell_of(self.rank).leader)
         args = self.args
         self.profiler = Profiler([unit.params for unit in self.units.values()])
         sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)

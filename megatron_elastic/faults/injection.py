@@ -7,8 +7,9 @@ from dataclasses import dataclass
 HOOK_POINTS = (
     "data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit",
     "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint", "prepare", "switch", "reload",
+    "backward_weight",
 )
-"""Where faults can be injected and detectors attach, in the order a step and then a recovery meet them."""
+"""Where faults can be injected and detectors attach, in the order of a step and a recovery; then those of some jobs."""
 
 ACTIONS = ("kill", "raise", "flip")
 FLIPS = ("weights", "moments", "replica")

@@ -33,6 +33,14 @@ class StageModel(Protocol):
     ) -> torch.Tensor | None:
         """Add the grain's gradients; returns the gradient of ``received`` (None on the first stage)."""
 
+    def backward_input(
+        self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The same, but some gradients of weights may be left to ``backward_weight``."""
+
+    def backward_weight(self, grain: int) -> None:
+        """Add the gradients that ``backward_input`` of the grain has left."""
+
 
 _PROBES = 5
 
@@ -77,7 +85,7 @@ class Executor:
         outputs: dict[int, torch.Tensor] = {}
         sends: list[Send] = []
         for op in program:
-            self._hooks.at(op.kind, op.grain)
+            self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
             if op.kind == "forward":
                 received = None if self._first else self._receive(op.grain, self._stage - 1, Channel.ACTIVATION)
                 inputs[op.grain] = received if received is None else received.requires_grad_()
@@ -85,10 +93,14 @@ class Executor:
                     outputs[op.grain] = output = model.forward(op.grain, received)
                 if not self._last:
                     sends.append(self._send(op.grain, self._stage + 1, Channel.ACTIVATION, output))
+            elif op.kind == "backward_weight":
+                with self._profiler.backward_weight():
+                    model.backward_weight(op.grain)
             else:
+                backward = model.backward if op.kind == "backward" else model.backward_input
                 grad = None if self._last else self._receive(op.grain, self._stage + 1, Channel.ACTIVATION_GRAD)
                 with self._profiler.backward():
-                    input_grad = model.backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
+                    input_grad = backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
                 if input_grad is not None:
                     sends.append(self._send(op.grain, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad))
             sends = [send for send in sends if not send.done]

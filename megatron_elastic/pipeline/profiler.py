@@ -1,7 +1,7 @@
 """Profiler: what each unit takes in time and in activations, measured while training runs.
 
-Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradient of its
-first parameter is there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward
+Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradients of its
+parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward
 is counted once, in the first grain. Times are of the processor: a device that computes on its own is not waited for.
 """
 
@@ -69,7 +69,14 @@ class Profiler:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass of a grain."""
+        """Around the backward pass of a grain, or its first part."""
+        with self._measure(1):
+            yield
+
+    @contextmanager
+    def backward_weight(self) -> Iterator[None]:
+        """Around the second part of a grain's backward pass."""
+        self._times[1] -= 1
         with self._measure(1):
             yield
 
@@ -81,7 +88,7 @@ class Profiler:
             self._unit = unit
 
     def leave(self, unit: str) -> None:
-        """A unit's backward has ended."""
+        """What was computed of a unit's backward since the last look is over."""
         if self._pass == 1:
             self._charge(unit)
             self._unit = unit

@@ -18,6 +18,12 @@ _Place = Callable[[Op, int], int]
 """(operation, stage) -> place in the timetable."""
 
 
+def for_cell(schedule: str, layout: Layout, leader: int) -> tuple[Op, ...]:
+    """What a cell does in a step under ``--elastic-schedule``: ``1f1b``, or ``split``."""
+    program = one_forward_one_backward(layout, {leader})
+    return (split_backward(program, layout) if schedule == "split" else program)[leader]
+
+
 def one_forward_one_backward(
     layout: Layout, leaders: Collection[int] | None = None, live: Sequence[int] | None = None
 ) -> Program:

@@ -124,7 +124,9 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
     for index, stage in enumerate(layout.stages):
         activations = sum(job.activations(layout.units[unit]) for unit in stage.units)
         for cell in stage.cells:
-            in_flight = min(len(cell.grains), layout.pipeline_size - index)
+            # A split backward is put off by as many as would make room for one stage more.
+            behind = 0 if job.args.elastic_schedule == "split" else index
+            in_flight = min(len(cell.grains), layout.pipeline_size - behind)
             for rank in cell.ranks:
                 held = sum(weights[unit] for unit in layout.held_by(rank))
                 owned = sum(slices[unit] for unit, _ in layout.owned(rank))

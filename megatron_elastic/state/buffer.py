@@ -111,7 +111,8 @@ class UnitBuffer:
         self._leaves += 1
 
         def accumulate(p: torch.Tensor) -> None:
-            assert p.grad is not None
+            if p.grad is None:
+                return  # the backward pass has left it for later, and will come again
             self._accumulator.add(sums, p.grad.view(-1))
             p.grad = None
             self._missing -= 1
