@@ -159,6 +159,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-size", type=int, help="only for data without data.json")
     group.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last one at the end")
     group.add_argument("--save-interval", type=int, metavar="STEPS")
+    group.add_argument("--async-save", action="store_true", help="go on training while a checkpoint is written")
     group.add_argument("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
     group.add_argument("--eval-interval", type=int, default=1000, metavar="STEPS")
     group.add_argument("--eval-iters", type=int, default=100, help="0 does not evaluate")
@@ -283,6 +284,8 @@ def _check_plain_optimizer(args: argparse.Namespace) -> None:
     if args.overlap_grad_reduce:
         raise UsageError("--overlap-grad-reduce works with --elastic only: the plain loop does not overlap; "
                          "leave it out")
+    if args.async_save:
+        raise UsageError("--async-save works with --elastic only: the plain loop saves between two steps; leave it out")
     if args.main_grads_dtype != "fp32":
         raise UsageError(f"--main-grads-dtype {args.main_grads_dtype} works with --elastic only: Megatron has it with "
                          "kernels of Transformer Engine; leave it out")

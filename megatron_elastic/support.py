@@ -118,7 +118,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--multiple-validation-sets", _LOOP),
     _switch("--skip-train", "without training there is nothing to keep going"),
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
-    _switch("--async-save", f"{_SAVED}, between two steps"),
     Refusal("--non-persistent-save-interval", "replicas in memory take their place"),
     Refusal("--ckpt-convert-format", _SAVED),
     Refusal("--pretrained-checkpoint", "a job begins anew or goes on from --load"),

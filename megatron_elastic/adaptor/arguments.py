@@ -35,7 +35,9 @@ def parse(
     with _usage_errors():
         args: argparse.Namespace = targets.PARSE.find()(provide)
         check_namespace(args)
+        background = args.async_save
         targets.VALIDATE.find()(args, dict(defaults or {}))
+        args.async_save = background  # Megatron turns it off without --use-persistent-ckpt-worker; here a thread writes
     _check(args)
     return args
 

@@ -182,7 +182,7 @@ class CheckoutTrainer(training.Trainer):
     def _conclude(self, done: int) -> None:
         """The last checkpoint, and the last evaluations if training is complete."""
         args = self.args
-        if args.save and done >= self.first_save:
+        if self.saving.wanted(done):
             self._save(done)
         if done >= args.train_iters and args.eval_iters:
             self._evaluate(done, "validation", self.valid_data, done // args.eval_interval)

@@ -7,19 +7,18 @@ so a checkpoint can be loaded under any other layout.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_elastic.adaptor.checkpoint import TRACKER, mark_newest, step_folder
+from megatron_elastic.adaptor.checkpoint import TRACKER, step_folder
 from megatron_elastic.adaptor.model import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.operation import Recv, Send
@@ -51,23 +50,22 @@ def has_step(directory: str | Path, step: int) -> bool:
     return step_folder(Path(directory), step).is_dir()
 
 
-def save(
-    directory: str | Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
-    transport: Transport, step: int,
-) -> None:  # fmt: skip
-    """Save the state after ``step`` steps. Every rank of the layout calls it between the same two steps."""
-    target = step_folder(Path(directory), step)
-    if dist.get_rank() == 0:
-        # What an interrupted attempt left behind was written by another set of ranks.
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-    dist.barrier()
+def prepare(
+    folder: Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
+    transport: Transport, step: int, apart: bool,
+) -> AsyncRequest:  # fmt: skip
+    """Plan to save the state after ``step`` steps into an empty folder; returns what writes it (``Saving``).
+
+    Every rank of the layout calls it between the same two steps. With ``apart`` training may go on meanwhile.
+    """
     state: dict[str, Any] = {"model": model.sharded_state_dict(), "iteration": step}
+    if apart:  # optimizer state is collected into memory of its own in any case
+        for entry in state["model"].values():
+            if isinstance(entry.data, torch.Tensor):
+                entry.data = entry.data.clone()
     whole = _collect(layout, units, store, transport)
     state["optimizer"] = dict(_sharded_states(model, parts(store.optimizer), units, whole, state["model"]))
-    dist_checkpointing.save(state, str(target))
-    if dist.get_rank() == 0:
-        mark_newest(Path(directory), step)
+    return dist_checkpointing.save(state, str(folder), async_sharded_save=True)
 
 
 def load(

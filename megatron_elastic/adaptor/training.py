@@ -27,6 +27,7 @@ from megatron_elastic.adaptor.dataset import build_once, collate
 from megatron_elastic.adaptor.model import bind_stage, first_uses, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.profile import sample
+from megatron_elastic.adaptor.saving import Saving
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
@@ -60,7 +61,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import MEASURED, ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout, UnitShape, gpt_units, transfers
+from megatron_elastic.layout import Layout, UnitShape, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
@@ -131,25 +132,6 @@ def run(make: Callable[[Control], Trainer]) -> None:
         control.close()
 
 
-def initial_layout(args: argparse.Namespace, world_size: int) -> Layout:
-    """The fault-free layout for Megatron's flags."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    dp = world_size // (tp * pp)
-    units, stages = gpt_units(
-        args.num_layers,
-        pp,
-        tied=not args.untie_embeddings_and_output_weights,
-        positions=args.position_embedding_type == "learned_absolute",
-    )
-    return Layout.grid(
-        tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
-        num_grains=args.global_batch_size // args.micro_batch_size,
-        num_slices=args.elastic_slices or dp,
-        replicas=args.elastic_replicas,
-        ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-    )  # fmt: skip
-
-
 class Trainer:
     """One rank's training: the state that outlives layouts, and what the present layout makes of it."""
 
@@ -176,14 +158,15 @@ class Trainer:
         checkpoint_writer.apply()
         random.install(args.seed)
         linear.install()
-        self.layout = initial_layout(args, self.world_size)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        self.layout = memory.first_layout(args, self.world_size, local_ranks)
         if self.rank in self.layout.ranks:
             self._make_groups(self.layout)
         optimizer_config = build_optimizer_config(args)
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.schedule = self._schedule()
-        self._check_memory()
+        self._check_memory(local_ranks)
         # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell.
         each = max(2, args.tensor_model_parallel_size)
         self.accumulator = make_accumulator(
@@ -191,8 +174,7 @@ class Trainer:
         )
         self.step = checkpoint.latest_step(args.load) + 1
         """The step in progress: committed steps plus one."""
-        self.first_save = self.step
-        """The first step whose checkpoint is not on disk yet."""
+        self.saving = Saving(args.save, args.save_interval, args.async_save, self.step, control.interrupt.check)
         self.vote: VoteResult | None = None
         """Result of the vote of ``step``, once past it."""
         self.last: VoteResult | None = None
@@ -225,9 +207,8 @@ class Trainer:
         self.copying = False
         """Whether copies had to be made for the layout, to or from this rank."""
 
-    def _check_memory(self) -> None:
-        """Raise UsageError if the ranks of this machine need more memory than it has. Its first rank looks."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+    def _check_memory(self, ranks: int) -> None:
+        """Raise UsageError if the ``ranks`` of this machine need more memory than it has. The first of them looks."""
         if self.rank in self.layout.ranks and self.rank % ranks == 0:
             needs = memory.estimate(self.layout, memory.Job.of(self.args))
             problem = memory.shortage([needs[rank] for rank in range(self.rank, self.rank + ranks)], memory.available())
@@ -556,6 +537,7 @@ class Trainer:
         """Between two steps: make the planned layout true, which all ranks do now."""
         plan, self.agreed = self.plan, False
         assert plan is not None
+        self._complete_save()  # by the ranks that began it
         self.replay.finish()
         self._await_parameters()
         tells = self.rank == self.layout.ranks[0]  # of those that were there before: who enters does not come here
@@ -564,7 +546,7 @@ class Trainer:
         self._adopt(
             Commit(
                 epoch=plan.epoch, layout=plan.layout, decision="switch", step=self.step, vote=None, held=plan.held,
-                shapes=plan.shapes, gather=False, saved=self.first_save - 1,
+                shapes=plan.shapes, gather=False, saved=self.saving.first - 1,
             )
         )  # fmt: skip
         if tells:
@@ -579,7 +561,9 @@ class Trainer:
         args = self.args
         if args.eval_interval and args.eval_iters and done and done % args.eval_interval == 0:
             self._evaluate(done, "validation", self.valid_data, done // args.eval_interval - 1)
-        if args.save and args.save_interval and done >= self.first_save and done % args.save_interval == 0:
+        if self.saving.written():
+            self._complete_save()
+        if self.saving.due(done):
             self.hooks.at("checkpoint")
             self._save(done)
 
@@ -604,12 +588,23 @@ class Trainer:
             self._event("evaluated", step=done, data=name, loss=loss)
 
     def _save(self, done: int) -> None:
+        """Save the state after ``done`` steps, or begin to."""
         assert self.store is not None
+        self._complete_save()  # one at a time
         self._await_parameters()
-        checkpoint.save(self.args.save, self.gpt, self.layout, self.units, self.store, self.transport, done)
-        self.first_save = done + 1
-        if self.rank == self.layout.ranks[0]:
-            self._event("saved", step=done, directory=str(self.args.save))
+        prepare = partial(
+            checkpoint.prepare, model=self.gpt, layout=self.layout, units=self.units, store=self.store,
+            transport=self.transport, step=done, apart=self.args.async_save,
+        )  # fmt: skip
+        self.saving.begin(done, self.layout.epoch, prepare)
+        if not self.args.async_save:
+            self._complete_save()
+
+    def _complete_save(self) -> None:
+        """Have on disk what is being written, if anything is."""
+        step = self.saving.complete()
+        if step is not None and self.rank == self.layout.ranks[0]:
+            self._event("saved", step=step, directory=str(self.args.save))
 
     def _finish(self) -> None:
         """Report what the model has become, and stay until everybody has."""
@@ -617,7 +612,9 @@ class Trainer:
         self.hooks.step = self.step
         self._between_steps(self.step - 1)
         self._await_parameters()
+        self._complete_save()
         self._conclude(self.step - 1)
+        self._complete_save()
         digests = []
         for unit, k in self.layout.owned(self.rank):
             weights = self.units[unit].slice_of(self.units[unit].params, k)
@@ -704,7 +701,7 @@ class Trainer:
         member = self.rank in layout.ranks
         self.plan, self.agreed = None, False
         self.stale, self.gathering = self.stale or commit.gather, False
-        self.first_save = commit.saved + 1
+        self.saving.abandon(commit.saved)
         if member:
             groups.edit(layout, self.rank)
         if self.store is None:

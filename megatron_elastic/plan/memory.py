@@ -142,8 +142,8 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
     return result
 
 
-def first_layout(args: Any, world_size: int) -> Layout:
-    """The fault-free layout for a GPT's flags (Megatron-LM's names)."""
+def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) -> Layout:
+    """The fault-free layout for a GPT's flags (Megatron-LM's names); on one host if nothing else is said."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     units, stages = gpt_units(
         args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
@@ -153,7 +153,7 @@ def first_layout(args: Any, world_size: int) -> Layout:
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
         num_grains=args.global_batch_size // args.micro_batch_size,
-        num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas,
+        num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
     )  # fmt: skip
 
 
