@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -130,6 +132,14 @@ def evaluations(job: Job) -> list[tuple[int, str, float]]:
     return sorted({(event["step"], event["data"], event["loss"]) for event in job.events("evaluated")})
 
 
+def changes(checkout: Path) -> str:
+    """What git says is different in the checkout; nothing where there is no repository."""
+    if not (checkout / ".git").exists():
+        return ""
+    status = ["git", "-C", str(checkout), "status", "--porcelain"]
+    return subprocess.run(status, check=True, capture_output=True, text=True).stdout
+
+
 # ---- without a checkout ---------------------------------------------------------------------
 
 
@@ -183,9 +193,7 @@ def test_the_checkout_fits(checkout: Path) -> None:
     assert [finding for finding in doctor.examine(checkout) if finding.problem] == []
     apply(Checkout.at(checkout))
     revert(Checkout.at(checkout))
-    if (checkout / ".git").exists():
-        status = ["git", "-C", str(checkout), "status", "--porcelain"]
-        assert subprocess.run(status, check=True, capture_output=True, text=True).stdout == ""
+    assert changes(checkout) == ""
 
 
 @slow
@@ -220,6 +228,35 @@ def test_killed_ranks(patched: CheckoutJobs) -> None:
     logged = losses(*sorted((job.run_dir / "logs").glob("rank*.log")))
     assert set(logged) == set(losses(reference.run_dir / "logs" / "rank7.log"))
     assert len(set(logged)) == 9
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_kills_at_random_moments(patched: CheckoutJobs) -> None:
+    """TP1 x PP2 on a clean checkout with our lines: ``kill -9`` from outside, of any rank, whatever it is doing."""
+    flags = grid(1, 2, 15)
+    reference = patched.undisturbed(*flags)
+    seed = time.time_ns()
+    print(f"random seed {seed}")
+    chance = random.Random(seed)
+    victims = chance.sample(range(8), 3)
+    job = patched.start(*flags)
+    for rank in victims:
+        for _ in range(3):  # by then what the last one held is replicated again
+            job.read_until("step ")
+        time.sleep(chance.uniform(0, 0.5))
+        os.kill(job.pid(rank), signal.SIGKILL)
+        job.read_until("recovered from the loss")
+    job.finish()
+    assert_same(job, reference)
+    assert evaluations(job) == evaluations(reference)
+    assert sorted({rank for event in job.events("recovered") for rank in event["ranks"]}) == sorted(victims)
+    revert(Checkout.at(patched.checkout))
+    try:
+        assert changes(patched.checkout) == ""
+    finally:
+        apply(Checkout.at(patched.checkout))
 
 
 @slow
@@ -305,11 +342,13 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     """The rank that joins begins in the middle, reads the same data, and writes the log when it is the last."""
-    saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3")
+    saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3", "--async-save")
     flags = (*grid(1, 2, 9), "--elastic-respawn", *saves)
     job = patched.run(*flags, *inject("kill:rank=7,step=2,at=backward"))
     assert_same(job, patched.undisturbed(*grid(1, 2, 9)))
     assert job.metrics()[9]["world_size"] == 8
+    assert job.events("saved")[-1]["step"] == 9
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "9"
     logged = losses(*sorted((job.run_dir / "logs").glob("rank*.log")))
     assert len(set(logged)) == 9
     assert any(line.startswith("9 ") for line in losses(job.run_dir / "logs" / "rank8.log"))

@@ -135,9 +135,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{title}:")
         for finding in chosen:
             print(_line(finding))
-    misfits = sum(bool(finding.problem) for finding in findings)
-    print(f"{len(findings) - misfits} of {len(findings)} fit" + ("" if misfits else ": this checkout can be used"))
+    misfits = [finding.target for finding in findings if finding.problem]
+    print(f"{len(findings) - len(misfits)} of {len(findings)} fit: {_conclusion(misfits)}")
     return 1 if misfits else 0
+
+
+def _conclusion(misfits: Sequence[Target]) -> str:
+    """What the targets that do not fit mean for who wants to use the checkout."""
+    lost = [
+        what
+        for what, whens in (("training with --elastic", ("always", "checkout")), ("training without a GPU", ("cpu",)))
+        if any(target.when in whens for target in misfits)
+    ]
+    return f"{' and '.join(lost)} will not work with this checkout" if lost else "this checkout can be used"
 
 
 def _line(finding: Finding) -> str:
