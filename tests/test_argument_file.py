@@ -67,7 +67,7 @@ def test_sections_are_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["model_parallel:", "  sequence_parallel: True"], "--sequence-parallel does not work with --elastic"),
+        (["model_parallel:", "  fp16: True"], "--fp16 does not work with --elastic"),
         (["language_model:", "  num_moe_experts: 8"], "--num-experts 8 does not work with --elastic"),
         (["elastic_replica: 2"], "elastic_replica is no argument: docs/flags.md lists them"),
         (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),

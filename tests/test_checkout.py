@@ -282,8 +282,8 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     job.finish()
     assert_same(job, patched.undisturbed(*flags))
     assert len(job.events("recovered")) == 1
-    refused = patched.start("--yaml-cfg", str(path), "--sequence-parallel").finish(2)
-    assert "error: --sequence-parallel does not work with --elastic" in refused
+    refused = patched.start("--yaml-cfg", str(path), "--fp16").finish(2)
+    assert "error: --fp16 does not work with --elastic" in refused
     path.write_text(path.read_text() + "frobnicate: 3\n")
     assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
 
