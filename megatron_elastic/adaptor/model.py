@@ -24,7 +24,7 @@ def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def watch(model: GPTModel, begins: Callable[[str], None], ended: Callable[[str], None]) -> None:
-    """Call ``begins`` with a unit when its forward does and ``ended`` when a part of its backward has; both may raise.
+    """Call ``begins`` with a unit when its forward does and ``ended`` when a part of its backward has.
 
     A part ends with the gradient of a parameter.
     """
@@ -38,6 +38,19 @@ def watch(model: GPTModel, begins: Callable[[str], None], ended: Callable[[str],
     for unit, module in units:
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: ended(unit))
+
+
+def interrupt_at_parameters(model: GPTModel, look: Callable[[], None]) -> None:
+    """Call ``look``, which may raise, when a forward or a backward pass gets to a parameter.
+
+    Between two of them there is one matrix product at most, or attention: what an interrupt has to wait for.
+    """
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if parameters:
+            module.register_forward_pre_hook(lambda *_: look())
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: look())
 
 
 def first_uses(model: GPTModel) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:

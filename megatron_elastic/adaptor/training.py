@@ -24,7 +24,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, linear, random, transformer
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import build_once, collate
-from megatron_elastic.adaptor.model import bind_stage, first_uses, unit_modules, watch
+from megatron_elastic.adaptor.model import bind_stage, first_uses, interrupt_at_parameters, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.profile import sample
 from megatron_elastic.adaptor.saving import Saving
@@ -367,7 +367,8 @@ class Trainer:
         key = random.GrainKey(args.seed, tp if args.sequence_parallel else None)
         for unit, module in unit_modules(model):
             key.attach(module, unit)
-        watch(model, self._unit_begins, self._unit_ended)
+        watch(model, lambda unit: self.profiler.enter(unit), lambda unit: self.profiler.leave(unit))
+        interrupt_at_parameters(model, self.transport.look)
         for module, names in first_uses(model):
             module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
@@ -737,7 +738,8 @@ class Trainer:
         self.hooks.at("replicate")
         self.store.replicate(moves, layout, done)
         self.copying = self.store.replicating
-        self.store.settle(wait=[move for move in moves if move.role == "owner"])
+        if needed := [move for move in moves if move.role == "owner"]:
+            self.store.settle(wait=needed)
         if not member:
             self.store.flush()
             self.store.retire(())
@@ -757,19 +759,6 @@ class Trainer:
             self._complete()
 
     # ---- small things -----------------------------------------------------------------------
-
-    def _unit_begins(self, unit: str) -> None:
-        self._look()
-        self.profiler.enter(unit)
-
-    def _unit_ended(self, unit: str) -> None:
-        self._look()
-        self.profiler.leave(unit)
-
-    def _look(self) -> None:
-        """Unwind between two units if there is an interrupt."""
-        if self.control.interrupt.raised:
-            self.control.interrupt.check()
 
     def _announce(self, injection: object) -> None:
         self.control.send(Injected(rank=self.rank, time=time.time(), spec=str(injection)))

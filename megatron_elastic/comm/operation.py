@@ -101,10 +101,12 @@ class Recv:
         return self._release is not None or not (self._finished or self.request is not None)
 
     def release(self) -> None:
-        """Give a borrowed buffer back. Idempotent."""
+        """Give a borrowed buffer back, or let go of one that was copied. Idempotent."""
+        if self._shape is None:
+            return
+        self.buffer = None  # type: ignore[assignment]  # the inbox remembers borrowing receives for a while
         release, self._release = self._release, None
         if release is not None:
-            del self.buffer
             release()
 
     @property

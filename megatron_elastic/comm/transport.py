@@ -314,6 +314,11 @@ class Transport:
                     "raise --elastic-wait-timeout if the step is that slow"
                 )
 
+    def look(self) -> None:
+        """Raise what a wait would, if there is an interrupt: for long stretches of computing."""
+        if self.interrupt.raised:
+            self.interrupt.check()
+
     def _check(self) -> None:
         if self.interrupt.raised:
             self.interrupt.check()

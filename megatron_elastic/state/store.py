@@ -122,10 +122,12 @@ class StateStore:
     def apply(self, update: Update) -> None:
         """Do the update on everything live that has not done it; loading replicas keep it for later.
 
-        Where whole states are replayed, replicas have no gradient, and are sent what the owners make.
+        Where whole states are replayed, replicas have no gradient, and are sent what the owners make. May be
+        interrupted between two slices, and done again.
         """
         with self._changing:
             for (unit, k), state in self._live.items():
+                self._transport.look()
                 if self._keeps and state.step < update.step:
                     if state.grad is None:
                         continue
