@@ -46,6 +46,9 @@ def encode(
     return _HEADER.pack(tag, size, start, length, release, kind) + data
 
 
+_WAKE = encode(0, NUDGE)
+
+
 class NearAddress(msgspec.Struct, frozen=True):
     """How ranks of the same host reach a rank: its arena, and the descriptor of its mailbox in its process."""
 
@@ -89,6 +92,11 @@ class Mailbox:
             self._rest = data[at:]
             if not more:
                 return frames
+
+    def wake(self) -> None:
+        """Let whoever waits for frames look around. A full mailbox needs no more for that."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, _WAKE)
 
     def close(self) -> None:
         """Close both ends."""

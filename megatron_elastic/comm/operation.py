@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,4 +193,26 @@ class Pause:
         return time.monotonic() >= self._until
 
 
-Operation = Send | Recv | Task | Arrival | Pause
+class Aside(Generic[Result]):
+    """Done when a function has run in another thread, which may take its time there."""
+
+    __slots__ = ("_future", "peer")
+
+    def __init__(self, peer: int, future: Future[Result]) -> None:
+        self.peer = peer
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether it has. Raises what the function raised."""
+        if self._future.done():
+            self._future.result()
+        return self._future.done()
+
+    @property
+    def result(self) -> Result:
+        """What the function returned, once this is done."""
+        return self._future.result()
+
+
+Operation = Send | Recv | Task | Arrival | Pause | Aside[Any]

@@ -16,7 +16,8 @@ import select
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
@@ -28,7 +29,7 @@ from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.link import Links
 from megatron_elastic.comm.mailbox import NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, Neighbour, encode
 from megatron_elastic.comm.message import Block, Whole
-from megatron_elastic.comm.operation import Arrival, Operation, Recv, Send, Shape, Steps, Task
+from megatron_elastic.comm.operation import Arrival, Aside, Operation, Recv, Result, Send, Shape, Steps, Task
 from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.tag import Channel, make_tag, source_of
 
@@ -111,6 +112,7 @@ class Transport:
         self._inbox = Inbox(rank)
         self._tasks: list[Task] = []
         self._background: threading.Thread | None = None
+        self._aside: ThreadPoolExecutor | None = None
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
@@ -263,6 +265,14 @@ class Transport:
                 self._work_goes_on()
             return task
 
+    def aside(self, peer: int, function: Callable[[], Result]) -> Aside[Result]:
+        """Run ``function``, for ``peer``'s sake, in a thread of its own, so that nothing else waits for it."""
+        if self._aside is None:
+            self._aside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aside")
+        future = self._aside.submit(function)
+        future.add_done_callback(lambda _: self._mailbox.wake())
+        return Aside(peer, future)
+
     def run(self, steps: Steps) -> None:
         """Run a collective to its end."""
         for operations in steps:
@@ -380,7 +390,9 @@ class Transport:
         tag, size, start, length, release, kind, data = frame
         source = source_of(tag)
         neighbour = self._near.get(source)
-        if neighbour is None and source not in self._peers and source not in self._lost:
+        if kind == NUDGE:
+            pass  # to wake is all it is for
+        elif neighbour is None and source not in self._peers and source not in self._lost:
             self._strangers[source].append(frame)
         elif kind == WHOLE:
             self._inbox.put(tag, Whole(data))
@@ -389,7 +401,7 @@ class Transport:
         elif kind == SQUEEZE:
             self._inbox.squeeze(source)
             self._outbox.answer(neighbour, encode(self.rank, NUDGE))
-        elif kind != NUDGE:
+        else:
             block = Block(neighbour.view, start, length, release)
             if size == length:
                 self._inbox.put(tag, block)
@@ -425,6 +437,8 @@ class Transport:
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""
+        if self._aside is not None:
+            self._aside.shutdown()
         if self._background is not None:
             self._closing = True
             self._work.set()

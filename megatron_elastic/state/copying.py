@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -36,11 +37,14 @@ def serve(
     slices: Sequence[SliceId],
     snapshot: Callable[[SliceId], tuple[int, Sequence[torch.Tensor]]],
 ) -> Steps:
-    """Answer ``peer``, who asks for ``slices`` in this order. ``snapshot``: (steps done, tensors) of a slice now."""
+    """Answer ``peer``, who asks for ``slices`` in this order. ``snapshot``: (steps done, tensors) of a slice
+    now; called in another thread."""
     for at in slices:
         request = torch.empty(2, dtype=torch.int64)
         yield [transport.recv(peer, Channel.REQUEST, part_of(at, 3), request)]
-        step, tensors = snapshot(at)
+        taken = transport.aside(peer, partial(snapshot, at))
+        yield [taken]
+        step, tensors = taken.result
         size = tensors[0].numel()
         sends: list[Send] = [transport.send(peer, Channel.STATE, part_of(at, 3), torch.tensor([step]))]
         while True:
