@@ -19,6 +19,8 @@ _MARK = "MEGATRON_ELASTIC_BENCH_JOB"
 _STEP = re.compile(r"^ iteration +(\d+)/")
 _SAVED = re.compile(r"^saved iteration (\d+) ")
 _VICTIM = 3
+_STAGES = 2
+"""Eight whole models with their gradients and what is being saved of them would not fit a small machine."""
 _BEGIN, _KILL, _END = 1, 3, 5
 """Last step of the job that makes the first checkpoint; the step after which a rank is killed; the last step."""
 
@@ -33,10 +35,10 @@ def restart_ms(model: Model, data: Path, root: Path) -> float:
     env = {_MARK: mark, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
            # Else restarted ranks find the addresses of the dead ones in the store (torch 2.13).
            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    for _ in watch([*command, *flags_of(model, data, 1, _BEGIN)], root / f"{model.name}-first.out", env):
+    for _ in watch([*command, *flags_of(model, data, _STAGES, _BEGIN)], root / f"{model.name}-first.out", env):
         pass
     killed_at = 0.0
-    flags = [*flags_of(model, data, 1, _END), "--load", str(saved)]
+    flags = [*flags_of(model, data, _STAGES, _END), "--load", str(saved)]
     with closing(watch([*command, *flags], root / f"{model.name}-restart.out", env)) as lines:
         for line in lines:
             if not killed_at and (match := _SAVED.match(line)) and int(match[1]) == _KILL:
