@@ -26,6 +26,7 @@ class ElasticConfig:
     elastic: bool = False
     run_dir: Path | None = None
     consistency: str = "bitwise"
+    dataflow: str = "reroute"
     schedule: str = "1f1b"
     slices: int | None = None
     replicas: int = 1
@@ -100,6 +101,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-consistency", choices=("bitwise", "fast"), default=d.consistency,
                        help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point "
                        "gradient sums); fast: float sums, whose order may differ after a fault (default: %(default)s)")
+    group.add_argument("--elastic-dataflow", choices=("reroute", "resize"), default=d.dataflow,
+                       help="who computes what after a loss. reroute: micro-batches stay whole, and so does a run, bit "
+                       "for bit; resize: those that do not come out even are cut between samples, so that cells are "
+                       "even to within one sample, and losses differ by rounding (default: %(default)s)")
     group.add_argument("--elastic-schedule", choices=("1f1b", "split"), default=d.schedule,
                        help="order of a stage's work: 1f1b: a forward and a backward in turn; split: the same, but "
                        "weights' gradients come after the input's, which the stage before waits for (default: "

@@ -282,8 +282,8 @@ def _describe(layout: Layout, stage: Stage) -> str:
     names = [layout.units[unit] for unit in stage.units]
     tied = [names.pop(0)] if stage is not layout.stages[0] and stage.units[0] == 0 else []
     units = "+".join([names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}", *tied])
-    counts = sorted({len(cell.grains) for cell in stage.cells if not cell.shadow})
-    grains = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    counts = sorted({layout.load(cell) for cell in stage.cells if not cell.shadow})
+    grains = f"{counts[0]:.4g}" if len(counts) == 1 else f"{counts[0]:.4g}-{counts[-1]:.4g}"
     ranks = _ranks([rank for cell in stage.cells if not cell.shadow for rank in cell.ranks])
     shadows = _ranks([rank for cell in stage.cells if cell.shadow for rank in cell.ranks])
     return f"{units}\n  {ranks}: {grains} grains each" + (f"\n  {shadows} follow" if shadows != "-" else "")

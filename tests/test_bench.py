@@ -17,6 +17,7 @@ import pytest
 from megatron_elastic import bench
 from megatron_elastic.config import add_elastic_arguments
 from megatron_elastic.layout import Layout
+from megatron_elastic.plan import everything, lose
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -120,6 +121,16 @@ def test_replay_is_compared_with_no_replicas(monkeypatch: pytest.MonkeyPatch) ->
     assert result["ratio_state"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_gradient_rounds"] == {"min": 1.0, "max": 1.1}
     assert result["bytes_per_step"] == {"off": 1, "gradient": 2, "state": 4}
+
+
+def test_dataflow_is_compared_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataflow = _benchmark("dataflow", monkeypatch)
+    before = {"reroute": [[10.0]], "resize": [[10.0]]}
+    result = dataflow.figures(before, {"reroute": [[20.0]], "resize": [[15.0]]})
+    assert (result["after_ms"], result["ratio_after"]) == ({"reroute": 20.0, "resize": 15.0}, 0.75)
+    layout = Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0]], units=["a"], num_grains=3, num_slices=3, replicas=1,
+                         samples=4)
+    assert dataflow.samples_of_fullest(lose(layout, [2], everything(layout), 1), 4) == 6
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:

@@ -315,6 +315,20 @@ def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: P
 @slow
 @needs_checkout
 @pytest.mark.timeout(900)
+def test_micro_batches_that_are_cut(patched: CheckoutJobs) -> None:
+    """TP2 x DP4: a cell's first rank sends the others parts of micro-batches, whose size these must know."""
+    flags = (*grid(2, 1, 3), "--micro-batch-size", "2")
+    reference = patched.undisturbed(*flags)
+    job = patched.run(*flags, "--elastic-dataflow", "resize", *inject("kill:rank=3,step=2,at=backward"))
+    assert any(cell.parts for cell in job.layouts()[-1].stages[0].cells)
+    for ours, theirs in zip(job.metrics().values(), reference.metrics().values(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6, abs=0)
+    assert [loss for *_, loss in evaluations(job)] == pytest.approx([loss for *_, loss in evaluations(reference)])
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
 def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     """``--exit-interval``, then the exit signal, then the rest: a job in three parts trains as one."""
     flags = grid(1, 2, 9)

@@ -1,75 +1,211 @@
-"""Dataflow: ranges of samples, and what crosses the boundary between stages of different widths."""
+"""Dataflow: who computes which grains and which samples, and what crosses the boundary between stages."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.plan.dataflow import Exchange, Samples, exchanges, resize
+from megatron_elastic.layout import Cell, Layout, LayoutError, Part, Stage, gpt_units
+from megatron_elastic.pipeline.program import Program, check
+from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward, split_backward
+from megatron_elastic.pipeline.simulate import fastest, simulate
+from megatron_elastic.plan import everything, improve, lose, replan
+from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.dataflow import resize, share
 from megatron_elastic.plan.reroute import reroute
 
-sizes = {"samples": st.integers(1, 60), "micro_batches": st.integers(1, 8)}
+
+def grid(pp: int, dp: int, grains: int, samples: int, tp: int = 1) -> Layout:
+    units, stage_units = gpt_units(pp, pp, True, False)
+    return Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=dp, replicas=1,
+        samples=samples,
+    )  # fmt: skip
+
+
+def narrowed(layout: Layout, losses: int, rng: Random) -> Layout:
+    """The layout after the loss of so many ranks one after the other, as far as every stage keeps a cell."""
+    for _ in range(losses):
+        wide = [stage for stage in layout.stages if stage.width > 1]
+        if wide:
+            rank = rng.choice(rng.choice(rng.choice(wide).cells).ranks)
+            layout = lose(layout, [rank], everything(layout), layout.epoch + 1)
+    return layout
+
+
+layouts = st.builds(
+    lambda pp, dp, each, samples, losses, seed: narrowed(grid(pp, dp, dp * each, samples), losses, Random(seed)),
+    pp=st.integers(1, 5),
+    dp=st.integers(1, 5),
+    each=st.integers(1, 4),
+    samples=st.integers(1, 6),
+    losses=st.integers(0, 6),
+    seed=st.integers(0, 2**32),
+)
+
+
+def samples_of(cell: Cell, layout: Layout) -> int:
+    return layout.samples * len(cell.grains) + sum(part.size for part in cell.parts)
+
+
+# ---- resize ---------------------------------------------------------------------------------
 
 
 def test_three_cells_take_over_what_four_had() -> None:
-    assert resize(8, 2, 4)[1] == (Samples(1, 2), Samples(5, 6))
-    assert resize(8, 2, 3) == (
-        (Samples(0, 2), Samples(4, 5)),
-        (Samples(2, 3), Samples(5, 7)),
-        (Samples(3, 4), Samples(7, 8)),
+    before = grid(2, 4, 8, 3)
+    after = lose(before, [6], everything(before), 1)
+    assert after.stages[0] == before.stages[0]
+    assert after.stages[1].cells == (
+        Cell((4,), (0, 4), parts=(Part(2, 0, 2),)),
+        Cell((5,), (1, 5), parts=(Part(2, 2, 3), Part(6, 0, 1))),
+        Cell((7,), (3, 7), parts=(Part(6, 1, 3),)),
     )
-    four, three = ([share[0] for share in resize(8, 2, width)] for width in (4, 3))
-    assert list(exchanges(four, three)) == [
-        Exchange(0, 0, Samples(0, 1)),
-        Exchange(1, 0, Samples(1, 2)),
-        Exchange(2, 1, Samples(2, 3)),
-        Exchange(3, 2, Samples(3, 4)),
+    assert [after.load(cell) for cell in after.stages[1].cells] == [8 / 3] * 3
+    assert after.sharers(1, 2) == ((after.cell_of(4), Part(2, 0, 2)), (after.cell_of(5), Part(2, 2, 3)))
+    assert after.common(0, Part(2, 2, 3)) == ((after.cell_of(2), Part(2, 2, 3)),)
+    assert "4:[0 4 2:0-1]  5:[1 5 2:2-2 6:0-0]  7:[3 7 6:1-2]" in str(after)
+    assert '"samples": 3' in after.to_json() and "samples" not in grid(2, 4, 8, 1).to_json()
+    assert one_forward_one_backward(after).text().splitlines()[4:] == [
+        "4: F0 B0 F2 B2 F4 B4",
+        "5: F1 B1 F2 B2 F5 B5 F6 B6",
+        "7: F3 B3 F7 B7 F6 B6",
     ]
 
 
-@settings(max_examples=1000, deadline=None)
-@given(**sizes, width=st.integers(1, 9))
-def test_every_sample_is_computed_once_and_evenly(samples: int, micro_batches: int, width: int) -> None:
-    shares = resize(samples, micro_batches, width)
-    assert [len(share) for share in shares] == [micro_batches] * width
-    in_order = [share[index] for index in range(micro_batches) for share in shares]
-    assert in_order[0].start == 0
-    assert in_order[-1].stop == samples
-    assert all(before.stop == after.start for before, after in pairwise(in_order))
-    for index in range(micro_batches):
-        parts = [share[index] for share in shares]
-        assert max(part.size for part in parts) - min(part.size for part in parts) <= 1
-        assert parts[0].start == samples * index // micro_batches, "micro-batches do not depend on the width"
-    totals = [sum(part.size for part in share) for share in shares]
-    assert max(totals) - min(totals) <= 1
+@settings(max_examples=2000, deadline=None)
+@given(at=st.lists(st.integers(-1, 5), min_size=1, max_size=24), width=st.integers(1, 6), samples=st.integers(1, 9))
+def test_resize_is_even_to_within_a_sample_and_moves_few(at: list[int], width: int, samples: int) -> None:
+    old = [tuple(grain for grain, cell in enumerate(at) if cell == index) for index in range(width)]
+    new = resize(old, len(at), samples)
+    done = [part for _, parts in new for part in parts]
+    done += [Part(grain, 0, samples) for whole, _ in new for grain in whole]
+    assert sorted((part.grain, sample) for part in done for sample in range(part.start, part.stop)) == [
+        (grain, sample) for grain in range(len(at)) for sample in range(samples)
+    ]
+    sizes = [samples * len(whole) + sum(part.size for part in parts) for whole, parts in new]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(len(parts) <= 2 for _, parts in new)
+    low = len(at) // width
+    for was, (whole, _) in zip(old, new, strict=True):
+        assert len(whole) == low
+        assert len(set(was) & set(whole)) == min(low, len(was)), "whole grains stay where they are"
+    assert resize([whole for whole, _ in new], len(at), samples) == new, "what is even stays as it is"
+
+
+@settings(max_examples=500, deadline=None)
+@given(layout=layouts)
+def test_cells_of_a_stage_have_equally_much_to_do(layout: Layout) -> None:
+    for stage in layout.stages:
+        sizes = [samples_of(cell, layout) for cell in stage.cells]
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(sizes) == layout.num_grains * layout.samples
+        if layout.num_grains % stage.width == 0 or layout.samples == 1:
+            whole = reroute([cell.grains for cell in stage.cells], layout.num_grains)
+            assert [cell.grains for cell in share(layout, stage.cells)] == whole
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@settings(max_examples=500, deadline=None)
+@given(layout=layouts, data=st.data())
+def test_what_is_sent_is_what_both_sides_have(layout: Layout, data: st.DataObject) -> None:
+    """Over every boundary, every sample once, from who has it to who needs it."""
+    for stage in range(layout.pipeline_size - 1):
+        for grain in range(layout.num_grains):
+            sent: dict[tuple[int, int], list[Part]] = defaultdict(list)
+            for sender, part in layout.sharers(stage, grain):
+                for receiver, common in layout.common(stage + 1, part):
+                    sent[sender.leader, receiver.leader].append(common)
+            expected: dict[tuple[int, int], list[Part]] = defaultdict(list)
+            for receiver, part in layout.sharers(stage + 1, grain):
+                for sender, common in layout.common(stage, part):
+                    expected[sender.leader, receiver.leader].append(common)
+            assert sent == expected
+            assert all(len(parts) == 1 for parts in sent.values()), "one message between two cells"
+            row = sorted(part for parts in sent.values() for part in parts)
+            assert (row[0].start, row[-1].stop) == (0, layout.samples)
+            assert all(before.stop == after.start for before, after in pairwise(row))
 
 
 @settings(max_examples=1000, deadline=None)
-@given(**sizes, widths=st.tuples(st.integers(1, 9), st.integers(1, 9)))
-def test_what_is_sent_is_what_both_sides_have(samples: int, micro_batches: int, widths: tuple[int, int]) -> None:
-    before, after = (resize(samples, micro_batches, width) for width in widths)
-    for index in range(micro_batches):
-        senders, receivers = [share[index] for share in before], [share[index] for share in after]
-        sent = list(exchanges(senders, receivers))
-        assert len(sent) <= sum(widths) - 1
-        for end, ranges in (("sender", senders), ("receiver", receivers)):
-            for cell, whole in enumerate(ranges):
-                parts = [exchange.samples for exchange in sent if getattr(exchange, end) == cell]
-                assert [at for part in parts for at in range(*part)] == list(range(*whole))
+@given(layout=layouts, chunks=st.integers(1, 2), split=st.booleans(), seed=st.integers(0, 2**32))
+def test_programs_of_parts_are_right_and_end(layout: Layout, chunks: int, split: bool, seed: int) -> None:
+    program = interleaved(layout, chunks)
+    if split:
+        program = split_backward(program, layout)
+    stages = layout.pipeline_size
+    live = {
+        cell.leader: split * index + (stages - index if chunks == 1 else (chunks + 1) * stages - 2 * index - 1)
+        for index, stage in enumerate(layout.stages)
+        for cell in stage.cells
+    }
+    check(program, layout, live, chunks)
+    rng = Random(seed)
+    timeline = simulate(
+        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2), chunks
+    )
+    assert {leader: tuple(span.op for span in spans) for leader, spans in timeline.spans.items()} == program.cells
+    assert Program.parse(program.text()) == program
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_nothing_to_share_out(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        resize(*arguments)
+def test_a_lost_cell_of_four_costs_a_third_instead_of_twice_the_time() -> None:
+    """Four grains over three cells: one has two of them, or each has four thirds."""
+    makespans = {}
+    for samples in (1, 3):
+        layout = grid(1, 4, 4, samples)
+        layout = lose(layout, [3], everything(layout), 1)
+        costs = Costs(tuple(UnitCost(1.0 * (name == "layer.0"), 2.0 * (name == "layer.0"), 1, 1, 1)
+                            for name in layout.units))  # fmt: skip
+        makespans[samples] = fastest(layout, costs)[1].makespan
+        assert costs.pace_of(layout).step_ms == makespans[samples]
+    assert makespans == {1: 6.0, 3: 4.0}
 
 
-def test_stages_with_different_samples_have_no_boundary() -> None:
-    with pytest.raises(ValueError, match=r"samples 0 to 3 .* 0 to 4"):
-        list(exchanges([Samples(0, 4)], [Samples(0, 5)]))
+@settings(max_examples=200, deadline=None)
+@given(layout=layouts, newcomers=st.integers(1, 3), pp=st.integers(1, 5))
+def test_ranks_join_and_units_move_with_parts_too(layout: Layout, newcomers: int, pp: int) -> None:
+    goal: Layout | None = None
+    ranks = {100 + i: 0 for i in range(newcomers)}
+    for _ in range(4):
+        better = improve(layout, ranks, layout.epoch + 1, goal)
+        if better is None:
+            break
+        (layout, goal), ranks = better, {}
+    assert improve(layout, {}, layout.epoch + 1) is None, "it has settled"
+    for stage in layout.stages:
+        sizes = [samples_of(cell, layout) for cell in stage.cells]
+        assert max(sizes) - min(sizes) <= 1
+    if pp <= sum(name.startswith("layer.") for name in layout.units):
+        moved = replan(layout, Costs.assumed(layout.units), layout.epoch + 1, stages=[pp])
+        for stage in moved.stages:
+            sizes = [samples_of(cell, moved) for cell in stage.cells]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_parts_that_do_not_make_a_grain_are_no_layout() -> None:
+    good = lose(grid(1, 4, 4, 3), [3], everything(grid(1, 4, 4, 3)), 1)
+    cells = good.stages[0].cells
+    for parts, problem in (
+        ((Part(3, 0, 2),), "samples 1 to 2 of grain 3 out of turn"),
+        ((), "samples 1 to 2 of grain 3 out of turn"),
+        ((Part(3, 0, 1), Part(3, 1, 1)), "out of turn"),
+        ((Part(2, 0, 1),), r"grains \[0, 1, 2, 2, 3\]"),
+    ):
+        bad = replace(good, stages=(Stage(good.stages[0].units, (replace(cells[0], parts=parts), *cells[1:])),))
+        with pytest.raises(LayoutError, match=problem):
+            bad.validate()
+    with pytest.raises(LayoutError, match="computes 3 samples of grain 3, which has 4"):
+        replace(good, samples=4).validate()
+    with pytest.raises(LayoutError, match="grains of 0 samples"):
+        replace(good, samples=0).validate()
+
+
+# ---- reroute --------------------------------------------------------------------------------
 
 
 @settings(max_examples=1000, deadline=None)

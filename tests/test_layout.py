@@ -66,7 +66,7 @@ def test_grid_has_megatrons_rank_order() -> None:
     assert [layout.stage_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
     assert layout.cell_of(7) is layout.stages[1].cells[1]
     assert layout.cell_of(7).leader == 6
-    assert layout.cell_for(1, 3).leader == 6
+    assert [cell.leader for cell, _ in layout.sharers(1, 3)] == [6]
 
 
 def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None:
@@ -157,7 +157,7 @@ def test_a_rank_in_no_cell_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="rank 7 is on no host"):
         small.host_of(7)
     with pytest.raises(LayoutError, match="no cell of stage 0 computes grain 99"):
-        small.cell_for(0, 99)
+        small.sharers(0, 99)
     with pytest.raises(LayoutError, match="unit 99"):
         small.home(99)
 

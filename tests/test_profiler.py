@@ -68,6 +68,23 @@ def test_what_autograd_keeps_is_counted_once() -> None:
     assert {unit: measured.activation_bytes for unit, measured in read[0].items()} == {"layer.0": 256, "layer.1": 256}
 
 
+def test_parts_of_a_grain_count_as_such(clock: list[float]) -> None:
+    profiler = Profiler([])
+    with profiler.pipeline():
+        for grains, seconds in ((0.25, 1), (0.5, 2)):
+            with profiler.forward(grains):
+                profiler.enter("layer.0")
+                output = torch.ones(4, 4, requires_grad=True).exp()  # 64 bytes
+                clock[0] += seconds
+            with profiler.backward(grains):
+                output.sum().backward()
+                clock[0] += 2 * seconds
+                profiler.leave("layer.0")
+    read = profiler.read()
+    assert read is not None
+    assert read[0] == {"layer.0": (4000, 8000, 256)}
+
+
 def test_costs_are_medians_and_layers_are_alike() -> None:
     units, stages = gpt_units(2, 2, tied=False, positions=False)
     layout = Layout.grid(tp=1, pp=2, dp=1, stage_units=stages, units=units, num_grains=4, num_slices=1, replicas=0)

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor import arguments, helpers, log, targets, training, yaml_arguments
 from megatron_elastic.adaptor.schedule import Schedule
+from megatron_elastic.adaptor.schedules import ForwardStep
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import Invite, VoteResult
 from megatron_elastic.config import UsageError
@@ -120,8 +121,10 @@ def _build_datasets(
 class CheckoutTrainer(training.Trainer):
     """The elastic trainer with Megatron-LM's schedule, log and reasons to stop."""
 
-    def __init__(self, args: argparse.Namespace, control: Control, **providers: Any) -> None:
-        super().__init__(args, control, **providers)
+    def __init__(
+        self, args: argparse.Namespace, control: Control, *, forward_step: ForwardStep, **providers: Any
+    ) -> None:
+        super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
         self._begun_at = self.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
 
@@ -134,6 +137,16 @@ class CheckoutTrainer(training.Trainer):
     def _writes(self) -> bool:
         """Whether this rank writes the log: the last one of the layout, as in Megatron."""
         return self.rank == self.layout.ranks[-1]
+
+    def _compute_part(self, forward_step: ForwardStep, data: Any, model: torch.nn.Module) -> Any:
+        """The script's step function. A cell's first rank sends the others the batch, whose size these take from the
+        arguments."""
+        whole = self.args.micro_batch_size
+        self.args.micro_batch_size = whole * self.grains.part.size // self.layout.samples
+        try:
+            return forward_step(data, model)
+        finally:
+            self.args.micro_batch_size = whole
 
     def _schedule(self) -> Schedule:
         return Schedule(self.args, targets.SCHEDULER.find(), self.parameter_groups)

@@ -2,7 +2,8 @@
 
 Megatron keeps one stream for each tensor-parallel rank and advances it draw by draw, so what a layer draws depends
 on everything its rank computed before. Here each unit begins its forward pass, and its construction, with a key of
-its own; forks derive from the default generator (``numerics.keyed``), which recomputation restores.
+its own; forks derive from the default generator (``numerics.keyed``), which recomputation restores. Where grains can be
+cut, dropout draws the masks of a whole grain in any case, so that a sample gets the same one in whichever part it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer import transformer_layer
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.layout import Part
 from megatron_elastic.numerics import keyed
+
+_plain_dropout = torch.nn.functional.dropout
 
 
 @contextmanager
@@ -59,25 +63,44 @@ def _keyed(seed: int, unit: Callable[[dict[str, Any]], str]) -> Callable[[Callab
 
 
 class GrainKey:
-    """Seeds the default generator when a unit begins its forward pass; holds the (step, grain) it belongs to.
+    """Seeds the default generator when a unit begins its forward pass; holds the step and part that it belongs to.
 
-    Recomputation runs a unit's forward again inside the backward of the same grain, and draws the same. With sequence
-    parallelism ``part`` says which part of the sequence this rank has, so that the parts draw different numbers.
+    Recomputation runs a unit's forward again inside the backward of the same part, and draws the same.
+
+    Args:
+        samples: of a grain, as in ``Layout``.
+        sequence: with sequence parallelism, which part of the sequence this rank has: parts draw different numbers.
     """
 
-    def __init__(self, seed: int, part: int | None = None) -> None:
+    def __init__(self, seed: int, samples: int, sequence: int | None = None) -> None:
         self._seed = seed
-        self._part = () if part is None else (part,)
+        self._samples = samples
+        self._sequence = () if sequence is None else (sequence,)
         self.step = 0
-        self.grain = 0
+        self.part = Part(0, 0, samples)
+        if samples > 1:
+            torch.nn.functional.dropout = self._dropout
 
     def attach(self, module: torch.nn.Module, unit: str) -> None:
         """Seed at every forward of ``module``."""
 
         def begin(*_: Any) -> None:
-            keyed.seed_default_generator(self._seed, self.step, self.grain, unit, *self._part)
+            keyed.seed_default_generator(self._seed, self.step, self.part.grain, unit, *self._sequence)
 
         module.register_forward_pre_hook(begin)
+
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        """In place of ``torch.nn.functional.dropout``: the masks that the samples have in the whole grain.
+
+        Megatron has samples in the second dimension of three, or in the first of four (attention).
+        """
+        if not training or p == 0 or self.part.size == self._samples:
+            return _plain_dropout(input, p, training, inplace)
+        dim = {3: 1, 4: 0}[input.dim()]
+        piece = input.shape[dim] // self.part.size
+        return keyed.dropout(input, p, dim, piece * self.part.start, piece * self._samples, inplace)
 
 
 def leave_checkpointing() -> None:

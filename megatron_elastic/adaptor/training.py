@@ -61,7 +61,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import MEASURED, ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout, UnitShape, transfers
+from megatron_elastic.layout import Layout, Part, UnitShape, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
@@ -167,8 +167,9 @@ class Trainer:
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.schedule = self._schedule()
         self._check_memory(local_ranks)
-        # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell.
-        each = max(2, args.tensor_model_parallel_size)
+        # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell; and grains
+        # may be cut between any samples.
+        each = max(2, args.tensor_model_parallel_size) * self.layout.samples
         self.accumulator = make_accumulator(
             self.config.consistency, each * self.layout.num_grains, main_grads_dtype(args)
         )
@@ -364,7 +365,7 @@ class Trainer:
                     self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
         self.model_config = model.config
         self.gpt = model
-        key = random.GrainKey(args.seed, tp if args.sequence_parallel else None)
+        key = random.GrainKey(args.seed, layout.samples, tp if args.sequence_parallel else None)
         for unit, module in unit_modules(model):
             key.attach(module, unit)
         watch(model, lambda unit: self.profiler.enter(unit), lambda unit: self.profiler.leave(unit))
@@ -576,7 +577,7 @@ class Trainer:
             total, tokens = 0.0, 0
             for i in range(self.args.eval_iters):
                 self.grains.begin(_EVALUATION, partial(self._batch, data, first + i))
-                self.executor.run_forward(self.layout.cell_of(self.rank).grains, self.grains)
+                self.executor.run_forward(self.grains)
                 ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
                 outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
                 total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
@@ -631,14 +632,15 @@ class Trainer:
 
     # ---- data -------------------------------------------------------------------------------
 
-    def _training_batch(self, grain: int) -> Mapping[str, torch.Tensor]:
-        return self._batch(self.train_data, self.step - 1, grain)
+    def _training_batch(self, part: Part) -> Mapping[str, torch.Tensor]:
+        return self._batch(self.train_data, self.step - 1, part)
 
-    def _batch(self, data: Sequence[dict[str, Any]], iteration: int, grain: int) -> Mapping[str, torch.Tensor]:
-        """Samples of a grain: the global batch of an iteration is consecutive, and so are its grains."""
-        size = self.args.micro_batch_size
-        first = iteration * self.args.global_batch_size + grain * size
-        return collate([data[i] for i in range(first, first + size)])
+    def _batch(self, data: Sequence[dict[str, Any]], iteration: int, part: Part) -> Mapping[str, torch.Tensor]:
+        """Samples of part of a grain: the global batch of an iteration is consecutive, and so are its grains."""
+        size = self.args.global_batch_size // self.layout.num_grains
+        piece = size // self.layout.samples
+        first = iteration * self.args.global_batch_size + part.grain * size + part.start * piece
+        return collate([data[i] for i in range(first, first + part.size * piece)])
 
     # ---- recovery ---------------------------------------------------------------------------
 

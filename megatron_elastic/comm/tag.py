@@ -29,6 +29,7 @@ class Channel(IntEnum):
     RENDEZVOUS = 10
     DIGEST = 11
     REQUEST = 12
+    TOKENS = 13
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

@@ -4,6 +4,9 @@ Vocabulary. A *cell* is the smallest set of ranks that computes one stage for so
 A *stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by
 a cell of the unit's home stage, and each of the cell's ranks owns the part of its own tensor-parallel index. A cell is
 named by its leader, the rank of tensor-parallel index 0.
+
+A grain is computed by one cell of each stage. Where grains can be cut (``Layout.samples``), several cells of a stage
+may share one, each computing a part; the stages before and after may cut it elsewhere, or not at all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_elastic.layout.invariants import problems
+from megatron_elastic.layout.lookup import Lookup
+from megatron_elastic.layout.part import Part
+
 
 class LayoutError(Exception):
     """A layout is inconsistent, or was asked for something that it does not contain."""
@@ -22,16 +29,18 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Ranks that compute one stage together for ``grains``; ``ranks`` are ordered by tensor-parallel index.
+    """Ranks that compute one stage together for whole ``grains`` and for ``parts`` of others, at most one of each.
 
-    A cell without grains is a *shadow*: it follows the others, receiving the stage's parameters after every step, and
-    gets grains once it has caught up. That is how ranks join. ``incoming`` are units of other stages whose parameters
-    it receives as well, because it is to compute them soon. That is how units move.
+    ``ranks`` are ordered by tensor-parallel index. A cell without grains is a *shadow*: it follows the others,
+    receiving the stage's parameters after every step, and gets grains once it has caught up. That is how ranks join.
+    ``incoming`` are units of other stages whose parameters it receives as well, because it is to compute them soon.
+    That is how units move.
     """
 
     ranks: tuple[int, ...]
     grains: tuple[int, ...]
     incoming: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @property
     def leader(self) -> int:
@@ -41,7 +50,12 @@ class Cell:
     @property
     def shadow(self) -> bool:
         """Whether it only follows."""
-        return not self.grains
+        return not (self.grains or self.parts)
+
+    @property
+    def share(self) -> tuple[int, ...]:
+        """The grains that it computes whole or a part of."""
+        return self.grains if not self.parts else tuple(sorted((*self.grains, *(part.grain for part in self.parts))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,8 @@ class Layout:
 
     ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` are those of the cells with a
     live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
-    live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain.
+    live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain. A grain can
+    be cut between any of its ``samples``; if it is 1, grains stay whole.
     """
 
     epoch: int
@@ -77,7 +92,8 @@ class Layout:
     spares: tuple[int, ...]
     lost: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...]
-    _lookup: _Lookup | None = field(default=None, init=False, repr=False, compare=False)
+    samples: int = 1
+    _lookup: Lookup | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def grid(
@@ -92,6 +108,7 @@ class Layout:
         num_slices: int,
         replicas: int,
         ranks_per_host: int | None = None,
+        samples: int = 1,
     ) -> Layout:
         """The fault-free layout, in Megatron's rank order: rank = t + tp * (d + dp * p).
 
@@ -145,6 +162,7 @@ class Layout:
             spares=(),
             lost=(),
             hosts=hosts,
+            samples=samples,
         )
         layout.validate()
         return layout
@@ -185,12 +203,41 @@ class Layout:
         except KeyError:
             raise LayoutError(f"rank {rank} is on no host at epoch {self.epoch}") from None
 
-    def cell_for(self, stage: int, grain: int) -> Cell:
-        """The cell of ``stage`` that computes ``grain``. Raises LayoutError if there is none."""
-        try:
-            return self._index().grains[stage][grain]
-        except KeyError:
-            raise LayoutError(f"no cell of stage {stage} computes grain {grain} at epoch {self.epoch}") from None
+    # ---- grains and their parts --------------------------------------------------------------
+
+    def sharers(self, stage: int, grain: int) -> tuple[tuple[Cell, Part], ...]:
+        """The cells of ``stage`` that compute ``grain``, and what of it, in the order of its samples.
+
+        Raises LayoutError if there are none.
+        """
+        if not 0 <= grain < self.num_grains or not 0 <= stage < self.pipeline_size:
+            raise LayoutError(f"no cell of stage {stage} computes grain {grain} at epoch {self.epoch}")
+        cell = self._index().whole[stage].get(grain)
+        return self._index().cut[stage][grain] if cell is None else ((cell, self.whole(grain)),)
+
+    def part(self, rank: int, grain: int) -> Part:
+        """What the rank's cell computes of ``grain``. Raises LayoutError if that is nothing."""
+        stage, cell, _ = self._place(rank)
+        for other, part in self.sharers(stage, grain):
+            if other.leader == cell.leader:
+                return part
+        raise LayoutError(f"rank {rank} computes nothing of grain {grain} at epoch {self.epoch}")
+
+    def common(self, stage: int, part: Part) -> tuple[tuple[Cell, Part], ...]:
+        """The cells of ``stage`` that compute samples of ``part``, and which, in their order.
+
+        They are whom a cell of a neighbouring stage that computes ``part`` exchanges activations with.
+        """
+        shared = ((cell, other.common(part)) for cell, other in self.sharers(stage, part.grain))
+        return tuple((cell, both) for cell, both in shared if both is not None)
+
+    def whole(self, grain: int) -> Part:
+        """All of a grain."""
+        return Part(grain, 0, self.samples)
+
+    def load(self, cell: Cell) -> float:
+        """How many grains a cell computes; parts count by their samples."""
+        return len(cell.grains) + sum(part.size for part in cell.parts) / self.samples
 
     # ---- units and slices ------------------------------------------------------------------
 
@@ -244,67 +291,8 @@ class Layout:
 
     def validate(self) -> None:
         """Raise LayoutError, saying what is wrong, unless every invariant of a layout holds."""
-        for problem in self._problems():
+        for problem in problems(self):
             raise LayoutError(f"layout of epoch {self.epoch}: {problem}")
-
-    def _problems(self) -> Iterable[str]:
-        if self.epoch < 0 or self.num_slices < 1 or self.num_grains < 1:
-            yield f"epoch {self.epoch}, {self.num_slices} slices, {self.num_grains} grains: out of range"
-        if not self.stages or not all(stage.cells for stage in self.stages):
-            yield "there is a stage without cells" if self.stages else "there are no stages"
-            return
-        members = [rank for stage in self.stages for cell in stage.cells for rank in cell.ranks]
-        for rank, count in Counter([*members, *self.spares, *self.lost]).items():
-            if count > 1 or rank < 0:
-                yield f"rank {rank} is listed {count} times among cells, spares and lost"
-        if list(self.spares) != sorted(self.spares) or list(self.lost) != sorted(self.lost):
-            yield f"spares {self.spares} and lost {self.lost} must be ascending"
-        sizes = {len(cell.ranks) for stage in self.stages for cell in stage.cells}
-        if len(sizes) != 1 or 0 in sizes:
-            yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
-        if sorted(rank for host in self.hosts for rank in host) != sorted([*members, *self.spares, *self.lost]):
-            yield f"hosts {self.hosts} must list each of the ranks in cells, the spares and the lost once"
-        for index, stage in enumerate(self.stages):
-            grains = sorted(grain for cell in stage.cells for grain in cell.grains)
-            if grains != list(range(self.num_grains)):
-                yield f"stage {index} computes grains {grains}, not each of 0..{self.num_grains - 1} once"
-        yield from self._unit_problems()
-
-    def _unit_problems(self) -> Iterable[str]:
-        seen: set[int] = set()
-        for index, stage in enumerate(self.stages):
-            if list(stage.units) != sorted(set(stage.units)):
-                yield f"stage {index} lists units {stage.units}, but they must ascend"
-            new = [unit for unit in stage.units if unit not in seen]
-            if not new or new != list(range(len(seen), len(seen) + len(new))):
-                yield f"stage {index} begins units {new}, but they must continue consecutively at {len(seen)}"
-                return
-            seen.update(new)
-        if seen != set(range(len(self.units))) or len(set(self.units)) != len(self.units):
-            yield f"the stages hold units {sorted(seen)}, but the names are {self.units}"
-            return
-        for what, table in (("owners", self.owners), ("replicas", self.replicas)):
-            if len(table) != len(self.units) or any(len(row) != self.num_slices for row in table):
-                yield f"{what} must have {len(self.units)} rows of {self.num_slices} slices"
-                return
-        leaders = [{cell.leader for cell in stage.cells} for stage in self.stages]
-        everywhere = set().union(*leaders)
-        for index, stage in enumerate(self.stages):
-            for cell in stage.cells:
-                if list(cell.incoming) != sorted(set(cell.incoming) - set(stage.units)) or not seen.issuperset(
-                    cell.incoming
-                ):
-                    yield f"cell {cell.leader} of stage {index} lists incoming units {cell.incoming}: must be others'"
-        for unit, name in enumerate(self.units):
-            home = leaders[self.home(unit)]
-            for k, (owner, copies) in enumerate(zip(self.owners[unit], self.replicas[unit], strict=True)):
-                if owner not in home:
-                    yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {self.home(unit)}"
-                for copy in copies:
-                    if copy not in everywhere:
-                        yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell"
-                if len({owner, *copies}) != 1 + len(copies):
-                    yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"
 
     # ---- text ------------------------------------------------------------------------------
 
@@ -322,6 +310,7 @@ class Layout:
             "num_slices": json.dumps(self.num_slices),
             "num_replicas": json.dumps(self.num_replicas),
             "num_grains": json.dumps(self.num_grains),
+            **({"samples": json.dumps(self.samples)} if self.samples > 1 else {}),
             "units": json.dumps(self.units),
             "stages": rows(stages),
             "owners": rows(self.owners),
@@ -347,7 +336,12 @@ class Layout:
                     Stage(
                         units=_ints(stage["units"]),
                         cells=tuple(
-                            Cell(_ints(cell["ranks"]), _ints(cell["grains"]), _ints(cell.get("incoming", ())))
+                            Cell(
+                                _ints(cell["ranks"]),
+                                _ints(cell["grains"]),
+                                _ints(cell.get("incoming", ())),
+                                tuple(Part(*_ints(part)) for part in cell.get("parts", ())),
+                            )
                             for cell in stage["cells"]
                         ),
                     )
@@ -358,6 +352,7 @@ class Layout:
                 spares=_ints(data["spares"]),
                 lost=_ints(data["lost"]),
                 hosts=tuple(_ints(host) for host in data["hosts"]),
+                samples=int(data.get("samples", 1)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None
@@ -375,15 +370,17 @@ class Layout:
         for index, stage in enumerate(self.stages):
             home = [self.units[unit] for unit in stage.units if self.home(unit) == index]
             also = "".join(f"+{self.units[unit]}" for unit in stage.units if self.home(unit) != index)
-            cells = "  ".join(f"{_spans(cell.ranks)}:[{' '.join(map(str, cell.grains))}]" for cell in stage.cells)
+            cells = "  ".join(
+                f"{_spans(cell.ranks)}:[{' '.join(map(str, (*cell.grains, *cell.parts)))}]" for cell in stage.cells
+            )
             lines.append(f"  stage {index}  {home[0]}..{home[-1]}{also}  {cells}")
         return "\n".join(lines)
 
     # ---- lookups ---------------------------------------------------------------------------
 
-    def _index(self) -> _Lookup:
+    def _index(self) -> Lookup:
         if self._lookup is None:
-            object.__setattr__(self, "_lookup", _Lookup(self))
+            object.__setattr__(self, "_lookup", Lookup(self))
         assert self._lookup is not None
         return self._lookup
 
@@ -395,57 +392,13 @@ class Layout:
             raise LayoutError(f"rank {rank} is in no cell at epoch {self.epoch}: it {what}") from None
 
 
-class _Lookup:
-    """Maps derived from a layout. They are made on first use, because a step asks thousands of times."""
-
-    __slots__ = (
-        "cells", "contributors", "grains", "holders", "homes", "hosts", "owned", "places", "ranks", "replicated",
-    )  # fmt: skip
-
-    def __init__(self, layout: Layout) -> None:
-        self.places: dict[int, tuple[int, Cell, int]] = {}
-        self.cells: dict[int, Cell] = {}
-        self.grains: dict[int, dict[int, Cell]] = {}
-        self.homes: dict[int, int] = {}
-        for index, stage in enumerate(layout.stages):
-            for unit in stage.units:
-                self.homes.setdefault(unit, index)
-            self.grains[index] = {grain: cell for cell in stage.cells for grain in cell.grains}
-            for cell in stage.cells:
-                self.cells[cell.leader] = cell
-                self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
-        self.ranks = tuple(sorted(self.places))
-        guests: dict[int, list[Cell]] = {}
-        for cell in (cell for stage in layout.stages for cell in stage.cells):
-            for unit in cell.incoming:
-                guests.setdefault(unit, []).append(cell)
-        self.holders: dict[int, tuple[Cell, ...]] = {}
-        self.contributors: dict[int, tuple[Cell, ...]] = {}
-        for unit in range(len(layout.units)):
-            at_home = [cell for stage in layout.stages if unit in stage.units for cell in stage.cells]
-            self.holders[unit] = (*at_home, *guests.get(unit, ()))
-            self.contributors[unit] = tuple(cell for cell in at_home if not cell.shadow)
-        self.hosts = {rank: index for index, host in enumerate(layout.hosts) for rank in host}
-        self.owned = self._by_rank([[(owner,) for owner in row] for row in layout.owners])
-        self.replicated = self._by_rank(layout.replicas)
-
-    def _by_rank(self, table: Iterable[Iterable[Iterable[int]]]) -> dict[int, tuple[tuple[int, int], ...]]:
-        by_leader: dict[int, list[tuple[int, int]]] = {}
-        for unit, row in enumerate(table):
-            for k, leaders in enumerate(row):
-                for leader in leaders:
-                    by_leader.setdefault(leader, []).append((unit, k))
-        return {
-            rank: tuple(pairs)
-            for leader, pairs in by_leader.items()
-            if leader in self.cells
-            for rank in self.cells[leader].ranks
-        }
-
-
 def _cell_to_json(cell: Cell) -> dict[str, Any]:
     parts: dict[str, Any] = {"ranks": cell.ranks, "grains": cell.grains}
-    return {**parts, "incoming": cell.incoming} if cell.incoming else parts
+    if cell.incoming:
+        parts["incoming"] = cell.incoming
+    if cell.parts:
+        parts["parts"] = cell.parts
+    return parts
 
 
 def _after(leaders: Sequence[int], index: int, per_host: int, count: int) -> tuple[int, ...]:

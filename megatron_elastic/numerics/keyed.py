@@ -30,6 +30,22 @@ def seed_default_generator(*coordinates: int | str) -> None:
     torch.default_generator.manual_seed(key(*coordinates))
 
 
+def dropout(
+    input: torch.Tensor, p: float, dim: int, start: int, whole: int, inplace: bool = False
+) -> torch.Tensor:
+    """Dropout of some of the samples of a micro-batch, with the masks that they have when all of it is there.
+
+    ``input`` has the samples from ``start`` on in dimension ``dim``; all are ``whole``. The result, and what the
+    default generator draws next, are those of torch's dropout of the contiguous whole tensor, bit for bit.
+    """
+    shape = list(input.shape)
+    shape[dim] = whole
+    # As torch does it on a CPU.
+    masks = torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p).div_(1 - p)
+    mask = masks.narrow(dim, start, input.shape[dim])
+    return input.mul_(mask) if inplace else input * mask
+
+
 @contextmanager
 def forked(name: str, index: int) -> Iterator[None]:
     """Draw from a stream of its own inside; outside, the default generator has advanced by exactly one draw.

@@ -1,23 +1,22 @@
 """Executor: runs one cell's program, moving activations between stages by (grain, stage).
 
-A peer is whoever computes the same grain in the neighbouring stage, so re-routed grains and stages of different
-widths need no special case. Sends do not block; receives do, and unwind when interrupted.
+Peers are those who compute the same samples in the neighbouring stage, so re-routed grains, cut ones and stages of
+different widths need no special case. Sends do not block; receives do, and unwind when interrupted.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from megatron_elastic.comm.operation import Send
+from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Cell, Layout, Part
 from megatron_elastic.pipeline.profiler import Profiler
 from megatron_elastic.pipeline.program import Op
 
@@ -25,21 +24,27 @@ from megatron_elastic.pipeline.program import Op
 class StageModel(Protocol):
     """One stage's computation, as the adaptor offers it."""
 
-    def forward(self, grain: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage for a grain: an activation, or the scaled loss on the last stage."""
+    def forward(self, part: Part, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage for part of a grain: an activation, or the mean loss of its tokens on the last stage."""
+
+    def tokens(self, grain: int) -> float:
+        """Over how many tokens the loss is the mean, after the forward pass of a part of ``grain``; last stage only."""
 
     def backward(
-        self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add the grain's gradients; returns the gradient of ``received`` (None on the first stage)."""
+        """Add the part's gradients; returns the gradient of ``received`` (None on the first stage).
+
+        ``grad`` is that of the output; None: the output is the loss of a whole grain.
+        """
 
     def backward_input(
-        self, grain: int, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         """The same, but some gradients of weights may be left to ``backward_weight``."""
 
-    def backward_weight(self, grain: int) -> None:
-        """Add the gradients that ``backward_input`` of the grain has left."""
+    def backward_weight(self, part: Part) -> None:
+        """Add the gradients that ``backward_input`` of the part has left."""
 
 
 _PROBES = 5
@@ -49,8 +54,8 @@ class Executor:
     """Runs programs of one rank under one layout.
 
     Args:
-        layout: says who computes which grain in the neighbouring stages.
-        shape, dtype: of the activation between stages ([sequence, micro-batch, hidden]).
+        layout: says who computes which samples in the neighbouring stages.
+        shape, dtype: of a grain's activation between stages ([sequence, micro-batch, hidden]).
         profiler: is told of passes.
     """
 
@@ -66,10 +71,13 @@ class Executor:
         self._layout = layout
         self._transport = transport
         self._hooks = hooks
-        self._shape = tuple(shape)
+        self._sequence, size, self._hidden = shape
+        self._piece = size // layout.samples
+        """Samples between two neighbouring places where a grain can be cut."""
         self._dtype = dtype
-        self._stage = layout.stage_of(transport.rank)
-        self._tp = layout.tp_index(transport.rank)
+        self._rank = transport.rank
+        self._stage = layout.stage_of(self._rank)
+        self._tp = layout.tp_index(self._rank)
         self._first = self._stage == 0
         self._last = self._stage == layout.pipeline_size - 1
         self._profiler = profiler
@@ -77,7 +85,7 @@ class Executor:
     @property
     def activation_bytes(self) -> int:
         """Of what a grain takes from stage to stage."""
-        return math.prod(self._shape) * self._dtype.itemsize
+        return self._sequence * self._layout.samples * self._piece * self._hidden * self._dtype.itemsize
 
     def run(self, program: Sequence[Op], model: StageModel) -> None:
         """Execute the operations in order. Interruptions leave nothing behind but unfinished gradients."""
@@ -86,61 +94,124 @@ class Executor:
         sends: list[Send] = []
         for op in program:
             self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
+            part = self._layout.part(self._rank, op.grain)
+            fraction = part.size / self._layout.samples
             if op.kind == "forward":
-                received = None if self._first else self._receive(op.grain, self._stage - 1, Channel.ACTIVATION)
+                received = None if self._first else self._receive(part, self._stage - 1, Channel.ACTIVATION)
                 inputs[op.grain] = received if received is None else received.requires_grad_()
-                with self._profiler.forward():
-                    outputs[op.grain] = output = model.forward(op.grain, received)
-                if not self._last:
-                    sends.append(self._send(op.grain, self._stage + 1, Channel.ACTIVATION, output))
+                with self._profiler.forward(fraction):
+                    outputs[op.grain] = output = model.forward(part, received)
+                sends += self._tell_tokens(part, model) if self._last else self._send_forward(part, output)
             elif op.kind == "backward_weight":
                 with self._profiler.backward_weight():
-                    model.backward_weight(op.grain)
+                    model.backward_weight(part)
             else:
                 backward = model.backward if op.kind == "backward" else model.backward_input
-                grad = None if self._last else self._receive(op.grain, self._stage + 1, Channel.ACTIVATION_GRAD)
-                with self._profiler.backward():
-                    input_grad = backward(op.grain, inputs.pop(op.grain), outputs.pop(op.grain), grad)
+                if self._last:
+                    grad = self._part_of_loss(part, model, outputs[op.grain])
+                else:
+                    grad = self._receive(part, self._stage + 1, Channel.ACTIVATION_GRAD)
+                with self._profiler.backward(fraction):
+                    input_grad = backward(part, inputs.pop(op.grain), outputs.pop(op.grain), grad)
                 if input_grad is not None:
-                    sends.append(self._send(op.grain, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad))
+                    sends += self._send(part, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad)
             sends = [send for send in sends if not send.done]
         self._transport.wait(*sends)
 
     def measure_boundary(self) -> float | None:
         """Milliseconds that an activation takes to the next stage; None in the last. All ranks must call it."""
-        stages = self._layout.stages
-        mine = self._layout.cell_of(self._transport.rank)
+        mine = self._layout.cell_of(self._rank)
         if not self._first:
-            for grain in (cell.grains[0] for cell in stages[self._stage - 1].cells if cell.grains):
-                for _ in range(_PROBES if grain in mine.grains else 0):
-                    received = self._receive(grain, self._stage - 1, Channel.ACTIVATION)
-                    self._transport.wait(self._send(grain, self._stage - 1, Channel.ACTIVATION_GRAD, received))
-        if self._last or not mine.grains:
+            for sender in self._layout.stages[self._stage - 1].cells:
+                self._answer(sender, mine)
+        if self._last or mine.shadow:
             return None
-        activation, times = torch.zeros(self._shape, dtype=self._dtype), []
+        part = self._probe(mine)
+        activation = torch.zeros((self._sequence, part.size * self._piece, self._hidden), dtype=self._dtype)
+        times = []
         for _ in range(_PROBES):
             begun = time.perf_counter()
-            there = self._send(mine.grains[0], self._stage + 1, Channel.ACTIVATION, activation)
-            self._receive(mine.grains[0], self._stage + 1, Channel.ACTIVATION_GRAD)
-            self._transport.wait(there)
+            there = self._send(part, self._stage + 1, Channel.ACTIVATION, activation)
+            self._receive(part, self._stage + 1, Channel.ACTIVATION_GRAD)
+            self._transport.wait(*there)
             times.append(time.perf_counter() - begun)
         return 1e3 * min(times) / 2  # the first ones include that the other is not there yet
 
-    def run_forward(self, grains: Sequence[int], model: StageModel) -> None:
+    def _probe(self, cell: Cell) -> Part:
+        """What a cell measures with: a whole grain, if it has one."""
+        return self._layout.part(cell.leader, (*cell.grains, *cell.share)[0])
+
+    def _answer(self, sender: Cell, mine: Cell) -> None:
+        """Send back what a cell of the stage before measures with, if it comes here."""
+        probe = None if sender.shadow else self._probe(sender)
+        if probe is None or probe.grain not in mine.share:
+            return
+        common = probe.common(self._layout.part(self._rank, probe.grain))
+        for _ in range(0 if common is None else _PROBES):
+            assert common is not None
+            received = self._receive(common, self._stage - 1, Channel.ACTIVATION)
+            self._transport.wait(*self._send(common, self._stage - 1, Channel.ACTIVATION_GRAD, received))
+
+    def run_forward(self, model: StageModel) -> None:
         """Forward only, for evaluation."""
         with torch.no_grad():
-            for grain in grains:
-                received = None if self._first else self._receive(grain, self._stage - 1, Channel.ACTIVATION)
-                output = model.forward(grain, received)
+            for grain in self._layout.cell_of(self._rank).share:
+                part = self._layout.part(self._rank, grain)
+                received = None if self._first else self._receive(part, self._stage - 1, Channel.ACTIVATION)
+                output = model.forward(part, received)
                 if not self._last:
-                    self._transport.wait(self._send(grain, self._stage + 1, Channel.ACTIVATION, output))
+                    self._transport.wait(*self._send_forward(part, output))
 
-    def _receive(self, grain: int, stage: int, channel: Channel) -> torch.Tensor:
-        buffer = torch.empty(self._shape, dtype=self._dtype)
-        peer = self._layout.cell_for(stage, grain).ranks[self._tp]
-        self._transport.wait(self._transport.recv(peer, channel, pair(grain, stage), buffer))
-        return buffer
+    # ---- activations ------------------------------------------------------------------------
 
-    def _send(self, grain: int, stage: int, channel: Channel, tensor: torch.Tensor) -> Send:
-        peer = self._layout.cell_for(stage, grain).ranks[self._tp]
-        return self._transport.send(peer, channel, pair(grain, self._stage), tensor.detach().contiguous())
+    def _receive(self, part: Part, stage: int, channel: Channel) -> torch.Tensor:
+        """What the cells of a neighbouring stage have of ``part``, as one tensor."""
+        buffers: list[torch.Tensor] = []
+        recvs: list[Recv] = []
+        for cell, common in self._layout.common(stage, part):
+            buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
+            recvs.append(
+                self._transport.recv(cell.ranks[self._tp], channel, pair(part.grain, stage), buffers[-1])
+            )
+        self._transport.wait(*recvs)
+        return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
+
+    def _send_forward(self, part: Part, output: torch.Tensor) -> list[Send]:
+        return self._send(part, self._stage + 1, Channel.ACTIVATION, output)
+
+    def _send(self, part: Part, stage: int, channel: Channel, tensor: torch.Tensor) -> list[Send]:
+        """Send a tensor of ``part``'s samples to whoever computes them in a neighbouring stage."""
+        sends = []
+        for cell, common in self._layout.common(stage, part):
+            first = (common.start - part.start) * self._piece
+            piece = tensor.detach()[:, first : first + common.size * self._piece].contiguous()
+            sends.append(self._transport.send(cell.ranks[self._tp], channel, pair(part.grain, self._stage), piece))
+        return sends
+
+    # ---- losses of grains that are shared ---------------------------------------------------
+
+    def _tell_tokens(self, part: Part, model: StageModel) -> list[Send]:
+        """Tell those that share the grain over how many tokens this cell's loss is the mean."""
+        tokens = torch.tensor([model.tokens(part.grain)], dtype=torch.float64)
+        where = pair(part.grain, self._stage)
+        return [self._transport.send(rank, Channel.TOKENS, where, tokens) for rank in self._sharers(part)]
+
+    def _part_of_loss(self, part: Part, model: StageModel, loss: torch.Tensor) -> torch.Tensor | None:
+        """How much this cell's mean loss is of that of the grain, in which all tokens count alike; None: all of it."""
+        where = pair(part.grain, self._stage)
+        recvs = [
+            self._transport.recv(rank, Channel.TOKENS, where, torch.empty(1, dtype=torch.float64))
+            for rank in self._sharers(part)
+        ]
+        if not recvs:
+            return None
+        self._transport.wait(*recvs)
+        own = model.tokens(part.grain)
+        total = own + sum(recv.buffer.item() for recv in recvs)
+        # A mean over no tokens is taken over one.
+        return torch.full_like(loss, max(own, 1.0) / max(total, 1.0))
+
+    def _sharers(self, part: Part) -> list[int]:
+        """The ranks that share the grain with this one, in this stage and of its tensor-parallel index."""
+        cells = (cell for cell, _ in self._layout.sharers(self._stage, part.grain))
+        return [rank for rank in (cell.ranks[self._tp] for cell in cells) if rank != self._rank]

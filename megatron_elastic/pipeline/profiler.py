@@ -37,8 +37,8 @@ class Profiler:
         self._activations: dict[str, int] | None = None
         """By unit; None until the first forward is over."""
         self._seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
-        self._times = [0, 0]
-        """Passes since the last look: forwards, backwards."""
+        self._grains = [0.0, 0.0]
+        """Grains that have passed since the last look: forward, backward."""
         self._pass: int | None = None
         """0 in a forward, 1 in a backward, None in neither."""
         self._unit = ""
@@ -56,28 +56,27 @@ class Profiler:
         self._steps += 1
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the forward pass of a grain."""
-        with self._measure(0):
+    def forward(self, grains: float = 1.0) -> Iterator[None]:
+        """Around the forward pass of a grain, or of a fraction of one."""
+        with self._measure(0, grains):
             if self._activations is not None:
                 yield
                 return
             activations: dict[str, int] = defaultdict(int)
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._count(tensor, activations), _same):
                 yield
-            self._activations = activations
+            self._activations = {unit: round(size / grains) for unit, size in activations.items()}
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around the backward pass of a grain, or its first part."""
-        with self._measure(1):
+    def backward(self, grains: float = 1.0) -> Iterator[None]:
+        """Around the backward pass of a grain or of a fraction of one, or around its first part."""
+        with self._measure(1, grains):
             yield
 
     @contextmanager
     def backward_weight(self) -> Iterator[None]:
-        """Around the second part of a grain's backward pass."""
-        self._times[1] -= 1
-        with self._measure(1):
+        """Around the second part of a backward pass; the first has been counted."""
+        with self._measure(1, 0.0):
             yield
 
     def enter(self, unit: str) -> None:
@@ -104,15 +103,17 @@ class Profiler:
 
     def read(self) -> tuple[dict[str, Measured], float] | None:
         """Units' means since the last look, and the mean ms of a step outside its passes. None if there was no step."""
-        seconds, times, now = self._seconds, self._times, time.perf_counter()
+        seconds, grains, now = self._seconds, self._grains, time.perf_counter()
         elsewhere = now - self._begun - self._pipeline
         steps, activations = self._steps, self._activations
-        self._seconds, self._times = (defaultdict(float), defaultdict(float)), [0, 0]
+        self._seconds, self._grains = (defaultdict(float), defaultdict(float)), [0.0, 0.0]
         self._begun, self._pipeline, self._steps = now, 0.0, 0
-        if not steps or not all(times) or activations is None:
+        if not steps or not all(grains) or activations is None:
             return None
         units = {
-            unit: Measured(1e3 * seconds[0][unit] / times[0], 1e3 * seconds[1][unit] / times[1], activations[unit])
+            unit: Measured(
+                1e3 * seconds[0][unit] / grains[0], 1e3 * seconds[1][unit] / grains[1], activations.get(unit, 0)
+            )
             for unit in {**seconds[0], **seconds[1]}
         }
         return units, 1e3 * elsewhere / steps
@@ -120,7 +121,7 @@ class Profiler:
     # ---- inside ------------------------------------------------------------------------------
 
     @contextmanager
-    def _measure(self, which: int) -> Iterator[None]:
+    def _measure(self, which: int, grains: float) -> Iterator[None]:
         self._pass, self._unit, self._mark = which, "", time.perf_counter()
         try:
             yield
@@ -128,7 +129,7 @@ class Profiler:
             if self._unit:
                 self._charge(self._unit)
             self._pass = None
-            self._times[which] += 1
+            self._grains[which] += grains
 
     def _charge(self, unit: str) -> None:
         assert self._pass is not None

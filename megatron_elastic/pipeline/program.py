@@ -1,8 +1,9 @@
 """Program: a pipeline schedule as data. For every cell an ordered list of operations on grains.
 
 A stage's model may be cut into several *chunks*; a grain passes chunk 0 of all stages, then chunk 1 of all stages, and
-so on. Peers are not part of a program: the input of grain g at stage s comes from the cell of the stage before that has
-g in the layout, so re-routed grains and stages of different widths need nothing special.
+so on. Peers are not part of a program: the input of grain g at stage s comes from the cells of the stage before that
+have g in the layout, so re-routed grains and stages of different widths need nothing special. Where cells of a stage
+share a grain, an operation is on the cell's part of it, which the layout knows.
 
 Generators are in ``schedule``; here are the text form and the checker.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, Part
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -80,12 +81,16 @@ def _parse_op(word: str, line: int) -> Op:
 
 
 class Result(NamedTuple):
-    """What an operation makes and others need: an activation, or the gradient of a chunk's input."""
+    """What an operation makes and others need: an activation, or the gradient of a chunk's input.
+
+    ``leader`` names the cell that makes it, of its part of the grain.
+    """
 
     what: Literal["output", "input gradient"]
     stage: int
     chunk: int
     grain: int
+    leader: int
 
     def __str__(self) -> str:
         return f"the {self.what} of grain {self.grain} at stage {self.stage}" + (
@@ -93,29 +98,43 @@ class Result(NamedTuple):
         )
 
 
-def result(stage: int, op: Op) -> Result | None:
-    """What ``op`` at ``stage`` makes that other operations may need."""
+def result(leader: int, stage: int, op: Op) -> Result | None:
+    """What ``op`` of a cell of ``stage`` makes that other operations may need."""
     if op.kind == "backward_weight":
         return None
-    return Result("output" if op.kind == "forward" else "input gradient", stage, op.chunk, op.grain)
+    return Result("output" if op.kind == "forward" else "input gradient", stage, op.chunk, op.grain, leader)
 
 
-def needs(stages: int, chunks: int, stage: int, op: Op) -> Iterator[Result]:
-    """What must be there before ``op`` at ``stage``, in a pipeline of ``stages`` stages of ``chunks`` chunks each."""
+def needs(layout: Layout, chunks: int, leader: int, stage: int, op: Op) -> Iterator[Result]:
+    """What must be there before ``op`` of a cell of ``stage``, in a layout whose stages have ``chunks`` chunks each.
+
+    A loss is a mean over the whole grain: the cells of the last stage that share one begin its backward when all know
+    how many tokens there are.
+    """
     chunk, grain = op.chunk, op.grain
+    last = layout.pipeline_size - 1
+
+    def of(what: Literal["output", "input gradient"], stage: int, chunk: int, part: Part) -> Iterator[Result]:
+        for cell, _ in layout.common(stage, part):
+            yield Result(what, stage, chunk, grain, cell.leader)
+
+    if op.kind == "backward_weight":
+        yield Result("input gradient", stage, chunk, grain, leader)
+        return
+    part = layout.part(leader, grain)
     if op.kind == "forward":
         if stage > 0:
-            yield Result("output", stage - 1, chunk, grain)
+            yield from of("output", stage - 1, chunk, part)
         elif chunk > 0:
-            yield Result("output", stages - 1, chunk - 1, grain)
-    elif op.kind == "backward_weight":
-        yield Result("input gradient", stage, chunk, grain)
+            yield from of("output", last, chunk - 1, part)
+        return
+    yield Result("output", stage, chunk, grain, leader)
+    if stage < last:
+        yield from of("input gradient", stage + 1, chunk, part)
+    elif chunk + 1 < chunks:
+        yield from of("input gradient", 0, chunk + 1, part)
     else:
-        yield Result("output", stage, chunk, grain)
-        if stage + 1 < stages:
-            yield Result("input gradient", stage + 1, chunk, grain)
-        elif chunk + 1 < chunks:
-            yield Result("input gradient", 0, chunk + 1, grain)
+        yield from of("output", stage, chunk, layout.whole(grain))
 
 
 def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[int, int, Op]]:
@@ -136,14 +155,14 @@ def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[in
         blocked.pop(leader, None)
         while position[leader] < len(ops):
             op = ops[position[leader]]
-            missing = next((need for need in needs(len(layout.stages), chunks, stage, op) if need not in done), None)
+            missing = next((need for need in needs(layout, chunks, leader, stage, op) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(leader)
                 blocked[leader] = missing
                 break
             yield leader, stage, op
             position[leader] += 1
-            if (made := result(stage, op)) is not None:
+            if (made := result(leader, stage, op)) is not None:
                 done.add(made)
                 ready.extend(waiting.pop(made, ()))
     if blocked:
@@ -158,8 +177,8 @@ def check(program: Program, layout: Layout, max_live: int | Mapping[int, int] | 
     """Raise ProgramError unless ``program`` computes a step of ``layout``, whose stages have ``chunks`` chunks each.
 
     Every grain goes forward and backward (at once, or in two parts) exactly once through every chunk of every stage, in
-    the cell that has it; the cells' orders and the operations' dependencies contain no cycle; and no cell ever has more
-    than ``max_live`` activations (for all cells, or by leader), counted as ``live`` does.
+    the cells that have it; the cells' orders and the operations' dependencies contain no cycle; and no cell ever has
+    more than ``max_live`` activations (for all cells, or by leader), counted as ``live`` does.
     """
     _check_complete(program, layout, chunks)
     for _ in walk(program, layout, chunks):
@@ -189,7 +208,7 @@ def _check_complete(program: Program, layout: Layout, chunks: int) -> None:
     for leader, ops in program.cells.items():
         actual = Counter(ops)
         expected: Counter[Op] = Counter()
-        for grain in cells[leader].grains:
+        for grain in cells[leader].share:
             for chunk in range(chunks):
                 expected[Op("forward", grain, chunk)] = 1
                 halves = Op("backward_input", grain, chunk), Op("backward_weight", grain, chunk)

@@ -61,7 +61,7 @@ def _windows(layout: Layout, round_of: Mapping[int, int], bounds: Sequence[int])
     for stage, bound in zip(layout.stages, bounds, strict=True):
         window = windows[-1] - 1 if windows else last + 1 + layout.pipeline_size
         for cell in stage.cells:
-            used = sorted(round_of[grain] for grain in cell.grains)
+            used = sorted(round_of[grain] for grain in cell.share)
             window = min([window, *(later - sooner for sooner, later in zip(used, used[bound:], strict=False))])
         windows.append(window)
     return windows
@@ -118,10 +118,12 @@ def split_backward(program: Program, layout: Layout) -> Program:
 def rounds(layout: Layout) -> Mapping[int, int]:
     """A round for every grain: the first in which all the cells that compute it are free, grain after grain."""
     taken = {cell.leader: 0 for stage in layout.stages for cell in stage.cells}
-    cell_of = [{grain: cell.leader for cell in stage.cells for grain in cell.grains} for stage in layout.stages]
+    sharers: list[list[int]] = [[] for _ in range(layout.num_grains)]
+    for cell in (cell for stage in layout.stages for cell in stage.cells):
+        for grain in cell.share:
+            sharers[grain].append(cell.leader)
     result = {}
-    for grain in range(layout.num_grains):
-        leaders = [of[grain] for of in cell_of]
+    for grain, leaders in enumerate(sharers):
         busy = 0
         for leader in leaders:
             busy |= taken[leader]
@@ -139,7 +141,7 @@ def _by_timetable(layout: Layout, chunks: int, place: _Place, leaders: Collectio
             if leaders is None or cell.leader in leaders:
                 ops = [
                     (place(op, index), op)
-                    for grain in cell.grains
+                    for grain in cell.share
                     for chunk in range(chunks)
                     for op in (Op("forward", grain, chunk), Op("backward", grain, chunk))
                 ]

@@ -63,11 +63,11 @@ def simulate(
     ready: dict[Result, float] = {}
     for leader, stage, op in walk(program, layout, chunks):
         start = spans[leader][-1].end if spans[leader] else 0.0
-        for need in needs(layout.pipeline_size, chunks, stage, op):
+        for need in needs(layout, chunks, leader, stage, op):
             start = max(start, ready[need] + (transfer(need) if need.stage != stage else 0.0))
         end = start + duration(leader, stage, op)
         spans[leader].append(Span(op, start, end))
-        if (made := result(stage, op)) is not None:
+        if (made := result(leader, stage, op)) is not None:
             ready[made] = end
     return Timeline({leader: tuple(of) for leader, of in spans.items()})
 
@@ -82,12 +82,17 @@ def fastest(layout: Layout, costs: Costs) -> tuple[Program, Timeline]:
     forward = [sum(unit.forward_ms for unit in held) for held in units]
     backward = [sum(unit.backward_ms for unit in held) for held in units]
 
+    def fraction(leader: int, grain: int) -> float:
+        return layout.part(leader, grain).size / layout.samples
+
     def run(program: Program) -> tuple[Program, Timeline]:
         timeline = simulate(
             program,
             layout,
-            lambda leader, stage, op: (forward if op.kind == "forward" else backward)[stage],
-            lambda result: costs.boundary_ms,
+            lambda leader, stage, op: (
+                (forward if op.kind == "forward" else backward)[stage] * fraction(leader, op.grain)
+            ),
+            lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
         )
         return program, timeline
 

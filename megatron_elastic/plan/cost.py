@@ -137,7 +137,7 @@ class Costs:
 
     # ---- predictions -----------------------------------------------------------------------
 
-    def pace(self, stage_units: Sequence[Sequence[int]], widths: Sequence[int], grains: Sequence[int]) -> Pace:
+    def pace(self, stage_units: Sequence[Sequence[int]], widths: Sequence[int], grains: Sequence[float]) -> Pace:
         """Step time under 1F1B of stages of the given units and widths, whose fullest cells have ``grains``."""
         stages = len(stage_units)
         each = [sum(self.units[unit].grain_ms for unit in own(stage_units, stage)) for stage in range(stages)]
@@ -159,7 +159,7 @@ class Costs:
         return self.pace(
             [stage.units for stage in layout.stages],
             [stage.width for stage in layout.stages],
-            [max(len(cell.grains) for cell in stage.cells) for stage in layout.stages],
+            [max(map(layout.load, stage.cells)) for stage in layout.stages],
         )
 
     def _room(self, stage_units: Sequence[Sequence[int]], stage: int, width: int) -> int:

@@ -1,78 +1,55 @@
-"""Dataflow: which cell computes which samples when micro-batches may change their size.
+"""Dataflow: which cell of a stage computes which grains, and parts of which.
 
-The other way, ``reroute``, moves whole grains and so keeps every number bit for bit. Here every cell of a stage
-computes a part of every micro-batch instead: the micro-batches of the global batch stay as many and in the same order,
-and a stage of width w cuts each into w ranges. Neighbouring stages may cut differently; a cell sends to whom it shares
-samples with. Gradients are sums over samples, so global batch and gradient scale stay what they were.
+Where grains stay whole (``reroute``), cells come out even to within one grain, and a run stays the same bit for bit.
+Where they can be cut (``Layout.samples``), the grains that do not come out even are: the cells of the stage compute
+consecutive samples of them, and are even to within one sample. All other grains stay whole. Each stage does this for
+itself; a cell sends to whom it has samples in common with. Gradients are sums over samples, so global batch, gradient
+scale and sample order stay what they were either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+
+from megatron_elastic.layout import Cell, Layout, Part
+from megatron_elastic.plan.reroute import reroute
 
 
-class Samples(NamedTuple):
-    """Samples ``start`` to ``stop - 1`` of the global batch."""
+def share(layout: Layout, cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """``cells``, all that are to compute a stage of ``layout``, with all grains shared out evenly; nothing is incoming.
 
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return self.stop - self.start
-
-
-class Exchange(NamedTuple):
-    """What one cell sends to one of the next stage; cells are counted from 0 in each stage. Gradients go back."""
-
-    sender: int
-    receiver: int
-    samples: Samples
-
-
-def resize(num_samples: int, micro_batches: int, width: int) -> tuple[tuple[Samples, ...], ...]:
-    """[cell][micro-batch] = the samples that a cell of a stage of ``width`` cells computes.
-
-    The cells' ranges of a micro-batch follow one another and differ by at most one sample in size, as do the cells'
-    totals. A range may be empty when there are more cells than samples. Raises ValueError unless all are positive.
+    Grains move only where they must.
     """
-    if min(num_samples, micro_batches, width) < 1:
-        raise ValueError(
-            f"samples, micro-batches and cells must be positive, got {num_samples}, {micro_batches} and {width}"
-        )
-    shares: list[list[Samples]] = [[] for _ in range(width)]
-    turn = 0  # the cell whose turn it is to take a sample that is left over
-    for index in range(micro_batches):
-        start = num_samples * index // micro_batches
-        low, extra = divmod(num_samples * (index + 1) // micro_batches - start, width)
-        for cell, share in enumerate(shares):
-            stop = start + low + ((cell - turn) % width < extra)
-            share.append(Samples(start, stop))
-            start = stop
-        turn = (turn + extra) % width
-    return tuple(map(tuple, shares))
+    held = [cell.grains for cell in cells]
+    if layout.samples == 1:
+        grains = reroute(held, layout.num_grains)
+        return tuple(Cell(cell.ranks, whole) for cell, whole in zip(cells, grains, strict=True))
+    shares = resize(held, layout.num_grains, layout.samples)
+    return tuple(Cell(cell.ranks, whole, parts=parts) for cell, (whole, parts) in zip(cells, shares, strict=True))
 
 
-def exchanges(senders: Sequence[Samples], receivers: Sequence[Samples]) -> Iterator[Exchange]:
-    """Who sends what over a stage boundary, for one micro-batch, given both stages' ranges in the order of their cells.
+def resize(
+    grains: Sequence[Sequence[int]], num_grains: int, samples: int
+) -> list[tuple[tuple[int, ...], tuple[Part, ...]]]:
+    """Whole grains and parts for each cell of a stage: all samples of grains 0..num_grains-1, balanced to within one.
 
-    At most as many as both stages have cells, less one. Raises ValueError if the stages have different samples.
+    ``grains``: those that each cell computes whole now. All cells get the same number of whole grains, kept where they
+    were as far as possible. The grains that are left over, the last ones, are laid in a row and cut as often as there
+    are cells, so that a cell has parts of two of them at most.
     """
-    if (senders[0].start, senders[-1].stop) != (receivers[0].start, receivers[-1].stop):
-        raise ValueError(
-            f"the sending stage has samples {senders[0].start} to {senders[-1].stop - 1} of the micro-batch, but the "
-            f"receiving one {receivers[0].start} to {receivers[-1].stop - 1}"
+    low, extra = divmod(num_grains, len(grains))
+    whole = [list(kept[:low]) for kept in grains]
+    free = sorted(set(range(num_grains)).difference(*whole))
+    cut = free[len(free) - extra :]
+    for grain in free[: len(free) - extra]:
+        min(whole, key=len).append(grain)
+    least, more = divmod(extra * samples, len(grains))
+    shares, start = [], 0
+    for index, kept in enumerate(whole):
+        stop = start + least + (index < more)
+        row = (
+            Part(grain, max(start - at * samples, 0), min(stop - at * samples, samples)) for at, grain in enumerate(cut)
         )
-    sender = receiver = 0
-    while sender < len(senders) and receiver < len(receivers):
-        common = Samples(
-            max(senders[sender].start, receivers[receiver].start), min(senders[sender].stop, receivers[receiver].stop)
-        )
-        if common.start < common.stop:
-            yield Exchange(sender, receiver, common)
-        if senders[sender].stop <= receivers[receiver].stop:
-            sender += 1
-        else:
-            receiver += 1
+        shares.append((tuple(sorted(kept)), tuple(part for part in row if part.size > 0)))
+        start = stop
+    return shares

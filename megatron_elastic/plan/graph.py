@@ -41,22 +41,24 @@ class Planner:
     Args:
         names: the units, as in ``Layout.units``.
         tied: whether the last stage needs the embedding too.
-        grains: of the global batch; a cell of a stage of width w computes ceil(grains / w) of them.
+        grains: of the global batch.
+        samples: of a grain, between which it can be cut; a cell of a stage of width w computes
+            ceil(grains * samples / w) of all samples.
     """
 
-    def __init__(self, names: Sequence[str], costs: Costs, tied: bool, grains: int) -> None:
+    def __init__(self, names: Sequence[str], costs: Costs, tied: bool, grains: int, samples: int = 1) -> None:
         layers = [unit for unit, name in enumerate(names) if name.startswith("layer.")]
         if not layers:
             raise NoLayout(f"a pipeline is cut between layers, but the units {', '.join(names)} contain none")
         self._costs = costs
         self._tied = tied
-        self._grains = grains
+        self._samples = grains * samples
         # Block b is layer b; the first takes the units before it along, the last the units after it.
         ends = [*layers[1:], len(names)]
         self._blocks = [range(0 if b == 0 else layers[b], end) for b, end in enumerate(ends)]
         size = len(layers)
         below = np.tri(size + 1, dtype=bool)
-        self._time = self._between([cost.grain_ms for cost in costs.units])
+        self._time = self._between([cost.grain_ms / samples for cost in costs.units])
         self._time[below] = np.inf
         self._parameters = self._between([cost.parameter_bytes for cost in costs.units])
         self._optimizer = self._between([cost.optimizer_bytes for cost in costs.units])
@@ -123,9 +125,9 @@ class Planner:
         by_memory = [np.where(least > most, np.inf, least) for least in by_memory]
         if self._cells(by_memory, math.inf, most) > cells:
             raise NoLayout(self._too_big((cells // stages,) * stages))
-        # The fastest slowest stage is a number of grains times the time of some blocks. It is searched by halving; a
+        # The fastest slowest stage is a number of samples times the time of some blocks. It is searched by halving; a
         # limit that cannot be kept moves the lower end to the next such time.
-        low, high = 0.0, self._grains * float(self._time[0, -1])
+        low, high = 0.0, self._samples * float(self._time[0, -1])
         while high - low > high * _ROUNDING:
             middle = (low + high) / 2
             if self._cells(by_memory, middle, most) <= cells:
@@ -150,14 +152,14 @@ class Planner:
         """``widths`` and what is left of ``cells``, each given to the stage that is the slowest just then."""
         spread = list(widths)
         each = [float(self._time[a, b]) for a, b in pairwise(cuts)]
-        slowest = [(-ms * math.ceil(self._grains / spread[at]), at) for at, ms in enumerate(each)]
+        slowest = [(-ms * math.ceil(self._samples / spread[at]), at) for at, ms in enumerate(each)]
         heapq.heapify(slowest)
         for _ in range(cells - sum(widths)):
             while spread[slowest[0][1]] == most:
                 heapq.heappop(slowest)
             at = slowest[0][1]
             spread[at] += 1
-            heapq.heapreplace(slowest, (-each[at] * math.ceil(self._grains / spread[at]), at))
+            heapq.heapreplace(slowest, (-each[at] * math.ceil(self._samples / spread[at]), at))
         return tuple(spread)
 
     # ---- matrices over (first block, block after the last) ----------------------------------
@@ -176,7 +178,7 @@ class Planner:
 
     def _load(self, stages: int, stage: int, width: int) -> _Matrix:
         """Milliseconds of a step at a stage of blocks a to b - 1; infinite where they do not fit its memory."""
-        load = self._time * math.ceil(self._grains / width)
+        load = self._time * math.ceil(self._samples / width)
         if self._costs.memory_bytes is not None:
             fixed, divided = self._memory(stages, stage)
             load = np.where(fixed + divided / width > self._costs.memory_bytes, np.inf, load)
@@ -200,8 +202,8 @@ class Planner:
     def _least_by_time(self, limit: float, most: int) -> _Matrix:
         """Cells that a stage of blocks a to b - 1 needs at least, so that it takes no longer than ``limit``."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            grains = np.floor(np.minimum(limit / self._time * (1 + _ROUNDING), self._grains))
-            least = np.where(grains >= 1, np.ceil(self._grains / grains), np.inf)
+            samples = np.floor(np.minimum(limit / self._time * (1 + _ROUNDING), self._samples))
+            least = np.where(samples >= 1, np.ceil(self._samples / samples), np.inf)
         least[np.isinf(self._time) | (least > most)] = np.inf
         least[self._time == 0] = 1
         return least

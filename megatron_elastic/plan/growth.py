@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
-from megatron_elastic.plan.reroute import reroute
+from megatron_elastic.plan.dataflow import share
 
 
 def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
@@ -62,12 +62,8 @@ def even(layout: Layout, epoch: int) -> Layout:
     what is even stays as it is.
     """
     goal = _goal(layout)
-    stages = []
-    for stage in layout.stages:
-        grains = reroute([cell.grains for cell in stage.cells], layout.num_grains)
-        cells = (Cell(cell.ranks, share) for cell, share in zip(stage.cells, grains, strict=True))
-        stages.append(Stage(stage.units, tuple(cells)))
-    new = replace(layout, epoch=epoch, stages=tuple(stages), owners=goal.owners, replicas=goal.replicas)
+    stages = tuple(Stage(stage.units, share(layout, stage.cells)) for stage in layout.stages)
+    new = replace(layout, epoch=epoch, stages=stages, owners=goal.owners, replicas=goal.replicas)
     new.validate()
     return new
 
@@ -83,7 +79,7 @@ def approach(layout: Layout, goal: Layout, epoch: int) -> Layout:
         Stage(
             stage.units,
             tuple(
-                Cell(cell.ranks, cell.grains, tuple(sorted(set(units.get(cell.leader, ())).difference(stage.units))))
+                replace(cell, incoming=tuple(sorted(set(units.get(cell.leader, ())).difference(stage.units))))
                 for cell in stage.cells
             ),
         )

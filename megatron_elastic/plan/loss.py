@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from megatron_elastic.layout import Cell, Held, Layout, LayoutError, Stage
 from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.dataflow import share
 from megatron_elastic.plan.errors import ADVICE, NoLayout, StateLost
 from megatron_elastic.plan.replan import replan
-from megatron_elastic.plan.reroute import reroute
 
 
 def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layout:
     """The layout of ``epoch``, after the ranks in ``lost`` died under ``layout``.
 
     Cells with a dead rank leave: their live ranks become spares, and their grains go to the other cells of the stage,
-    balanced to within one. Slices stay with their owner where its cell stays and holds them, else a replica is
+    balanced as ``dataflow`` says. Slices stay with their owner where its cell stays and holds them, else a replica is
     promoted, else another cell takes over; replicas that went are placed anew. Shadows stay shadows, and units that
     were about to move stay. A stage that has no working cell left is dissolved: its units go to the others. ``lost``
     may name spares, and ranks already known to be dead. Raises NoLayout when no working cell is left or the others
@@ -72,10 +72,8 @@ def _without(layout: Layout, index: int, dead: Collection[int]) -> Stage:
     """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
     stage = layout.stages[index]
     stay = [cell for cell in stage.cells if not any(rank in dead for rank in cell.ranks)]
-    working = _working(stage, dead)
-    grains = reroute([cell.grains for cell in working], layout.num_grains)
-    given = {cell.leader: share for cell, share in zip(working, grains, strict=True)}
-    return Stage(stage.units, tuple(Cell(cell.ranks, given.get(cell.leader, ())) for cell in stay))
+    given = {cell.leader: cell for cell in share(layout, _working(stage, dead))}
+    return Stage(stage.units, tuple(given.get(cell.leader, Cell(cell.ranks, ())) for cell in stay))
 
 
 def _working(stage: Stage, dead: Collection[int]) -> list[Cell]:

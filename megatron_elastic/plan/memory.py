@@ -126,7 +126,7 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
         for cell in stage.cells:
             # A split backward is put off by as many as would make room for one stage more.
             behind = 0 if job.args.elastic_schedule == "split" else index
-            in_flight = min(len(cell.grains), layout.pipeline_size - behind)
+            in_flight = min(len(cell.share), layout.pipeline_size - behind)
             for rank in cell.ranks:
                 held = sum(weights[unit] for unit in layout.held_by(rank))
                 owned = sum(slices[unit] for unit, _ in layout.owned(rank))
@@ -154,6 +154,7 @@ def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) 
         tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
         num_grains=args.global_batch_size // args.micro_batch_size,
         num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
+        samples=args.micro_batch_size if args.elastic_dataflow == "resize" else 1,
     )  # fmt: skip
 
 

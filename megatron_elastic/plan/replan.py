@@ -13,6 +13,7 @@ from functools import partial
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.cost import Costs, own
+from megatron_elastic.plan.dataflow import share
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 
@@ -55,11 +56,11 @@ def replan(
     graph = _best(layout, costs, survivors, tied, stages, fixed)
     staying = _staying(layout, costs, survivors, graph)
     new_stages = tuple(
-        _stage(units, cells, layout.num_grains) for units, cells in zip(graph.stage_units, staying, strict=True)
+        _stage(layout, units, cells) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
     if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
         new_stages = tuple(
-            Stage(stage.units, tuple(Cell(cell.ranks, cell.grains) for cell in stage.cells)) for stage in layout.stages
+            Stage(stage.units, tuple(replace(cell, incoming=()) for cell in stage.cells)) for stage in layout.stages
         )
     owners, replicas = _slices(layout, new_stages)
     members = {rank for stage in new_stages for cell in stage.cells for rank in cell.ranks}
@@ -87,7 +88,7 @@ def _best(
     stages: Collection[int],
     cells_stay: bool,
 ) -> Graph:
-    planner = Planner(layout.units, costs, tied, layout.num_grains)
+    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples)
     best: Graph | None = None
     best_ms = math.inf
     wanted = " or ".join(map(str, sorted(stages)))
@@ -101,7 +102,7 @@ def _best(
         except NoLayout as why:
             problem = why
             continue
-        grains = [math.ceil(layout.num_grains / width) for width in candidate.widths]
+        grains = [math.ceil(layout.num_grains * layout.samples / width) / layout.samples for width in candidate.widths]
         step_ms = costs.pace(candidate.stage_units, candidate.widths, grains).step_ms
         if step_ms < best_ms * (1 - WORTH):
             best, best_ms = candidate, step_ms
@@ -168,11 +169,10 @@ def _staying(
     return tuple(map(tuple, chosen))
 
 
-def _stage(units: tuple[int, ...], cells: Sequence[Cell], num_grains: int) -> Stage:
+def _stage(layout: Layout, units: tuple[int, ...], cells: Sequence[Cell]) -> Stage:
     """Grains are dealt out in turn: no state belongs to them, and so neighbouring stages are in step."""
-    return Stage(
-        units, tuple(Cell(cell.ranks, tuple(range(i, num_grains, len(cells)))) for i, cell in enumerate(cells))
-    )
+    dealt = [Cell(cell.ranks, tuple(range(i, layout.num_grains, len(cells)))) for i, cell in enumerate(cells)]
+    return Stage(units, share(layout, dealt))
 
 
 def _members(stages: Sequence[Stage]) -> list[tuple[tuple[int, ...], set[int]]]:

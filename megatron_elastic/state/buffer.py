@@ -96,7 +96,7 @@ class UnitBuffer:
         return self.partition.slice_of(flat, k)
 
     def expect(self, grains: int, complete: Callable[[], None]) -> None:
-        """Call ``complete`` when the gradients of so many more grains have been added; until ``zero``."""
+        """Call ``complete`` when the gradients of so many more grains or parts have been added; until ``zero``."""
         self._missing, self._complete = grains * self._leaves, complete
 
     def zero(self) -> None:

@@ -54,7 +54,7 @@ class Reduction:
     def reduce_when_complete(self) -> None:
         """Start the reduction of each unit when the backward of the step's last grain has added its gradients."""
         for unit in self._computed:
-            self._units[unit].expect(len(self._cell.grains), partial(self._start_reducing, unit))
+            self._units[unit].expect(len(self._cell.share), partial(self._start_reducing, unit))
 
     def reduce_gradients(self) -> None:
         """Sum every owned slice over all holders into a mean over the grains, kept in the store."""

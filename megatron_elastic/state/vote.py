@@ -5,7 +5,8 @@ all-reduce, so a rank past it knows that every rank had entered: every slice's g
 replica, and the step can be rolled forward whoever dies now.
 
 What is voted on are the partial results that the step's global numbers are made of, each contributed by exactly one
-rank and added to zeros, then combined in canonical order: the numbers do not depend on placement.
+rank and added to zeros, then combined in canonical order: the numbers do not depend on placement. Only a grain that is
+cut has several contributors, whose sums in single precision are added up in double.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_elastic.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank contributes: squared norms of the slices it owns, (loss sum, tokens) of its grains.
+    """What one rank contributes: squared norms of the slices it owns, (loss sum, tokens) of its grains or their parts.
 
     ``informed``: it knows of a planned layout. When all ranks do, they switch to it after the step.
     """

@@ -1,0 +1,93 @@
+"""Invariants: what must hold for a layout to be one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_elastic.layout.part import Part
+
+if TYPE_CHECKING:
+    from megatron_elastic.layout.layout import Layout
+
+
+def problems(layout: Layout) -> Iterator[str]:
+    """What is wrong with a layout, the fundamental first; nothing for a valid one."""
+    if layout.epoch < 0 or layout.num_slices < 1 or layout.num_grains < 1:
+        yield f"epoch {layout.epoch}, {layout.num_slices} slices, {layout.num_grains} grains: out of range"
+    if layout.samples < 1:
+        yield f"grains of {layout.samples} samples: out of range"
+    if not layout.stages or not all(stage.cells for stage in layout.stages):
+        yield "there is a stage without cells" if layout.stages else "there are no stages"
+        return
+    members = [rank for stage in layout.stages for cell in stage.cells for rank in cell.ranks]
+    for rank, count in Counter([*members, *layout.spares, *layout.lost]).items():
+        if count > 1 or rank < 0:
+            yield f"rank {rank} is listed {count} times among cells, spares and lost"
+    if list(layout.spares) != sorted(layout.spares) or list(layout.lost) != sorted(layout.lost):
+        yield f"spares {layout.spares} and lost {layout.lost} must be ascending"
+    sizes = {len(cell.ranks) for stage in layout.stages for cell in stage.cells}
+    if len(sizes) != 1 or 0 in sizes:
+        yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
+    if sorted(rank for host in layout.hosts for rank in host) != sorted([*members, *layout.spares, *layout.lost]):
+        yield f"hosts {layout.hosts} must list each of the ranks in cells, the spares and the lost once"
+    for index, stage in enumerate(layout.stages):
+        parts = sorted(part for cell in stage.cells for part in cell.parts)
+        grains = sorted([*(g for cell in stage.cells for g in cell.grains), *{part.grain for part in parts}])
+        if grains != list(range(layout.num_grains)):
+            yield f"stage {index} computes grains {grains}, not each of 0..{layout.num_grains - 1} once"
+        yield from _part_problems(layout, index, parts)
+        for cell in stage.cells:
+            if cell.parts and len({part.grain for part in cell.parts}) < len(cell.parts):
+                yield f"cell {cell.leader} of stage {index} has several parts of one grain: {cell.parts}"
+    yield from _unit_problems(layout)
+
+
+def _part_problems(layout: Layout, stage: int, parts: Sequence[Part]) -> Iterator[str]:
+    """What is wrong with a stage's parts of grains, which ascend: those of a grain must follow one another."""
+    reached = {part.grain: 0 for part in parts}
+    for part in parts:
+        if part.start != reached[part.grain] or not part.start < part.stop:
+            yield f"stage {stage} computes samples {part.start} to {part.stop} of grain {part.grain} out of turn"
+        reached[part.grain] = part.stop
+    for grain, stop in reached.items():
+        if stop != layout.samples:
+            yield f"stage {stage} computes {stop} samples of grain {grain}, which has {layout.samples}"
+
+
+def _unit_problems(layout: Layout) -> Iterator[str]:
+    seen: set[int] = set()
+    for index, stage in enumerate(layout.stages):
+        if list(stage.units) != sorted(set(stage.units)):
+            yield f"stage {index} lists units {stage.units}, but they must ascend"
+        new = [unit for unit in stage.units if unit not in seen]
+        if not new or new != list(range(len(seen), len(seen) + len(new))):
+            yield f"stage {index} begins units {new}, but they must continue consecutively at {len(seen)}"
+            return
+        seen.update(new)
+    if seen != set(range(len(layout.units))) or len(set(layout.units)) != len(layout.units):
+        yield f"the stages hold units {sorted(seen)}, but the names are {layout.units}"
+        return
+    for what, table in (("owners", layout.owners), ("replicas", layout.replicas)):
+        if len(table) != len(layout.units) or any(len(row) != layout.num_slices for row in table):
+            yield f"{what} must have {len(layout.units)} rows of {layout.num_slices} slices"
+            return
+    leaders = [{cell.leader for cell in stage.cells} for stage in layout.stages]
+    everywhere = set().union(*leaders)
+    for index, stage in enumerate(layout.stages):
+        for cell in stage.cells:
+            if list(cell.incoming) != sorted(set(cell.incoming) - set(stage.units)) or not seen.issuperset(
+                cell.incoming
+            ):
+                yield f"cell {cell.leader} of stage {index} lists incoming units {cell.incoming}: must be others'"
+    for unit, name in enumerate(layout.units):
+        home = leaders[layout.home(unit)]
+        for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
+            if owner not in home:
+                yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {layout.home(unit)}"
+            for copy in copies:
+                if copy not in everywhere:
+                    yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell"
+            if len({owner, *copies}) != 1 + len(copies):
+                yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"
