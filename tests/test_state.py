@@ -312,6 +312,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> N
         moves = transfers(layout, held)
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
         store.replicate(moves, layout, 1)
+        store.copy_in_background()
         reduction = Reduction(layout, peer.transport, units, store, reduction._accumulator)
         for step in range(2, 2 + missed):
             _step(layout, units, store, reduction, peer.rank, step)
@@ -378,6 +379,7 @@ def test_copies_under_way_can_be_abandoned() -> None:
             for at in bare.owned(peer.rank):
                 store[at].moments[0].fill_(epoch)
             store.replicate(moves, layout, 0)
+            store.copy_in_background()
         store.arrive()
         for at in layout.replicated(peer.rank):
             assert (store[at].moments[0] == 2).all()

@@ -743,12 +743,14 @@ class Trainer:
         if needed := [move for move in moves if move.role == "owner"]:
             self.store.settle(wait=needed)
         if not member:
+            self.store.copy_in_background()
             self.store.flush()
             self.store.retire(())
             self.control.send(Settled(rank=self.rank, epoch=layout.epoch))
             return
         self.store.retire((*layout.owned(self.rank), *layout.replicated(self.rank)))
         if commit.decision == "switch":
+            self.store.copy_in_background()
             return
         self.control.send(
             Recovered(
@@ -756,6 +758,7 @@ class Trainer:
                 edit_ms=(edited - begun) * 1e3, state_ms=(time.time() - edited) * 1e3,
             )
         )  # fmt: skip
+        self.store.copy_in_background()
         self.hooks.at("resume")
         if commit.decision == "forward":
             self._complete()

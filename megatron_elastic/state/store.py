@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send, Task
+from megatron_elastic.comm.operation import Recv, Send, Steps, Task
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
@@ -61,8 +61,11 @@ class StateStore:
         self._transport = transport
         self._live: dict[SliceId, SliceState] = {}
         self._loading: dict[SliceId, _Loading] = {}
-        self._outgoing: list[Send | Task] = []
-        self._fetching: Task | None = None
+        self._outgoing: list[Send] = []
+        self._due: list[Steps] = []
+        """Copying to and from here that is to begin."""
+        self._copying: list[Task] = []
+        """Copying under way."""
         self._keeps = keeps
         self._rate = rate
         self._changing = threading.Lock()
@@ -146,7 +149,7 @@ class StateStore:
         """Begin this rank's part in copying slices, as they are after ``step`` steps or more.
 
         All ranks pass the same transfers, between the same two updates. What training does not wait for is fetched in
-        the background.
+        the background (``copy_in_background``).
         """
         me = self._transport.rank
         wanted: list[tuple[int, SliceId]] = []
@@ -176,11 +179,14 @@ class StateStore:
                         self._transport.recv(transfer.src, Channel.STATE, part_of(at, part), tensor)
                         for part, tensor in enumerate(state.tensors)
                     )
-        for peer, slices in served.items():
-            self._outgoing.append(self._transport.start(serve(self._transport, peer, slices, self._snapshot)))
+        self._due += [serve(self._transport, peer, slices, self._snapshot) for peer, slices in served.items()]
         if wanted:
-            steps = fetch(self._transport, wanted, self._begin, self._arrived, self._rate)
-            self._fetching = self._transport.start(steps)
+            self._due.append(fetch(self._transport, wanted, self._begin, self._arrived, self._rate))
+
+    def copy_in_background(self) -> None:
+        """Start what ``replicate`` has left to the background; apart from it, so that a recovery is over first."""
+        self._copying += [self._transport.start(steps) for steps in self._due]
+        self._due.clear()
 
     def _snapshot(self, at: SliceId) -> tuple[int, tuple[torch.Tensor, ...]]:
         with self._changing:
@@ -199,7 +205,7 @@ class StateStore:
     def arrive(self) -> None:
         """Block until all copies that this rank is to get are live."""
         recvs = [recv for loading in self._loading.values() for recv in loading.recvs]
-        self._transport.wait(*recvs, *([self._fetching] if self._fetching is not None else []))
+        self._transport.wait(*recvs, *self._copying)
         self.settle()
 
     def settle(self, wait: Sequence[Transfer] = ()) -> list[SliceId]:
@@ -211,9 +217,10 @@ class StateStore:
         self._transport.wait(
             *(r for t in wait if t.dst == me for r in self._loading[t.unit, t.slice].recvs)
         )
-        if self._loading or self._outgoing:
+        if self.replicating:
             self._transport.progress()
             self._outgoing = [send for send in self._outgoing if not send.done]
+            self._copying = [task for task in self._copying if not task.done]
         arrived = [at for at, loading in self._loading.items() if loading.here or _received(loading.recvs)]
         for at in arrived:
             loading = self._loading.pop(at)
@@ -231,19 +238,20 @@ class StateStore:
     @property
     def replicating(self) -> bool:
         """Whether copies to or from this rank are under way."""
-        return bool(self._loading or self._outgoing)
+        return bool(self._loading or self._outgoing or self._due or self._copying)
 
     def flush(self) -> None:
         """Block until all copies from this rank are on their way."""
-        self._transport.wait(*self._outgoing)
+        self._transport.wait(*self._outgoing, *self._copying)
         self._outgoing.clear()
+        self._copying.clear()
 
     def abandon_loading(self) -> None:
         """Forget copies under way: the layout they were meant for is gone."""
         self._stale |= {at: loading.stale for at, loading in self._loading.items() if loading.stale is not None}
         self._loading.clear()
-        self._outgoing.clear()
-        self._fetching = None
+        for each in (self._outgoing, self._due, self._copying):
+            each.clear()
 
     def retire(self, keep: Iterable[SliceId]) -> None:
         """Drop every live state but those in ``keep``."""
