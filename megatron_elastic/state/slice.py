@@ -17,8 +17,8 @@ from megatron_elastic.state.partition import Segment
 class SliceState:
     """float32 master weights and the optimizer's moments of one slice, after ``step`` updates."""
 
-    def __init__(self, master: torch.Tensor, optimizer: Optimizer, step: int = 0) -> None:
-        self.step = step
+    def __init__(self, master: torch.Tensor, optimizer: Optimizer) -> None:
+        self.step = 0
         self.master = master
         self.moments = tuple(torch.zeros_like(master) for _ in optimizer.moments)
         self.grad: torch.Tensor | None = None
@@ -26,6 +26,14 @@ class SliceState:
         self.previous: SliceState | None = None
         """The state of one step before, where that is kept."""
         self._optimizer = optimizer
+
+    @classmethod
+    def room(cls, size: int, optimizer: Optimizer, step: int) -> SliceState:
+        """Room for a state of ``size`` elements. Memory is not touched: that would take long where training waits."""
+        state = cls(torch.empty(0), optimizer)
+        state.step, state.master = step, torch.empty(size)
+        state.moments = tuple(torch.empty(size) for _ in optimizer.moments)
+        return state
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -67,7 +75,7 @@ class SliceState:
 
     def keep(self) -> None:
         """Let ``previous`` be the state as it is now."""
-        kept = self.previous or SliceState(torch.empty_like(self.master), self._optimizer)
+        kept = self.previous or SliceState.room(self.master.numel(), self._optimizer, self.step)
         for copy, tensor in zip(kept.tensors, self.tensors, strict=True):
             copy.copy_(tensor)
         kept.step = self.step

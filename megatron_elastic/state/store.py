@@ -168,7 +168,7 @@ class StateStore:
                     sent = tensor if self._keeps else tensor.clone()
                     self._outgoing.append(self._transport.send(transfer.dst, Channel.STATE, part_of(at, part), sent))
             if transfer.dst == me:
-                state = SliceState(torch.empty(self._partitions[transfer.unit].slice_size), self.optimizer, step)
+                state = SliceState.room(self._partitions[transfer.unit].slice_size, self.optimizer, step)
                 loading = self._loading[at] = _Loading(state)
                 loading.stale = self._live.pop(at, None) or self._stale.pop(at, None)
                 if fetched:
