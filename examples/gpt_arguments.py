@@ -13,13 +13,12 @@ from typing import NoReturn
 
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+from megatron_elastic.support import check_virtual_stages
 
 _UNSUPPORTED = {
     "--context-parallel-size": "context parallelism is not supported yet; leave it out or use 1",
     "--expert-model-parallel-size": "mixture of experts is not supported yet; leave it out or use 1",
     "--num-experts": "mixture of experts is not supported yet; leave it out",
-    "--num-layers-per-virtual-pipeline-stage": "virtual pipelines are not supported yet; leave it out",
-    "--num-virtual-stages-per-pipeline-rank": "virtual pipelines are not supported yet; leave it out",
     "--fp16": "fp16 needs a loss scaler, which is not supported yet; use --bf16 or neither",
 }
 """Megatron-LM's flags that people will try, and what to do instead."""
@@ -112,6 +111,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, metavar="N",
+                       help="stages have chunks of so many layers, which grains pass in turn")
+    group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, metavar="N",
+                       help="the same, given as the number of chunks")
     group.add_argument("--sequence-parallel", action="store_true",
                        help="tensor-parallel ranks share the sequence between layers; no effect without such ranks")
     group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
@@ -203,6 +206,7 @@ def _check_model(args: argparse.Namespace) -> None:
               seq_length=args.seq_length, num_query_groups=args.num_query_groups,
               make_vocab_size_divisible_by=args.make_vocab_size_divisible_by)
     _divides("--num-layers", args.num_layers, "--pipeline-model-parallel-size", pp)
+    _check_virtual_stages(args, args.num_layers // pp)
     _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
     if args.kv_channels is None:
         _divides("--hidden-size", args.hidden_size, "--num-attention-heads", heads)
@@ -227,11 +231,33 @@ def _check_model(args: argparse.Namespace) -> None:
     _check_recompute(args)
 
 
+def _check_virtual_stages(args: argparse.Namespace, held: int) -> None:
+    """``held``: layers of a pipeline stage."""
+    each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if each is not None and chunks is not None:
+        raise UsageError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the "
+                         "same thing: leave one out")
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        value = getattr(args, name)
+        if value is not None and (value < 1 or held % value):
+            raise UsageError(f"{_flag(name)} must divide the {held} layers of a pipeline stage, got {value}")
+    chunks = held // each if each is not None else chunks
+    args.virtual_pipeline_model_parallel_size = None if chunks in (None, 1) else chunks
+    if args.virtual_pipeline_model_parallel_size is None:
+        return
+    if args.pipeline_model_parallel_size == 1:
+        raise UsageError("virtual pipeline stages need --pipeline-model-parallel-size 2 or more")
+    if not args.elastic:
+        raise UsageError("virtual pipeline stages work with --elastic only: the plain loop has no schedule for them; "
+                         "leave them out")
+    check_virtual_stages(args)
+
+
 def _check_recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
-        held = args.num_layers // args.pipeline_model_parallel_size
+        held = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
         if not 1 <= args.recompute_num_layers <= held:
             raise UsageError(f"--recompute-num-layers must be from 1 to the {held} layers of a pipeline stage, "
                              f"got {args.recompute_num_layers}")

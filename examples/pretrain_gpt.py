@@ -33,11 +33,12 @@ __all__ = ["check_arguments", "datasets_provider", "forward_step", "main", "mode
 
 def model_provider(
     args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None = None,
-    pre_process: bool = True, post_process: bool = True,
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None,
 ) -> GPTModel:
     """Build this rank's part of the model; ``config_kwargs`` override fields of the ``TransformerConfig``.
 
-    ``pre_process``: it has the embedding. ``post_process``: it has the output head and returns losses.
+    ``pre_process``: it has the embedding. ``post_process``: it has the output head and returns losses. ``vp_stage``:
+    which of its virtual stages this is, if it has several.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -47,6 +48,7 @@ def model_provider(
     return GPTModel(
         config=build_config(args, config_kwargs),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vp_stage=vp_stage,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -63,8 +63,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--hybrid-context-parallel", _SHAPE),
     Refusal("--expert-model-parallel-size", "mixture of experts is not supported yet", "use 1", but=(1,)),
     Refusal("--num-experts", "mixture of experts is not supported yet"),
-    Refusal("--num-layers-per-virtual-pipeline-stage", "virtual pipelines are not supported yet"),
-    Refusal("--num-virtual-stages-per-pipeline-rank", "virtual pipelines are not supported yet"),
     Refusal("--pipeline-model-parallel-layout", _EVEN),
     Refusal("--decoder-first-pipeline-num-layers", _EVEN),
     Refusal("--decoder-last-pipeline-num-layers", _EVEN),
@@ -158,6 +156,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--ddp-*`": "there is no DDP wrapper",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by the first cell of each stage",
     "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
+    "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
     "`--num-workers`": "a rank reads its samples itself",
     "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
     "`--override-opt_param-scheduler`": "always",
@@ -193,6 +192,13 @@ def check_namespace(args: argparse.Namespace) -> None:
     for refusal, value in _values(args):
         if refusal.applies(value):
             _refuse(refusal, value)
+
+
+def check_virtual_stages(args: argparse.Namespace) -> None:
+    """Raise UsageError if a stage is to have several virtual stages, and layers are to move nevertheless."""
+    if args.virtual_pipeline_model_parallel_size and args.elastic_profile:
+        raise UsageError("--elastic-profile is for moving layers, which virtual pipeline stages do not allow: leave it "
+                         "out, or --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -43,6 +43,13 @@ def test_derived_values(data: Path) -> None:
     assert parse_args(flags(data, "--train-iters 0")).lr_decay_iters == 1
 
 
+def test_virtual_stages(data: Path) -> None:
+    for given, chunks in (("layers-per-virtual-pipeline-stage 1", 2), ("layers-per-virtual-pipeline-stage 2", None),
+                          ("virtual-stages-per-pipeline-rank 2", 2)):
+        args = parse_args(flags(data, f"{PP2} --num-{given} --elastic"), world_size=2)
+        assert args.virtual_pipeline_model_parallel_size == chunks
+
+
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 
@@ -81,10 +88,13 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--vocab-size 900", 1, "--vocab-size 900 contradicts the data's 1000"),
     ("--split 0,1,1", 1, "--split 0,1,1: expected up to three weights"),
     ("--split x", 1, "--split x: expected up to three weights"),
+    (f"--num-virtual-stages-per-pipeline-rank 3 --elastic {PP2}", 2, "must divide the 2 layers of a pipeline stage"),
+    (f"--num-virtual-stages-per-pipeline-rank 2 {PP2}", 2, "virtual pipeline stages work with --elastic only"),
+    (f"--num-virtual-stages-per-pipeline-rank 2 --elastic --elastic-profile measured {PP2}", 2, "--elastic-profile is"),
+    ("--num-layers-per-virtual-pipeline-stage 2 --elastic", 1, "need --pipeline-model-parallel-size 2 or more"),
     (f"--sequence-parallel --seq-length 33 {TP2}", 2, "--seq-length 33 is not divisible by --tensor-model-parallel"),
     ("--context-parallel-size 2", 1, "--context-parallel-size: context parallelism is not supported yet"),
     ("--num-experts 8", 1, "--num-experts: mixture of experts is not supported yet"),
-    ("--num-layers-per-virtual-pipeline-stage 1", 1, "virtual pipelines are not supported yet"),
     ("--fp16", 1, "use --bf16"),
     ("--elastic --elastic-slices 0", 1, "--elastic-slices must be at least 1"),
     ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),

@@ -10,6 +10,7 @@ from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, Part, gpt_units
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, lose
 from tests import world
@@ -25,11 +26,11 @@ class Multiply:
         self.weight = torch.tensor(1.5 if first else 0.5, requires_grad=True, dtype=torch.float64)
         self.seen: list[Part] = []
         self.losses: dict[int, tuple[float, float]] = {}
-        self._due: dict[Part, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._due: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._first = first
         self._last = last
 
-    def forward(self, part: Part, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
         """Of samples that are all different, to see that each arrives in its place."""
         self.seen.append(part)
         own = [inputs(part.grain, sample) for sample in range(part.start, part.stop)]
@@ -50,22 +51,18 @@ class Multiply:
         return self.losses[grain][1]
 
     def backward(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+        self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As Megatron does it."""
-        torch.autograd.backward(output, grad)
-        return None if received is None else received.grad
-
-    def backward_input(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Leave the weight out."""
-        self._due[part] = output, grad
+        """As Megatron does it; or without the weight."""
+        if op.kind == "backward":
+            torch.autograd.backward(output, grad)
+            return None if received is None else received.grad
+        self._due[op.grain] = output, grad
         return None if received is None else torch.autograd.grad(output, received, grad, retain_graph=True)[0]
 
-    def backward_weight(self, part: Part) -> None:
+    def backward_weight(self, op: Op) -> None:
         """The weight."""
-        output, grad = self._due.pop(part)
+        output, grad = self._due.pop(op.grain)
         torch.autograd.backward(output, grad, inputs=[self.weight])
 
 
@@ -110,7 +107,8 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
                 layout, peer.transport, Hooks(peer.rank, (), print, print), (SEQUENCE, SAMPLES, HIDDEN), torch.float64,
                 Profiler([]),
             )  # fmt: skip
-            executor.run(for_cell(schedule, layout, peer.rank), model)
+            program = for_cell(schedule, layout, peer.rank)
+            executor.run(program, model)
             assert sorted(model.seen) == sorted(layout.part(peer.rank, g) for g in layout.cell_of(peer.rank).share)
             boundary = executor.measure_boundary()
             assert boundary is None if stage == 1 else boundary is not None and boundary > 0
@@ -122,7 +120,7 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
             first, second, _ = expected(layout.num_grains)
             assert sums.tolist() == pytest.approx([first, second], rel=1e-12)
             model.losses.clear()
-            executor.run_forward(model)
+            executor.run_forward(program, model)
             totals = torch.zeros(layout.num_grains, 2, dtype=torch.float64)
             for grain, loss in model.losses.items():
                 totals[grain] = torch.tensor(loss, dtype=torch.float64)

@@ -69,6 +69,27 @@ def test_grid_has_megatrons_rank_order() -> None:
     assert [cell.leader for cell, _ in layout.sharers(1, 3)] == [6]
 
 
+def test_chunks_are_runs_of_units() -> None:
+    units, stage_units = gpt_units(8, 2, tied=True, positions=True, chunks=2)
+    assert stage_units == [[0, 1, 2, 3, 6, 7], [0, 4, 5, 8, 9, 10]]
+    layout = Layout.grid(
+        tp=1, pp=2, dp=2, stage_units=stage_units, units=units, num_grains=8, num_slices=2, replicas=1
+    )
+    assert layout.num_chunks == 2
+    assert layout.chunks(0) == ((0, 1, 2, 3), (6, 7))
+    assert layout.chunks(1) == ((4, 5), (0, 8, 9, 10)), "the output head has the tied embedding"
+    assert Layout.from_json(layout.to_json()) == layout
+    assert "stage 0  embedding..layer.1 layer.4..layer.5  0:" in str(layout)
+    assert gpt_grid(1, 2, 2).num_chunks == 1
+    stages = [[0, 1, 2, 3, 6, 7], [0, 4, 5]]
+    with pytest.raises(LayoutError, match="stage 1 begins units \\[\\], but they must continue consecutively at 8"):
+        Layout.grid(
+            tp=1, pp=2, dp=2, stage_units=stages, units=units[:8], num_grains=8, num_slices=2, replicas=1
+        )
+    with pytest.raises(LayoutError, match="6 layers cannot be split evenly over 2 pipeline stages of 2 chunks"):
+        gpt_units(6, 2, tied=True, positions=True, chunks=2)
+
+
 def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None:
     layout = gpt_grid(2, 2, 2, tied=True)
     assert layout.home(0) == 0, "the tied embedding is at home where it comes first"

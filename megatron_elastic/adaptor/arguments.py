@@ -15,7 +15,7 @@ from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoint import TRACKER
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import cpu
-from megatron_elastic.support import check_namespace
+from megatron_elastic.support import check_namespace, check_virtual_stages
 
 Parser = argparse.ArgumentParser
 
@@ -49,6 +49,7 @@ def _check(args: argparse.Namespace) -> None:
                          "installed: add --transformer-impl local")
     if cpu.needed() and args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion needs a GPU: add --no-gradient-accumulation-fusion")
+    check_virtual_stages(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     for fault in ElasticConfig.from_args(args).inject:

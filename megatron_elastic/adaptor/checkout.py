@@ -96,13 +96,14 @@ def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
 
 def _build_model(
     provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace,
-    overrides: Mapping[str, Any] | None, first: bool, last: bool,
+    overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
     given = {name: getattr(args, name) for name in overrides or {}}
     vars(args).update(overrides or {})
     try:
-        model = provider(pre_process=first, post_process=last)
+        virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
+        model = provider(pre_process=first, post_process=last, **virtual)
     finally:
         vars(args).update(given)
     if not isinstance(model, GPTModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -89,7 +89,7 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
 
 
 def bind_stage(
-    model: GPTModel,
+    models: Sequence[GPTModel],
     layout: Layout,
     stage: int,
     groups: ParameterGroups,
@@ -98,16 +98,16 @@ def bind_stage(
     make: Callable[[UnitShape], Partition],
     accumulator: Accumulator,
 ) -> None:
-    """Make the parameters of a stage's model views of flat buffers, by unit index.
+    """Make the parameters of a stage's models, one for each chunk, views of flat buffers, by unit index.
 
     Units that are in ``units`` already keep their values; for the others ``partitions`` and ``units`` get entries, with
-    the model's. Where a tied embedding is used twice, both uses get leaves of their own. Raises ValueError when the
-    model is not what the layout says, or a unit has not the shape that it had before.
+    the models'. Where a tied embedding is used twice, both uses get leaves of their own. Raises ValueError when the
+    models are not what the layout says, or a unit has not the shape that it had before.
     """
-    parameters = unit_parameters(model)
+    parameters = {unit: members for model in models for unit, members in unit_parameters(model).items()}
     names = {layout.units[unit] for unit in layout.stages[stage].units}
     if names != set(parameters):
-        raise ValueError(f"stage {stage} should hold units {sorted(names)}, but its model has {sorted(parameters)}")
+        raise ValueError(f"stage {stage} should hold units {sorted(names)}, but its models have {sorted(parameters)}")
     for unit in layout.stages[stage].units:
         name = layout.units[unit]
         members = [
@@ -115,7 +115,7 @@ def bind_stage(
                 parameter=parameter,
                 group=groups.index(full_name, parameter),
                 sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
-                partial=is_partial(full_name, parameter, model.config),
+                partial=is_partial(full_name, parameter, models[0].config),
             )
             for full_name, parameter in parameters[name]
         ]
@@ -129,6 +129,7 @@ def bind_stage(
         if not known:
             units[unit] = UnitBuffer(partitions[unit], accumulator)
         units[unit].bind(members, fill=not known)
-    if model.pre_process and model.post_process and model.share_embeddings_and_output_weights:
-        twin = units[layout.units.index("embedding")].twin(model.embedding.word_embeddings.weight)
-        model.shared_embedding_or_output_weight = lambda: twin
+    first, last = models[0], models[-1]
+    if first.pre_process and last.post_process and last.share_embeddings_and_output_weights:
+        twin = units[layout.units.index("embedding")].twin(first.embedding.word_embeddings.weight)
+        last.shared_embedding_or_output_weight = lambda: twin

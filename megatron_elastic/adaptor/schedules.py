@@ -8,7 +8,8 @@ gradient that its backward pass begins with makes a share of the grain's mean of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +20,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_elastic.adaptor import linear
 from megatron_elastic.adaptor.random import GrainKey
 from megatron_elastic.layout import Part
+from megatron_elastic.pipeline.program import Op
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """Megatron's: (data iterator, model) -> (output, loss function)."""
 
 
 class GrainModel:
-    """A stage's model chunk, run grain by grain, or by parts of grains. Implements ``pipeline.executor.StageModel``.
+    """A stage's model, run grain by grain, or by parts of grains. Implements ``pipeline.executor.StageModel``.
 
     Args:
+        chunks: the stage's models, in the order in which a grain passes them.
         batch: the collated batch of part of a grain.
-        last: whether this is the last stage, where the loss is computed.
+        last: whether this is the last stage, where the last chunk computes the loss.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         config: TransformerConfig,
         forward_step: ForwardStep,
         key: GrainKey,
@@ -43,14 +46,14 @@ class GrainModel:
     ) -> None:
         self.losses: dict[int, tuple[float, float]] = {}
         """(loss sum, tokens) of what was computed of each grain since the last ``begin``; last stage only."""
-        self._model = model
+        self._chunks = chunks
         self._config = config
         self._forward_step = forward_step
         self._key = key
         self._last = last
         self._batch = batch
-        self._due: dict[int, list[linear.WeightGradient]] = {}
-        """Weight gradients, by grain, that its backward has left for later."""
+        self._due: dict[tuple[int, int], list[linear.WeightGradient]] = {}
+        """Weight gradients, by grain and chunk, that its backward has left for later."""
 
     def begin(self, step: int, batch: Callable[[Part], Mapping[str, torch.Tensor]]) -> None:
         """Start a step (or an evaluation) whose grains come from ``batch``."""
@@ -64,15 +67,16 @@ class GrainModel:
         """What is computed now."""
         return self._key.part
 
-    def forward(self, part: Part, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage: [sequence, samples, hidden], or the mean loss on the last stage."""
+    def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of a chunk: [sequence, samples, hidden], or the mean loss at the end of the model."""
         self._key.part = part
+        last = self._last and op.chunk == len(self._chunks) - 1
         store: list[Mapping[str, Any]] = []
         output, _ = schedules.forward_step(
-            self._forward_step, self._read(part), self._model, 1, received, store, self._config,
-            cp_group_size=1, is_last_stage=self._last,
+            self._forward_step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
+            cp_group_size=1, is_last_stage=last,
         )  # fmt: skip
-        if self._last:
+        if last:
             total, tokens = store[0]["lm loss"].tolist()
             self.losses[part.grain] = (total, tokens)
         assert isinstance(output, torch.Tensor)
@@ -87,23 +91,23 @@ class GrainModel:
         return self.losses[grain][1]
 
     def backward(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+        self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Accumulate the part's gradients; returns the gradient of what was received."""
+        """Accumulate the part's gradients; returns the gradient of what was received.
+
+        Linear layers' weights get theirs in ``backward_weight``, if this is a ``backward_input``.
+        """
         self._key.part = part
-        result: torch.Tensor | None = schedules.backward_step(
-            received, output, grad, ModelType.encoder_or_decoder, self._config
-        )
+        step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
+        result: torch.Tensor | None
+        if op.kind == "backward_input":
+            with linear.put_off() as self._due[op.grain, op.chunk]:
+                result = step()
+        else:
+            result = step()
         return result
 
-    def backward_input(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """The same without the gradients of linear layers' weights, which ``backward_weight`` adds."""
-        with linear.put_off() as self._due[part.grain]:
-            return self.backward(part, received, output, grad)
-
-    def backward_weight(self, part: Part) -> None:
-        """Accumulate what ``backward_input`` has left out."""
-        for gradient in self._due.pop(part.grain):
+    def backward_weight(self, op: Op) -> None:
+        """Accumulate what a ``backward_input`` has left out."""
+        for gradient in self._due.pop((op.grain, op.chunk)):
             gradient.add()

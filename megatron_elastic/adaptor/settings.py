@@ -33,6 +33,7 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         bf16=args.bf16,
         params_dtype=dtype,

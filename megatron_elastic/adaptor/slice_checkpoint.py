@@ -51,36 +51,34 @@ def has_step(directory: str | Path, step: int) -> bool:
 
 
 def prepare(
-    folder: Path, model: GPTModel, layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
+    folder: Path, models: Sequence[GPTModel], layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
     transport: Transport, step: int, apart: bool,
 ) -> AsyncRequest:  # fmt: skip
     """Plan to save the state after ``step`` steps into an empty folder; returns what writes it (``Saving``).
 
     Every rank of the layout calls it between the same two steps. With ``apart`` training may go on meanwhile.
     """
-    state: dict[str, Any] = {"model": model.sharded_state_dict(), "iteration": step}
+    whole = _collect(layout, units, store, transport)
+    state = {**_sharded(models, parts(store.optimizer), units, whole), "iteration": step}
     if apart:  # optimizer state is collected into memory of its own in any case
-        for entry in state["model"].values():
+        for entry in (entry for chunk in range(len(models)) for entry in state[f"model{chunk}"].values()):
             if isinstance(entry.data, torch.Tensor):
                 entry.data = entry.data.clone()
-    whole = _collect(layout, units, store, transport)
-    state["optimizer"] = dict(_sharded_states(model, parts(store.optimizer), units, whole, state["model"]))
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True)
 
 
 def load(
-    directory: str | Path, model: GPTModel, layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
+    directory: str | Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
     optimizer: Optimizer, step: int,
 ) -> FlatStates:  # fmt: skip
-    """Load the checkpoint of ``step`` steps: weights into the model; returns the state of the units homed here.
+    """Load the checkpoint of ``step`` steps: weights into the models; returns the state of the units homed here.
 
     Raises UsageError when it is damaged, or is another model's.
     """
     names = parts(optimizer)
     homed = _homed(layout, rank, units)
     empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in homed}
-    state: dict[str, Any] = {"model": model.sharded_state_dict()}
-    state["optimizer"] = dict(_sharded_states(model, names, units, empty, state["model"]))
+    state = _sharded(models, names, units, empty)
     folder = step_folder(Path(directory), step)
     try:
         loaded = dist_checkpointing.load(state, str(folder))
@@ -92,10 +90,11 @@ def load(
             f"--load {directory}: {folder} cannot be loaded; give the flags of the model that was saved, or write the "
             f"number of an older checkpoint into {Path(directory) / TRACKER} ({why})"
         ) from error
-    model.load_state_dict(loaded["model"])
-    with torch.no_grad():
-        for name, target in _views(model, names, units, empty):
-            target.copy_(loaded["optimizer"][name])
+    for chunk, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{chunk}"])
+        with torch.no_grad():
+            for name, target in _views(model, names, units, empty):
+                target.copy_(loaded[f"optimizer{chunk}"][name])
     return empty
 
 
@@ -148,21 +147,24 @@ def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
 def _views(
     model: GPTModel, names: Sequence[str], units: Mapping[int, UnitBuffer], whole: FlatStates
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """("<part>.<parameter name>", its view in the flat state) for every parameter of the units in ``whole``."""
+    """("<part>.<parameter name>", its view in the flat state) for the model's parameters of the units in ``whole``."""
     parameters = {id(p): name for members in unit_parameters(model).values() for name, p in members}
     for unit, states in whole.items():
         for p, start in units[unit].bound:
             for part, flat in zip(names, states, strict=True):
-                yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
+                if id(p) in parameters:
+                    yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
 
 
-def _sharded_states(
-    model: GPTModel,
-    names: Sequence[str],
-    units: Mapping[int, UnitBuffer],
-    whole: FlatStates,
-    sharded_model: Mapping[str, Any],
-) -> Iterator[tuple[str, Any]]:
-    for name, view in _views(model, names, units, whole):
-        part, _, parameter = name.partition(".")
-        yield name, make_sharded_optimizer_tensor(sharded_model[parameter], view, f"optimizer.state.{part}")
+def _sharded(
+    models: Sequence[GPTModel], names: Sequence[str], units: Mapping[int, UnitBuffer], whole: FlatStates
+) -> dict[str, Any]:
+    """Weights and optimizer state of each chunk. In a checkpoint tensors have names of their own, in any chunk."""
+    state: dict[str, Any] = {}
+    for chunk, model in enumerate(models):
+        weights = state[f"model{chunk}"] = model.sharded_state_dict()
+        states = state[f"optimizer{chunk}"] = {}
+        for name, view in _views(model, names, units, whole):
+            part, _, parameter = name.partition(".")
+            states[name] = make_sharded_optimizer_tensor(weights[parameter], view, f"optimizer.state.{part}")
+    return state

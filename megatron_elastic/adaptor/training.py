@@ -87,11 +87,12 @@ _EVALUATION = -1
 
 
 class ModelProvider(Protocol):
-    """Builds this rank's stage of the model, with weights initialised."""
+    """Builds this rank's stage of the model, or one chunk of it (a virtual stage), with weights initialised."""
 
     def __call__(
-        self, args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None, pre_process: bool, post_process: bool
-    ) -> GPTModel: ...
+        self, args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None, pre_process: bool, post_process: bool,
+        vp_stage: int | None,
+    ) -> GPTModel: ...  # fmt: skip
 
 
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
@@ -313,7 +314,7 @@ class Trainer:
             store.create(self.layout, self.units)
             return
         states = checkpoint.load(
-            self._checkpoint_of(step), self.gpt, self.layout, self.rank, self.units, self.optimizer, step
+            self._checkpoint_of(step), self.models, self.layout, self.rank, self.units, self.optimizer, step
         )
         store.create(self.layout, self.units)
         checkpoint.fill(store, self.units, states, step)
@@ -352,33 +353,40 @@ class Trainer:
         self.partitions.clear()
 
     def _build_model(self, layout: Layout) -> None:
-        """This rank's stage of the model, over the buffers of its units; and the data, the first time."""
+        """This rank's stage of the model, chunk by chunk, over its units' buffers; and the data, the first time."""
         args = self.args
-        units, tp, first, last = part = self._part_in(layout)
-        transformer.hold(transformer.layers_of([layout.units[unit] for unit in units]))
+        _, tp, first, last = part = self._part_in(layout)
+        chunks = layout.chunks(layout.stage_of(self.rank))
+        transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])
         # Values that are there already, or will be sent, need not be drawn first.
         fresh = None if not self.partitions else {"perform_initialization": False}
         with groups.alone():
-            model = self._model_provider(args, fresh, first, last)
+            self.models = [
+                self._model_provider(
+                    args, fresh, first and chunk == 0, last and chunk == len(chunks) - 1,
+                    chunk if len(chunks) > 1 else None,
+                )
+                for chunk in range(len(chunks))
+            ]  # fmt: skip
             if self.train_data is None:
                 with build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
                     self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
-        self.model_config = model.config
-        self.gpt = model
+        config = self.models[0].config
         key = random.GrainKey(args.seed, layout.samples, tp if args.sequence_parallel else None)
-        for unit, module in unit_modules(model):
-            key.attach(module, unit)
-        watch(model, lambda unit: self.profiler.enter(unit), lambda unit: self.profiler.leave(unit))
-        interrupt_at_parameters(model, self.transport.look)
-        for module, names in first_uses(model):
-            module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
+        for model in self.models:
+            for unit, module in unit_modules(model):
+                key.attach(module, unit)
+            watch(model, lambda unit: self.profiler.enter(unit), lambda unit: self.profiler.leave(unit))
+            interrupt_at_parameters(model, self.transport.look)
+            for module, names in first_uses(model):
+                module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
-        wrapped = Float16Module(model.config, model) if args.bf16 else model
+        wrapped = [Float16Module(config, model) if args.bf16 else model for model in self.models]
         bind_stage(
-            model, layout, layout.stage_of(self.rank), self.parameter_groups, self.partitions, self.units,
+            self.models, layout, layout.stage_of(self.rank), self.parameter_groups, self.partitions, self.units,
             lambda shape: Partition(shape, layout.num_slices, tp), self.accumulator,
         )  # fmt: skip
-        self.grains = GrainModel(wrapped, model.config, self._forward_step, key, last, self._training_batch)
+        self.grains = GrainModel(wrapped, config, self._forward_step, key, last, self._training_batch)
         self.built = part
 
     def _enter(self, store: StateStore) -> None:
@@ -572,17 +580,19 @@ class Trainer:
     def _evaluate(self, done: int, name: str, data: Sequence[dict[str, Any]], position: int) -> None:
         """Mean loss over ``--eval-iters`` batches of ``data``: the ``position``-th such stretch of it."""
         first = position * self.args.eval_iters
-        self.gpt.eval()
+        for model in self.models:
+            model.eval()
         try:
             total, tokens = 0.0, 0
             for i in range(self.args.eval_iters):
                 self.grains.begin(_EVALUATION, partial(self._batch, data, first + i))
-                self.executor.run_forward(self.grains)
+                self.executor.run_forward(self.program, self.grains)
                 ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
                 outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
                 total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
         finally:
-            self.gpt.train()
+            for model in self.models:
+                model.train()
         self._evaluated(done, name, total / max(tokens, 1))
 
     def _evaluated(self, done: int, name: str, loss: float) -> None:
@@ -595,7 +605,7 @@ class Trainer:
         self._complete_save()  # one at a time
         self._await_parameters()
         prepare = partial(
-            checkpoint.prepare, model=self.gpt, layout=self.layout, units=self.units, store=self.store,
+            checkpoint.prepare, models=self.models, layout=self.layout, units=self.units, store=self.store,
             transport=self.transport, step=done, apart=self.args.async_save,
         )  # fmt: skip
         self.saving.begin(done, self.layout.epoch, prepare)

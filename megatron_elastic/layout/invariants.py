@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_elastic.layout.lookup import runs
 from megatron_elastic.layout.part import Part
 
 if TYPE_CHECKING:
@@ -58,14 +59,20 @@ def _part_problems(layout: Layout, stage: int, parts: Sequence[Part]) -> Iterato
 
 def _unit_problems(layout: Layout) -> Iterator[str]:
     seen: set[int] = set()
+    chunks: list[list[list[int]]] = []
     for index, stage in enumerate(layout.stages):
         if list(stage.units) != sorted(set(stage.units)):
             yield f"stage {index} lists units {stage.units}, but they must ascend"
-        new = [unit for unit in stage.units if unit not in seen]
-        if not new or new != list(range(len(seen), len(seen) + len(new))):
-            yield f"stage {index} begins units {new}, but they must continue consecutively at {len(seen)}"
-            return
-        seen.update(new)
+        chunks.append(runs(unit for unit in stage.units if unit not in seen))
+        seen.update(stage.units)
+    begun = 0
+    for chunk in range(max(map(len, chunks))):
+        for index, of_stage in enumerate(chunks):
+            new = of_stage[chunk] if chunk < len(of_stage) else []
+            if new[:1] != [begun]:
+                yield f"stage {index} begins units {new}, but they must continue consecutively at {begun}"
+                return
+            begun += len(new)
     if seen != set(range(len(layout.units))) or len(set(layout.units)) != len(layout.units):
         yield f"the stages hold units {sorted(seen)}, but the names are {layout.units}"
         return

@@ -60,7 +60,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The units (ascending indices into ``Layout.units``) of one pipeline stage, and the cells that hold them."""
+    """The units (ascending indices into ``Layout.units``) of one pipeline stage, and the cells that hold them.
+
+    Units that follow one another are a *chunk*. All stages have as many; a grain passes the first chunk of each stage,
+    then the second of each, and so on.
+    """
 
     units: tuple[int, ...]
     cells: tuple[Cell, ...]
@@ -183,6 +187,15 @@ class Layout:
     def pipeline_size(self) -> int:
         """Number of stages."""
         return len(self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each stage; one but for virtual pipeline stages."""
+        return len(self.chunks(0))
+
+    def chunks(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The units of each chunk of a stage. What it holds of another stage, a tied embedding, is in the last one."""
+        return self._index().chunks[stage]
 
     def stage_of(self, rank: int) -> int:
         """Index of the stage that ``rank`` computes. Raises LayoutError for a rank in no cell."""
@@ -368,12 +381,13 @@ class Layout:
         )
         lines = [head]
         for index, stage in enumerate(self.stages):
-            home = [self.units[unit] for unit in stage.units if self.home(unit) == index]
+            homes = [[self.units[unit] for unit in of if self.home(unit) == index] for of in self.chunks(index)]
+            home = " ".join(f"{of[0]}..{of[-1]}" for of in homes)
             also = "".join(f"+{self.units[unit]}" for unit in stage.units if self.home(unit) != index)
             cells = "  ".join(
                 f"{_spans(cell.ranks)}:[{' '.join(map(str, (*cell.grains, *cell.parts)))}]" for cell in stage.cells
             )
-            lines.append(f"  stage {index}  {home[0]}..{home[-1]}{also}  {cells}")
+            lines.append(f"  stage {index}  {home}{also}  {cells}")
         return "\n".join(lines)
 
     # ---- lookups ---------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Lookup:
     """Maps of one layout. A layout makes them when it is first asked, because a step asks thousands of times."""
 
     __slots__ = (
-        "cells", "contributors", "cut", "holders", "homes", "hosts", "owned", "places", "ranks", "replicated", "whole",
+        "cells", "chunks", "contributors", "cut", "holders", "homes", "hosts", "owned", "places", "ranks", "replicated",
+        "whole",
     )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
@@ -34,6 +35,7 @@ class Lookup:
             for cell in stage.cells:
                 self.cells[cell.leader] = cell
                 self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
+        self.chunks = [self._chunks(index, stage) for index, stage in enumerate(layout.stages)]
         self.ranks = tuple(sorted(self.places))
         guests: dict[int, list[Cell]] = {}
         for cell in (cell for stage in layout.stages for cell in stage.cells):
@@ -49,6 +51,11 @@ class Lookup:
         self.owned = self._by_rank([[(owner,) for owner in row] for row in layout.owners])
         self.replicated = self._by_rank(layout.replicas)
 
+    def _chunks(self, index: int, stage: Stage) -> tuple[tuple[int, ...], ...]:
+        *others, last = runs(unit for unit in stage.units if self.homes[unit] == index) or [[]]
+        also = [unit for unit in stage.units if self.homes[unit] != index]
+        return (*map(tuple, others), (*also, *last))
+
     def _by_rank(self, table: Iterable[Iterable[Iterable[int]]]) -> dict[int, tuple[tuple[int, int], ...]]:
         by_leader: dict[int, list[tuple[int, int]]] = {}
         for unit, row in enumerate(table):
@@ -61,6 +68,17 @@ class Lookup:
             if leader in self.cells
             for rank in self.cells[leader].ranks
         }
+
+
+def runs(units: Iterable[int]) -> list[list[int]]:
+    """Ascending units as runs of those that follow one another."""
+    found: list[list[int]] = []
+    for unit in units:
+        if found and unit == found[-1][-1] + 1:
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return found
 
 
 def _cut(stage: Stage) -> dict[int, tuple[tuple[Cell, Part], ...]]:

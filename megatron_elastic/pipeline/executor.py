@@ -1,13 +1,14 @@
-"""Executor: runs one cell's program, moving activations between stages by (grain, stage).
+"""Executor: runs one cell's program, moving activations between stages by (grain, position).
 
-Peers are those who compute the same samples in the neighbouring stage, so re-routed grains, cut ones and stages of
-different widths need no special case. Sends do not block; receives do, and unwind when interrupted.
+Chunk c of stage s of P has position c * P + s: a grain passes them in this order. Peers are those who compute the same
+samples at the neighbouring position, so re-routed grains, cut ones and stages of different widths need no special case.
+Sends do not block; receives do, and unwind when interrupted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -24,27 +25,23 @@ from megatron_elastic.pipeline.program import Op
 class StageModel(Protocol):
     """One stage's computation, as the adaptor offers it."""
 
-    def forward(self, part: Part, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage for part of a grain: an activation, or the mean loss of its tokens on the last stage."""
+    def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of a chunk for part of a grain: an activation, or the mean loss of its tokens at the model's end."""
 
     def tokens(self, grain: int) -> float:
-        """Over how many tokens the loss is the mean, after the forward pass of a part of ``grain``; last stage only."""
+        """Over how many tokens the loss is the mean, after the last forward of a part of ``grain``; last stage only."""
 
     def backward(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
+        self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add the part's gradients; returns the gradient of ``received`` (None on the first stage).
+        """Add the part's gradients; returns the gradient of ``received`` (None at the beginning of the model).
 
-        ``grad`` is that of the output; None: the output is the loss of a whole grain.
+        ``grad`` is that of the output; None: the output is the loss of a whole grain. A ``backward_input`` may leave
+        some gradients of weights to ``backward_weight``.
         """
 
-    def backward_input(
-        self, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """The same, but some gradients of weights may be left to ``backward_weight``."""
-
-    def backward_weight(self, part: Part) -> None:
-        """Add the gradients that ``backward_input`` of the part has left."""
+    def backward_weight(self, op: Op) -> None:
+        """Add the gradients that the ``backward_input`` of the same grain and chunk has left."""
 
 
 _PROBES = 5
@@ -78,8 +75,8 @@ class Executor:
         self._rank = transport.rank
         self._stage = layout.stage_of(self._rank)
         self._tp = layout.tp_index(self._rank)
-        self._first = self._stage == 0
-        self._last = self._stage == layout.pipeline_size - 1
+        self._end = layout.pipeline_size * layout.num_chunks - 1
+        """Position of the end of the model."""
         self._profiler = profiler
 
     @property
@@ -89,50 +86,53 @@ class Executor:
 
     def run(self, program: Sequence[Op], model: StageModel) -> None:
         """Execute the operations in order. Interruptions leave nothing behind but unfinished gradients."""
-        inputs: dict[int, torch.Tensor | None] = {}
-        outputs: dict[int, torch.Tensor] = {}
+        inputs: dict[tuple[int, int], torch.Tensor | None] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
         sends: list[Send] = []
         for op in program:
             self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
             part = self._layout.part(self._rank, op.grain)
             fraction = part.size / self._layout.samples
+            here, at = (op.grain, op.chunk), self._position(op)
             if op.kind == "forward":
-                received = None if self._first else self._receive(part, self._stage - 1, Channel.ACTIVATION)
-                inputs[op.grain] = received if received is None else received.requires_grad_()
+                received = None if at == 0 else self._receive(part, at - 1, Channel.ACTIVATION)
+                inputs[here] = received if received is None else received.requires_grad_()
                 with self._profiler.forward(fraction):
-                    outputs[op.grain] = output = model.forward(part, received)
-                sends += self._tell_tokens(part, model) if self._last else self._send_forward(part, output)
+                    outputs[here] = output = model.forward(op, part, received)
+                if at == self._end:
+                    sends += self._tell_tokens(part, model)
+                else:
+                    sends += self._send(part, at, at + 1, Channel.ACTIVATION, output)
             elif op.kind == "backward_weight":
                 with self._profiler.backward_weight():
-                    model.backward_weight(part)
+                    model.backward_weight(op)
             else:
-                backward = model.backward if op.kind == "backward" else model.backward_input
-                if self._last:
-                    grad = self._part_of_loss(part, model, outputs[op.grain])
+                if at == self._end:
+                    grad = self._part_of_loss(part, model, outputs[here])
                 else:
-                    grad = self._receive(part, self._stage + 1, Channel.ACTIVATION_GRAD)
+                    grad = self._receive(part, at + 1, Channel.ACTIVATION_GRAD)
                 with self._profiler.backward(fraction):
-                    input_grad = backward(part, inputs.pop(op.grain), outputs.pop(op.grain), grad)
+                    input_grad = model.backward(op, part, inputs.pop(here), outputs.pop(here), grad)
                 if input_grad is not None:
-                    sends += self._send(part, self._stage - 1, Channel.ACTIVATION_GRAD, input_grad)
+                    sends += self._send(part, at, at - 1, Channel.ACTIVATION_GRAD, input_grad)
             sends = [send for send in sends if not send.done]
         self._transport.wait(*sends)
 
     def measure_boundary(self) -> float | None:
         """Milliseconds that an activation takes to the next stage; None in the last. All ranks must call it."""
-        mine = self._layout.cell_of(self._rank)
-        if not self._first:
-            for sender in self._layout.stages[self._stage - 1].cells:
+        mine, at = self._layout.cell_of(self._rank), self._stage
+        if at > 0:
+            for sender in self._layout.stages[at - 1].cells:
                 self._answer(sender, mine)
-        if self._last or mine.shadow:
+        if at == self._layout.pipeline_size - 1 or mine.shadow:
             return None
         part = self._probe(mine)
         activation = torch.zeros((self._sequence, part.size * self._piece, self._hidden), dtype=self._dtype)
         times = []
         for _ in range(_PROBES):
             begun = time.perf_counter()
-            there = self._send(part, self._stage + 1, Channel.ACTIVATION, activation)
-            self._receive(part, self._stage + 1, Channel.ACTIVATION_GRAD)
+            there = self._send(part, at, at + 1, Channel.ACTIVATION, activation)
+            self._receive(part, at + 1, Channel.ACTIVATION_GRAD)
             self._transport.wait(*there)
             times.append(time.perf_counter() - begun)
         return 1e3 * min(times) / 2  # the first ones include that the other is not there yet
@@ -146,46 +146,53 @@ class Executor:
         probe = None if sender.shadow else self._probe(sender)
         if probe is None or probe.grain not in mine.share:
             return
-        common = probe.common(self._layout.part(self._rank, probe.grain))
+        at, common = self._stage, probe.common(self._layout.part(self._rank, probe.grain))
         for _ in range(0 if common is None else _PROBES):
             assert common is not None
-            received = self._receive(common, self._stage - 1, Channel.ACTIVATION)
-            self._transport.wait(*self._send(common, self._stage - 1, Channel.ACTIVATION_GRAD, received))
+            received = self._receive(common, at - 1, Channel.ACTIVATION)
+            self._transport.wait(*self._send(common, at, at - 1, Channel.ACTIVATION_GRAD, received))
 
-    def run_forward(self, model: StageModel) -> None:
-        """Forward only, for evaluation."""
+    def run_forward(self, program: Sequence[Op], model: StageModel) -> None:
+        """Execute the program's forwards only, for evaluation."""
+        sends: list[Send] = []
         with torch.no_grad():
-            for grain in self._layout.cell_of(self._rank).share:
-                part = self._layout.part(self._rank, grain)
-                received = None if self._first else self._receive(part, self._stage - 1, Channel.ACTIVATION)
-                output = model.forward(part, received)
-                if not self._last:
-                    self._transport.wait(*self._send_forward(part, output))
+            for op in program:
+                if op.kind == "forward":
+                    part, at = self._layout.part(self._rank, op.grain), self._position(op)
+                    received = None if at == 0 else self._receive(part, at - 1, Channel.ACTIVATION)
+                    output = model.forward(op, part, received)
+                    if at < self._end:
+                        sends += self._send(part, at, at + 1, Channel.ACTIVATION, output)
+                    sends = [send for send in sends if not send.done]
+        self._transport.wait(*sends)
 
     # ---- activations ------------------------------------------------------------------------
 
-    def _receive(self, part: Part, stage: int, channel: Channel) -> torch.Tensor:
-        """What the cells of a neighbouring stage have of ``part``, as one tensor."""
+    def _position(self, op: Op) -> int:
+        return op.chunk * self._layout.pipeline_size + self._stage
+
+    def _peers(self, position: int, part: Part) -> Iterator[tuple[int, Part]]:
+        """The ranks, in this one's tensor-parallel place, that compute samples of ``part`` there, and which."""
+        for cell, common in self._layout.common(position % self._layout.pipeline_size, part):
+            yield cell.ranks[self._tp], common
+
+    def _receive(self, part: Part, source: int, channel: Channel) -> torch.Tensor:
+        """What a neighbouring position makes of ``part``, as one tensor."""
         buffers: list[torch.Tensor] = []
         recvs: list[Recv] = []
-        for cell, common in self._layout.common(stage, part):
+        for rank, common in self._peers(source, part):
             buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
-            recvs.append(
-                self._transport.recv(cell.ranks[self._tp], channel, pair(part.grain, stage), buffers[-1])
-            )
+            recvs.append(self._transport.recv(rank, channel, pair(part.grain, source), buffers[-1]))
         self._transport.wait(*recvs)
         return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
 
-    def _send_forward(self, part: Part, output: torch.Tensor) -> list[Send]:
-        return self._send(part, self._stage + 1, Channel.ACTIVATION, output)
-
-    def _send(self, part: Part, stage: int, channel: Channel, tensor: torch.Tensor) -> list[Send]:
-        """Send a tensor of ``part``'s samples to whoever computes them in a neighbouring stage."""
+    def _send(self, part: Part, source: int, target: int, channel: Channel, tensor: torch.Tensor) -> list[Send]:
+        """Send a tensor of ``part``'s samples from a position to whoever computes them at a neighbouring one."""
         sends = []
-        for cell, common in self._layout.common(stage, part):
+        for rank, common in self._peers(target, part):
             first = (common.start - part.start) * self._piece
             piece = tensor.detach()[:, first : first + common.size * self._piece].contiguous()
-            sends.append(self._transport.send(cell.ranks[self._tp], channel, pair(part.grain, self._stage), piece))
+            sends.append(self._transport.send(rank, channel, pair(part.grain, source), piece))
         return sends
 
     # ---- losses of grains that are shared ---------------------------------------------------

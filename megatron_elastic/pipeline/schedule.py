@@ -19,8 +19,8 @@ _Place = Callable[[Op, int], int]
 
 
 def for_cell(schedule: str, layout: Layout, leader: int) -> tuple[Op, ...]:
-    """What a cell does in a step under ``--elastic-schedule``: ``1f1b``, or ``split``."""
-    program = one_forward_one_backward(layout, {leader})
+    """What a cell does in a step under ``--elastic-schedule``: ``1f1b``, or ``split``. Chunks are interleaved."""
+    program = interleaved(layout, layout.num_chunks, {leader})
     return (split_backward(program, layout) if schedule == "split" else program)[leader]
 
 

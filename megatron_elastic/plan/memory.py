@@ -121,12 +121,14 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
     weights = [job.weights(name) for name in layout.units]
     slices = [-(-count // layout.num_slices) for count in weights]
     result = {}
+    split, stages, chunks = job.args.elastic_schedule == "split", layout.pipeline_size, layout.num_chunks
     for index, stage in enumerate(layout.stages):
+        # Of a chunk; see pipeline.schedule.
+        live = stages - index if chunks == 1 else (chunks - 1) * stages + 2 * (stages - index) - 1
+        live += index if split else 0
         activations = sum(job.activations(layout.units[unit]) for unit in stage.units)
         for cell in stage.cells:
-            # A split backward is put off by as many as would make room for one stage more.
-            behind = 0 if job.args.elastic_schedule == "split" else index
-            in_flight = min(len(cell.share), layout.pipeline_size - behind)
+            in_flight = min(len(cell.share) * chunks, live)
             for rank in cell.ranks:
                 held = sum(weights[unit] for unit in layout.held_by(rank))
                 owned = sum(slices[unit] for unit, _ in layout.owned(rank))
@@ -137,7 +139,7 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
                     gradients=(owned + copied) * job.gradient,
                     owned=owned * job.state,
                     replicas=copied * job.state,
-                    activations=in_flight * activations,
+                    activations=in_flight * activations // chunks,
                 )
     return result
 
@@ -148,6 +150,7 @@ def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) 
     units, stages = gpt_units(
         args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
         positions=args.position_embedding_type == "learned_absolute",
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
     )  # fmt: skip
     dp = world_size // (tp * pp)
     return Layout.grid(

@@ -39,8 +39,13 @@ def replan(
     where the memory of a device is known, one less and one more too; and that of the stages that still have cells.
     With ``cells_stay`` only units move, unless another number of stages is asked for or a stage has no cells.
     Whether the embedding is ``tied`` to the last stage is seen from the layout; one of a single stage counts as tied.
-    Raises NoLayout when the model does not fit.
+    Raises NoLayout when the model does not fit, or stages have several chunks: their units stay where they are.
     """
+    if layout.num_chunks > 1:
+        raise NoLayout(
+            f"each stage has {layout.num_chunks} virtual pipeline stages, so layers cannot be moved: start the job "
+            "without --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+        )
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     if tied is None:
