@@ -23,6 +23,7 @@ from megatron_elastic import __version__
 CHECKOUT = Path(__file__).resolve().parent.parent
 DATA = CHECKOUT / "data" / "stdlib"
 """The default corpus, prepared once; git ignores it."""
+SCRIPT = "examples/pretrain_gpt.py"
 _PACKAGES = ("torch", "megatron-core", "ucxx-cu12")
 
 
@@ -67,17 +68,17 @@ def prepare_data() -> Path:
     return DATA
 
 
-def run_job(run_dir: Path, ranks: int, flags: Sequence[str]) -> None:
-    """Train ``examples/pretrain_gpt.py`` with ``flags`` over ``ranks`` ranks; records go to ``run_dir``.
+def run_job(run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT) -> None:
+    """Train ``script`` with ``flags`` over ``ranks`` ranks; records go to ``run_dir``.
 
     Raises JobFailed, with the end of the job's output, unless it exits with 0.
     """
-    _run(_job(run_dir, ranks, flags), run_dir.with_suffix(".out"))
+    _run(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
 
 
-def watch_job(run_dir: Path, ranks: int, flags: Sequence[str]) -> Generator[str, None, None]:
+def watch_job(run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT) -> Generator[str, None, None]:
     """The same, and the lines of the launcher's output as they come."""
-    yield from watch(_job(run_dir, ranks, flags), run_dir.with_suffix(".out"))
+    yield from watch(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
 
 
 def pid_of(run_dir: Path, rank: int) -> int:
@@ -140,8 +141,8 @@ def _cli() -> list[str]:
     return [sys.executable, "-m", "megatron_elastic.cli"]
 
 
-def _job(run_dir: Path, ranks: int, flags: Sequence[str]) -> list[str]:
-    return [*_cli(), "run", "--nproc-per-node", str(ranks), "examples/pretrain_gpt.py",
+def _job(run_dir: Path, ranks: int, flags: Sequence[str], script: str) -> list[str]:
+    return [*_cli(), "run", "--nproc-per-node", str(ranks), script,
             "--elastic-run-dir", str(run_dir), *flags]
 
 

@@ -5,7 +5,8 @@ and the units change their stage between two steps; steps that take longer meanw
 usual way: training stops, the same bytes are sent over the same transport, but each unit's optimizer state as a
 contiguous piece, from the ranks whose shard has it to those that get it. What building a stage's model anew takes is
 part of the first figure and not of the second. ``off_critical_path`` is the share of a move's time in which training
-went on as if there were none, ``saved_of_stopping`` the share of the usual way's pause that is saved.
+went on as if there were none, ``saved_of_stopping`` the share of the usual way's pause that is saved. Where ranks
+compute on the processors that also copy, nothing is free; ``--device-ms`` lets them wait instead, as for a device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, summary, watch_job
+from common import (
+    SCRIPT,
+    JobFailed,
+    emit,
+    load_average,
+    prepare_data,
+    progress,
+    run,
+    run_job,
+    run_root,
+    summary,
+    watch_job,
+)
+from waiting_gpt import VARIABLE
 
 from megatron_elastic.cluster import scale
 from megatron_elastic.layout import Layout, transfers
@@ -82,11 +96,11 @@ class Move:
         return sum(piece.size for piece in self.pieces)
 
 
-def run_moves(run_dir: Path, flags: Sequence[str], moves: int) -> None:
+def run_moves(run_dir: Path, flags: Sequence[str], moves: int, script: str) -> None:
     """Run a job and ask it for other numbers of stages, each a while after the last is reached. Raises JobFailed."""
     asked, due = 0, 2 + BETWEEN
     step = 0
-    with closing(watch_job(run_dir, RANKS, flags)) as lines:
+    with closing(watch_job(run_dir, RANKS, flags, script)) as lines:
         for line in lines:
             if line.startswith("step"):
                 step = int(line.split()[1].partition("/")[0])
@@ -252,6 +266,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--hidden-size", type=int, default=384, metavar="N", help="default: %(default)s")
     parser.add_argument("--global-batch-size", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device-ms", type=float, default=0.0, metavar="MS",
+                        help="as if there were devices: each grain's forward also takes so long without the processor")
     options = parser.parse_args(argv)
     if options.moves < 1:
         parser.error("--moves must be at least 1")
@@ -284,11 +300,13 @@ def main(argv: Sequence[str]) -> int:
     load = load_average()
     flags = flags_of_job(options, prepare_data())
     parameters = elements_of_units(options)
+    script = "benchmarks/waiting_gpt.py" if options.device_ms else SCRIPT
+    os.environ[VARIABLE] = str(options.device_ms)
     with run_root() as root:
         progress(f"a job of {sum(parameters) / 1e6:.1f}M parameters that stays as it is")
-        run_job(root / "fixed", RANKS, flags)
+        run_job(root / "fixed", RANKS, flags, script)
         progress(f"the same job, whose layers move {options.moves} times")
-        run_moves(root / "moving", flags, options.moves)
+        run_moves(root / "moving", flags, options.moves, script)
         moves = read_moves(root / "moving", parameters)
         different = compare(root / "fixed", root / "moving")
         undisturbed = [line["step_ms"] for step, line in read_metrics(root / "fixed").items() if step > 2]
@@ -316,7 +334,8 @@ def main(argv: Sequence[str]) -> int:
         "moves": len(moves),
         "layout": {"tp": 1, "pp": list(STAGES), "ranks": RANKS},
         "model": {"parameters": sum(parameters), "num_layers": options.num_layers, "hidden_size": options.hidden_size,
-                  "seq_length": SEQUENCE, "global_batch_size": options.global_batch_size},
+                  "seq_length": SEQUENCE, "global_batch_size": options.global_batch_size,
+                  "device_ms": options.device_ms},
         "load_before": load,
     })  # fmt: skip
     if different is not None:
