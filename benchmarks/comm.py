@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import multiprocessing
 import multiprocessing.synchronize
@@ -59,6 +60,7 @@ class Bench:
 
     def measure(self, me: int, event: str, measure: str, act: Callable[[], None] | None) -> None:
         """Act together with all others that take part; the slowest counts."""
+        gc.collect()  # groups that are over, with their sockets
         self.everybody.wait()
         if act is not None:
             started = time.perf_counter()
@@ -124,6 +126,9 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
         assert world is not None
         mine = [group for group in dist.distributed_c10d._world.pg_map]
         reduce_on(mine)
+        # Who keeps a reference keeps the sockets: some more sets of groups, and a host of many ranks is short of ports.
+        parallel_state.destroy_model_parallel()
+        del mine
         if me == 0:
             progress("Megatron's groups are up over gloo")
     survivor = member and me != bench.lost
@@ -161,7 +166,6 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
     bench.measure(me, "return", "partial_rebuild_ms", partial_return if member else None)
     if member:
         dist.destroy_process_group()
-        parallel_state.destroy_model_parallel()
     return lists
 
 
