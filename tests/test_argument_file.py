@@ -18,6 +18,7 @@ EVERYTHING = {
     "elastic_replay": "state", "elastic_background_mbps": 10.5, "elastic_inject": ["kill:rank=1,step=2,at=vote"],
     "elastic_start_timeout": 11, "elastic_suspect_timeout": 2, "elastic_heartbeat_timeout": 3,
     "elastic_report_timeout": 40, "elastic_wait_timeout": 200, "elastic_schedule": "split",
+    "elastic_dataflow": "resize",
 }  # fmt: skip
 """A value that is not the default for each of our flags."""
 

@@ -123,7 +123,7 @@ class _Slices:
         self.schedule = Schedule(args, partial(build_scheduler, args), groups)
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
         self.units: dict[int, UnitBuffer] = {}
-        bind_stage(self.bare, layout, 0, groups, {}, self.units, lambda shape: Partition(shape, SLICES, 0),
+        bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda shape: Partition(shape, SLICES, 0),
                    self.accumulator)
         optimizer = make_optimizer(config)
         self.states = {
