@@ -39,6 +39,14 @@ def test_killed(jobs: Jobs) -> None:
     assert losses[0] == losses[1]
 
 
+def test_few_grains_with_the_backward_split(jobs: Jobs) -> None:
+    """No other grain is on its way when a weight gets its gradient."""
+    flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "2", "--global-batch-size", "2")
+    split = (*VIRTUAL, "--elastic-schedule", "split")
+    runs = [str(job.run_dir) for job in (jobs.run(*flags, ranks=2), jobs.run(*flags, *split, ranks=2))]
+    assert cli.main(["compare", *runs]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "extra"), [("", ""), (MODERN, EVERYTHING)], ids=["usual", "everything"])
 def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
