@@ -24,6 +24,11 @@ MODEL = (
     f"--global-batch-size {BATCH} --lr 5e-3 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 "
     "--attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 0 --seed 7"
 )
+MODERN = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
+    "--sequence-parallel"
+)
+"""What a job of tensor-parallel ranks can have besides, all at once."""
 _LIMIT = 200.0
 """Seconds that a job may take; about thirty times what it needs."""
 

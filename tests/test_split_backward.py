@@ -9,16 +9,12 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 from megatron_elastic.adaptor import linear
 from megatron_elastic.pipeline.program import check
 from megatron_elastic.pipeline.schedule import for_cell, one_forward_one_backward, split_backward
-from tests.jobs import Grid, Jobs, assert_same_training, inject
+from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject
 
 SPLIT = ("--elastic-schedule", "split")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 PP4 = Grid(tp=1, pp=4, steps=4)
 TP2_PP2 = Grid(tp=2, pp=2, steps=4)
-MODERN = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
-    "--sequence-parallel"
-)
 
 
 def test_killed(jobs: Jobs) -> None:

@@ -12,15 +12,11 @@ from megatron_elastic.pipeline.program import check
 from megatron_elastic.pipeline.schedule import interleaved
 from megatron_elastic.plan import Costs, NoLayout
 from megatron_elastic.plan.replan import replan
-from tests.jobs import Grid, Jobs, assert_same_training, inject
+from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject
 
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 PP2_DP4 = Grid(tp=1, pp=2, steps=4)
 TP2_PP2 = Grid(tp=2, pp=2, steps=4)
-MODERN = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
-    "--sequence-parallel"
-)
 EVERYTHING = "--elastic-schedule split --overlap-grad-reduce --overlap-param-gather --recompute-granularity full"
 
 

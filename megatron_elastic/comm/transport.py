@@ -330,8 +330,7 @@ class Transport:
             self.interrupt.check()
 
     def _check(self) -> None:
-        if self.interrupt.raised:
-            self.interrupt.check()
+        self.look()
         if self._broken or self._gone:
             suspects = self._broken | (self._gone & self._watched())
             if suspects:

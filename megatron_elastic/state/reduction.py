@@ -1,9 +1,9 @@
 """Reduction: gradients from those who computed them to the owners, and parameters back.
 
 Slice k of a unit is summed at its owner over every cell that computes the unit; before that, what the ranks of a cell
-computed in parts is added up in the cell. After the update, owners send the new
-parameters to all holders. Both can go on while the rank computes: a unit's gradients are sent as soon as the step's
-last backward has added to them, and its parameters are waited for when the next step's first forward needs them.
+computed in parts is added up in the cell. After the update, owners send the new parameters to all holders. Both can go
+on while the rank computes: a unit's gradients are sent as soon as the step's last backward has added to them, and its
+parameters are waited for when the next step's first forward needs them.
 """
 
 from __future__ import annotations
