@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import select
@@ -88,8 +89,12 @@ def run(
             process.kill()
             process.join()
             process.close()
-    for rank, answer in enumerate(answers):
-        assert answer == ("killed" if rank in killed else "done"), f"rank {rank}: {answer}"
+    wrong = [
+        f"rank {rank}: {answer}"
+        for rank, answer in enumerate(answers)
+        if answer != ("killed" if rank in killed else "done")
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def _elsewhere(rank: int, address: bytes) -> bytes:
@@ -118,6 +123,7 @@ def _live(
         if index != rank:
             childs.close()
     parent = pipes[rank][1]
+    faulthandler.dump_traceback_later(0.9 * _LIMIT)  # where a rank hangs that the test then calls silent
     torch.set_num_threads(1)  # OpenMP's threads did not come along
     try:
         peer = Peer(rank, len(pipes), *barriers, make_flag())
