@@ -7,6 +7,7 @@ on, and dies with the agent that started it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -18,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +49,9 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron_elastic.adaptor.cpu",
+    "megatron_elastic.adaptor.training",
     "megatron.training",  # of a Megatron-LM checkout
 )
 """What is imported by default; modules that are not installed are left out."""
@@ -157,10 +161,10 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     zygote = _Zygote(agent, Deathwatch(slots, deathwatch))
     program = zygote.serve()
     if program is None:
-        sys.exit(0)
+        _end(0)
     code = _run(program)
     zygote.leave()
-    sys.exit(code)
+    _end(code)
 
 
 def _preload_list() -> Sequence[str]:
@@ -360,6 +364,20 @@ def _run(program: Program) -> int:
         report_failure(text)
         return 1
     return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End the process as the interpreter does, but without taking down every module one by one.
+
+    That would write to, and so unshare, each page that the ranks have in common, in all of them at once.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _own_traceback(error: BaseException) -> str:
