@@ -8,23 +8,16 @@ divided by gloo's: below 1 is faster. Sizes are bytes of the tensor that a calle
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import emit, load_average, progress
-
-from megatron_elastic.comm import backend
+from common import emit, load_average, progress, run
+from forked import LIMIT, Times, run_ranks, world
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv")
 SIZES = [256 << (2 * i) for i in range(10)]
@@ -66,16 +59,11 @@ def repeats(name: str, size: int, ranks: int) -> int:
     return max(1, min(50, (16 << 20) // moved))
 
 
-def rank_main(me: int, ranks: int, rounds: int, folder: Path, sizes: list[int], times: Any) -> None:
+def rank_main(me: int, ranks: int, rounds: int, folder: Path, sizes: list[int], times: Times) -> None:
     """One process: measure everything, write the times of each round."""
-    try:
-        torch.set_num_threads(1)
-        limit = timedelta(seconds=120)
-        store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=me, world_size=ranks, timeout=limit)
-        backend.register()
-        groups = [dist.new_group(list(range(ranks)), backend=name, timeout=limit) for name in ("elastic", "gloo")]
-        at = 0
+    with world(me, ranks, folder):
+        groups = [dist.new_group(list(range(ranks)), backend=name, timeout=LIMIT) for name in ("elastic", "gloo")]
+        row = 0
         for name in OPERATIONS:
             for size in sizes:
                 calls = [operation(name, size, group, me, ranks) for group in groups]
@@ -88,22 +76,16 @@ def rank_main(me: int, ranks: int, rounds: int, folder: Path, sizes: list[int], 
                         started = time.perf_counter()
                         for _ in range(count):
                             call()
-                        times[at + me] = (time.perf_counter() - started) / count * 1e6
-                        at += ranks
+                        times[row, me] = (time.perf_counter() - started) / count * 1e6
+                        row += 1
             if me == 0:
                 progress(f"{name} is measured")
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
 
 
-def table(times: Any, ranks: int, rounds: int, sizes: list[int]) -> dict[str, dict[str, Any]]:
+def table(times: Times, rounds: int, sizes: list[int]) -> dict[str, dict[str, Any]]:
     """{operation: {size: figures}} from the times of each round."""
     result: dict[str, dict[str, Any]] = {}
-    at = 0
+    row = 0
     for name in OPERATIONS:
         result[name] = {}
         for size in sizes:
@@ -111,8 +93,8 @@ def table(times: Any, ranks: int, rounds: int, sizes: list[int]) -> dict[str, di
             gloos: list[float] = []
             for _ in range(rounds):
                 for series in (ours, gloos):
-                    series.append(max(times[at : at + ranks]))
-                    at += ranks
+                    series.append(times.slowest(row))
+                    row += 1
             # There and back again: half of it is one way.
             scale = 0.5 if name == "send_recv" else 1.0
             mine, theirs = statistics.median(ours) * scale, statistics.median(gloos) * scale
@@ -123,33 +105,24 @@ def table(times: Any, ranks: int, rounds: int, sizes: list[int]) -> dict[str, di
     return result
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print its line."""
     parser = argparse.ArgumentParser(prog="megatron-elastic bench collectives", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="an even number (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
     parser.add_argument("--max-size", type=int, default=SIZES[-1], help="largest message, bytes (default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.ranks < 2 or args.ranks % 2:
         parser.error(f"--ranks {args.ranks}: an even number is needed, send and recv work in pairs")
     sizes = [size for size in SIZES if size <= args.max_size]
     load = load_average()
-    fork = multiprocessing.get_context("fork")
-    times = fork.Array("d", len(OPERATIONS) * len(sizes) * args.rounds * 2 * args.ranks, lock=False)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, args.rounds, Path(folder), sizes, times)
-        processes = [fork.Process(target=rank_main, args=(rank, *arguments)) for rank in range(args.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        return 1
-    figures = table(times, args.ranks, args.rounds, sizes)
-    emit("collectives", sys.argv[1:], {"ranks": args.ranks, "operations": figures, "load_average": load})
+    times = Times(len(OPERATIONS) * len(sizes) * args.rounds * 2, args.ranks)
+    run_ranks(args.ranks, lambda me, folder: rank_main(me, args.ranks, args.rounds, folder, sizes, times))
+    figures = table(times, args.rounds, sizes)
+    emit("collectives", argv, {"ranks": args.ranks, "operations": figures, "load_average": load})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("collectives", main)

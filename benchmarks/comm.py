@@ -10,25 +10,17 @@ The return is measured the same way; over ``elastic`` a new process joins, whose
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
-import multiprocessing
-import multiprocessing.synchronize
-import os
-import signal
 import socket
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import emit, load_average, progress
+from common import emit, load_average, progress, run
+from forked import FORK, LIMIT, Times, run_ranks
 
 from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.group import Group
@@ -38,25 +30,21 @@ from megatron_elastic.device import cpu
 cpu.install()
 from megatron.core import parallel_state  # noqa: E402  after the CPU's answers are in place
 
-_PR_SET_PDEATHSIG = 1
-_LIMIT = timedelta(seconds=300)
 MEASURES = ("full_rebuild_ms", "partial_rebuild_ms", "in_place_ms")
 
 
 class Bench:
     """What all ranks share: where to meet, and the times they measured."""
 
-    def __init__(self, ranks: int, tensor: int, pipeline: int, folder: Path, port: int) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.ranks, self.tensor, self.pipeline, self.folder = ranks, tensor, pipeline, folder
+    def __init__(self, ranks: int, tensor: int, pipeline: int, port: int) -> None:
+        self.ranks, self.tensor, self.pipeline = ranks, tensor, pipeline
         self.port = port
         self.connection: dist.Store | None = None
         self.lost, self.joiner = ranks - 1, ranks
-        self.everybody = fork.Barrier(ranks + 1)
+        self.everybody = FORK.Barrier(ranks + 1)
         """All processes: the ranks and the one that joins."""
-        self.times = fork.Array("d", 2 * len(MEASURES) * (ranks + 1), lock=False)
-        self.addresses = fork.Array("c", 4096 * (ranks + 1), lock=False)
-        self.failed = fork.Event()
+        self.times = Times(2 * len(MEASURES), ranks + 1)
+        self.addresses = FORK.Array("c", 4096 * (ranks + 1), lock=False)
 
     def measure(self, me: int, event: str, measure: str, act: Callable[[], None] | None) -> None:
         """Act together with all others that take part; the slowest counts."""
@@ -65,15 +53,14 @@ class Bench:
         if act is not None:
             started = time.perf_counter()
             act()
-            slot = (("loss", "return").index(event) * len(MEASURES) + MEASURES.index(measure)) * (self.ranks + 1)
-            self.times[slot + me] = (time.perf_counter() - started) * 1e3
+            row = ("loss", "return").index(event) * len(MEASURES) + MEASURES.index(measure)
+            self.times[row, me] = (time.perf_counter() - started) * 1e3
         self.everybody.wait()
 
     def result(self, event: str) -> dict[str, float]:
         """Milliseconds of each measure, and the ratios to the edit."""
         at = ("loss", "return").index(event) * len(MEASURES)
-        width = self.ranks + 1
-        slowest = [max(self.times[(at + i) * width : (at + i + 1) * width]) for i in range(len(MEASURES))]
+        slowest = [self.times.slowest(at + i) for i in range(len(MEASURES))]
         figures = {measure: round(value, 2) for measure, value in zip(MEASURES, slowest, strict=True)}
         edit = figures["in_place_ms"]
         figures["full_ratio"] = round(figures["full_rebuild_ms"] / edit, 1)
@@ -83,7 +70,7 @@ class Bench:
     def store(self, name: str) -> dist.Store:
         """A store of its own for each making of groups; rank 0 serves them all."""
         if self.connection is None:
-            self.connection = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=_LIMIT)
+            self.connection = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=LIMIT)
         return dist.PrefixStore(name, self.connection)
 
 
@@ -120,7 +107,7 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
     member = me < bench.ranks
     lists: list[list[int]] = []
     if member:
-        dist.init_process_group("gloo", store=bench.store("first"), rank=me, world_size=bench.ranks, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=bench.store("first"), rank=me, world_size=bench.ranks, timeout=LIMIT)
         lists = megatron_groups(bench)
         world = dist.group.WORLD
         assert world is not None
@@ -136,14 +123,14 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
 
     def partial() -> None:
         held = [list(range(bench.ranks)), *(ranks for ranks in lists if bench.lost in ranks and len(ranks) > 1)]
-        made = [dist.new_group([r for r in ranks if r != bench.lost], timeout=_LIMIT) for ranks in held]
+        made = [dist.new_group([r for r in ranks if r != bench.lost], timeout=LIMIT) for ranks in held]
         reduce_on([group for group in made if isinstance(group, dist.ProcessGroup)])
 
     def full(event: str, rank: int, size: int, members: list[list[int]]) -> Callable[[], None]:
         def rebuild() -> None:
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=bench.store(event), rank=rank, world_size=size, timeout=_LIMIT)
-            made = [dist.new_group(ranks, timeout=_LIMIT) for ranks in members if ranks]
+            dist.init_process_group("gloo", store=bench.store(event), rank=rank, world_size=size, timeout=LIMIT)
+            made = [dist.new_group(ranks, timeout=LIMIT) for ranks in members if ranks]
             whole = dist.group.WORLD
             assert whole is not None
             reduce_on([whole, *(group for group in made if isinstance(group, dist.ProcessGroup))])
@@ -152,8 +139,8 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
 
     def partial_return() -> None:
         held = [ranks for ranks in lists if bench.lost in ranks]
-        made = [dist.new_group(list(range(bench.ranks)), timeout=_LIMIT)]
-        made += [dist.new_group(ranks, timeout=_LIMIT) for ranks in held]
+        made = [dist.new_group(list(range(bench.ranks)), timeout=LIMIT)]
+        made += [dist.new_group(ranks, timeout=LIMIT) for ranks in held]
         reduce_on([group for group in made if isinstance(group, dist.ProcessGroup)])
 
     def discard() -> None:
@@ -181,7 +168,7 @@ def measure_gloo(bench: Bench, me: int) -> list[list[int]]:
 
 def measure_elastic(bench: Bench, me: int, lists: list[list[int]]) -> None:
     """Edit over elastic."""
-    transport = Transport(me, InterruptFlag(), _LIMIT.total_seconds())
+    transport = Transport(me, InterruptFlag(), LIMIT.total_seconds())
     address = transport.address
     bench.addresses[4096 * me : 4096 * me + 4 + len(address)] = len(address).to_bytes(4, "little") + address
     bench.everybody.wait()
@@ -232,30 +219,19 @@ def _reduce(transport: Transport, group: Group) -> None:
         raise AssertionError(f"an all-reduce over {group.size} ranks gave {tensor.item()}")
 
 
-def rank_main(bench: Bench, me: int) -> None:
+def rank_main(bench: Bench, me: int, folder: Path) -> None:
     """One process."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        torch.set_num_threads(1)
-        if me == 0:
-            bench.connection = dist.TCPStore("127.0.0.1", bench.port, is_master=True, wait_for_workers=False)
-        bench.everybody.wait()
-        lists = measure_gloo(bench, me)
-        if me == 0:
-            progress("gloo is measured")
-            (bench.folder / "lists").write_text(json.dumps(lists))
-        bench.everybody.wait()
-        if me == bench.joiner:
-            lists = json.loads((bench.folder / "lists").read_text())
-        measure_elastic(bench, me, lists)
-    except BaseException:
-        if not bench.failed.is_set():
-            bench.failed.set()
-            traceback.print_exc()
-        bench.everybody.abort()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+    if me == 0:
+        bench.connection = dist.TCPStore("127.0.0.1", bench.port, is_master=True, wait_for_workers=False)
+    bench.everybody.wait()
+    lists = measure_gloo(bench, me)
+    if me == 0:
+        progress("gloo is measured")
+        (folder / "lists").write_text(json.dumps(lists))
+    bench.everybody.wait()
+    if me == bench.joiner:
+        lists = json.loads((folder / "lists").read_text())
+    measure_elastic(bench, me, lists)
 
 
 def free_port() -> int:
@@ -265,32 +241,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print its line."""
     parser = argparse.ArgumentParser(prog="megatron-elastic bench comm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=96, help="(default: %(default)s)")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: %(default)s)")
     parser.add_argument("--pp", type=int, default=8, help="pipeline-parallel size (default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.ranks % (args.tp * args.pp):
         parser.error(f"--ranks {args.ranks} is not divisible by --tp {args.tp} times --pp {args.pp}")
     load = load_average()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.ranks, args.tp, args.pp, Path(folder), free_port())
-        fork = multiprocessing.get_context("fork")
-        progress(f"starting {args.ranks} ranks and one that joins")
-        processes = [fork.Process(target=rank_main, args=(bench, rank)) for rank in range(args.ranks + 1)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        return 1
-    emit("comm", sys.argv[1:], {"ranks": args.ranks, "tp": args.tp, "pp": args.pp, "loss": bench.result("loss"),
-                                "return": bench.result("return"), "load_average": load})
+    bench = Bench(args.ranks, args.tp, args.pp, free_port())
+    progress(f"starting {args.ranks} ranks and one that joins")
+    run_ranks(args.ranks + 1, lambda me, folder: rank_main(bench, me, folder))
+    emit("comm", argv, {"ranks": args.ranks, "tp": args.tp, "pp": args.pp, "loss": bench.result("loss"),
+                         "return": bench.result("return"), "load_average": load})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("comm", main)

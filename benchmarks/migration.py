@@ -12,21 +12,19 @@ compute on the processors that also copy, nothing is free; ``--device-ms`` lets 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from common import (
     SCRIPT,
     JobFailed,
@@ -40,6 +38,7 @@ from common import (
     summary,
     watch_job,
 )
+from forked import LIMIT, Times, run_ranks, world
 from waiting_gpt import VARIABLE
 
 from megatron_elastic.cluster import scale
@@ -193,49 +192,21 @@ def _shards(layout: Layout, unit: int, parameters: Sequence[int]) -> dict[int, t
 
 def stop_and_copy(plans: Sequence[Sequence[Piece]]) -> list[float]:
     """How long all wait for each plan, median of some, in ms. Raises JobFailed."""
-    fork = multiprocessing.get_context("fork")
-    times = fork.Array("d", len(plans) * RANKS, lock=False)
-    with tempfile.TemporaryDirectory(prefix="megatron-elastic-bench-") as folder:
-        processes = [fork.Process(target=_rank_main, args=(me, plans, Path(folder), times)) for me in range(RANKS)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise JobFailed("a rank that copies while all wait failed; its traceback is above")
-    return [max(times[index * RANKS : (index + 1) * RANKS]) for index in range(len(plans))]
+    times = Times(len(plans), RANKS)
+    run_ranks(RANKS, lambda me, folder: _rank_main(me, plans, folder, times))
+    return [times.slowest(index) for index in range(len(plans))]
 
 
-def _rank_main(me: int, plans: Sequence[Sequence[Piece]], folder: Path, times: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_elastic.comm import backend
-
-    try:
-        torch.set_num_threads(1)
-        limit = timedelta(seconds=300)
-        store = dist.FileStore(str(folder / "store"), RANKS)
-        dist.init_process_group("gloo", store=store, rank=me, world_size=RANKS, timeout=limit)
-        backend.register()
-        group = dist.new_group(list(range(RANKS)), backend="elastic", timeout=limit)
+def _rank_main(me: int, plans: Sequence[Sequence[Piece]], folder: Path, times: Times) -> None:
+    with world(me, RANKS, folder):
+        group = dist.new_group(list(range(RANKS)), backend="elastic", timeout=LIMIT)
         everything = [Piece(a, b, 4096) for a in range(RANKS) for b in range(RANKS) if a != b]
         _send(me, everything, group)  # links and shared memory are made before the clock runs
         for index, plan in enumerate(plans):
-            times[index * RANKS + me] = statistics.median(_send(me, plan, group) for _ in range(_REPEAT))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+            times[index, me] = statistics.median(_send(me, plan, group) for _ in range(_REPEAT))
 
 
-def _send(me: int, plan: Sequence[Piece], group: Any) -> float:
-    import torch
-    import torch.distributed as dist
-
+def _send(me: int, plan: Sequence[Piece], group: dist.ProcessGroup) -> float:
     mine = [piece for piece in plan if me in (piece.source, piece.target)]
     tensors = [torch.ones(piece.size // 4) for piece in mine]
     dist.all_reduce(torch.ones(1), group=group)

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+_SHARED = ("common", "forked")
+"""What benchmarks have in common."""
 
 
 def available() -> list[str]:
     """Names of the benchmarks; empty when the package is not installed from a checkout."""
-    return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "common")
+    return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in _SHARED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -35,7 +36,7 @@ def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_benchmarks_of_the_issue_are_there() -> None:
     assert {"overhead", "recovery"} <= set(bench.available())
-    assert "common" not in bench.available()
+    assert not {"common", "forked"} & set(bench.available())
 
 
 @pytest.mark.parametrize("name", ["endurance", "overhead", "recovery"])
@@ -104,6 +105,34 @@ def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = list(overhead.plan_jobs(3))
     assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, 3)
     assert {jobs[i][1] for i in (0, 3, 6)} == set(overhead.VARIANTS)
+
+
+def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = _benchmark("forked", monkeypatch)
+    times = forked.Times(2, 3)
+
+    def body(me: int, _: Path) -> None:
+        times[0, me] = 10.0 - me
+        if me == 1:
+            times[1, me] = 5.0
+
+    forked.run_ranks(3, body)
+    assert (times.slowest(0), times.slowest(1)) == (10.0, 5.0)
+
+
+def test_a_rank_that_fails_takes_the_others_along(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forked = _benchmark("forked", monkeypatch)
+
+    def body(me: int, _: Path) -> None:
+        if me == 1:
+            raise RuntimeError("on purpose")
+        signal.pause()
+
+    with pytest.raises(forked.JobFailed, match="rank 1 ended with exit code 1"):
+        forked.run_ranks(3, body)
+    assert capfd.readouterr().err.count("RuntimeError: on purpose") == 1
 
 
 def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,70 +8,42 @@ transport as ours.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import JobFailed, progress
+from common import progress
+from forked import LIMIT, Times, run_ranks, world
 
 from by_size.models import RANKS, Model
-from megatron_elastic.comm import backend
 
 _LOST = 3
 _STATES = 3
 """Master weights and two moments, float32."""
-_LIMIT = timedelta(seconds=300)
 
 
 def move_ms(model: Model) -> dict[str, float]:
     """How long training waits: until everybody has the lost part, and until all have their new ones; in ms."""
-    fork = multiprocessing.get_context("fork")
-    times = fork.Array("d", 2 * RANKS, lock=False)
-    with tempfile.TemporaryDirectory(prefix="megatron-elastic-bench-") as folder:
-        processes = [fork.Process(target=_rank_main, args=(me, model.parameters, Path(folder), times))
-                     for me in range(RANKS)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise JobFailed("a rank that moves shards failed; its traceback is above")
-    gather, whole = (max(times[i * RANKS : (i + 1) * RANKS]) for i in range(2))
+    times = Times(2, RANKS)
+    run_ranks(RANKS, lambda me, folder: _rank_main(me, model.parameters, folder, times))
+    gather, whole = times.slowest(0), times.slowest(1)
     progress(f"{model.name}: the lost shard is everywhere after {gather:.0f} ms, all are cut anew after {whole:.0f} ms")
     return {"gather_ms": round(gather, 1), "move_ms": round(whole, 1)}
 
 
-def _rank_main(me: int, parameters: int, folder: Path, times: Any) -> None:
-    try:
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), RANKS)
-        dist.init_process_group("gloo", store=store, rank=me, world_size=RANKS, timeout=_LIMIT)
-        backend.register()
+def _rank_main(me: int, parameters: int, folder: Path, times: Times) -> None:
+    with world(me, RANKS, folder):
         survivors = [rank for rank in range(RANKS) if rank != _LOST]
-        group = dist.new_group(survivors, backend="elastic", timeout=_LIMIT)
+        group = dist.new_group(survivors, backend="elastic", timeout=LIMIT)
         # Links and shared memory are made before the clock runs.
         if me != _LOST:
             dist.all_reduce(torch.ones(1), group=group)
             _move(me, 4096, survivors, group)
         dist.barrier()
         if me != _LOST:
-            times[me], times[RANKS + me] = _move(me, parameters, survivors, group)
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+            times[0, me], times[1, me] = _move(me, parameters, survivors, group)
 
 
 def _move(me: int, parameters: int, survivors: Sequence[int], group: dist.ProcessGroup) -> tuple[float, float]:
