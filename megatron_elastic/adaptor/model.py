@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -15,52 +16,27 @@ from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.partition import Partition
 
 
-def unit_modules(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(unit name, module) of every unit that draws random numbers or begins a stretch of computation."""
+class Use(NamedTuple):
+    """A module of a stage with which a forward pass gets to a unit; ``needs``: the units whose parameters it uses."""
+
+    unit: str
+    module: torch.nn.Module
+    needs: tuple[str, ...]
+
+
+def uses(model: GPTModel) -> Iterator[Use]:
+    """The uses of a model's units, in the order of a forward pass. Together the modules have all its parameters."""
     if model.pre_process:
-        yield "embedding", model.embedding
+        positions = ("positions",) if model.embedding.add_position_embedding else ()
+        yield Use("embedding", model.embedding, ("embedding", *positions))
     for layer in model.decoder.layers:
-        yield f"layer.{layer.layer_number - 1}", layer
-
-
-def watch(model: GPTModel, begins: Callable[[str], None], ended: Callable[[str], None]) -> None:
-    """Call ``begins`` with a unit when its forward does and ``ended`` when a part of its backward has.
-
-    A part ends with the gradient of a parameter.
-    """
-    units: list[tuple[str, torch.nn.Module]] = list(unit_modules(model))
-    if model.post_process and model.decoder.final_layernorm is not None:
-        units.append(("head", model.decoder.final_layernorm))
-    for unit, module in units:
-        module.register_forward_pre_hook(lambda *_, unit=unit: begins(unit))
-    if model.post_process:
-        units.append(("head", model.output_layer))
-    for unit, module in units:
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: ended(unit))
-
-
-def interrupt_at_parameters(model: GPTModel, look: Callable[[], None]) -> None:
-    """Call ``look``, which may raise, when a forward or a backward pass gets to a parameter.
-
-    Between two of them there is one matrix product at most, or attention: what an interrupt has to wait for.
-    """
-    for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        if parameters:
-            module.register_forward_pre_hook(lambda *_: look())
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: look())
-
-
-def first_uses(model: GPTModel) -> Iterator[tuple[torch.nn.Module, tuple[str, ...]]]:
-    """(module, units) in the order of a forward pass: the units' parameters are needed when the module begins."""
-    for unit, module in unit_modules(model):
-        yield module, ("embedding", "positions") if unit == "embedding" else (unit,)
+        unit = f"layer.{layer.layer_number - 1}"
+        yield Use(unit, layer, (unit,))
     if model.post_process:
         if model.decoder.final_layernorm is not None:
-            yield model.decoder.final_layernorm, ("head",)
-        yield model.output_layer, ("embedding", "head")
+            yield Use("head", model.decoder.final_layernorm, ("head",))
+        tied = ("embedding",) if model.share_embeddings_and_output_weights else ()
+        yield Use("head", model.output_layer, ("head", *tied))
 
 
 def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
@@ -100,9 +76,10 @@ def bind_stage(
 ) -> None:
     """Make the parameters of a stage's models, one for each chunk, views of flat buffers, by unit index.
 
-    Units that are in ``units`` already keep their values; for the others ``partitions`` and ``units`` get entries, with
-    the models'. Where a tied embedding is used twice, both uses get leaves of their own. Raises ValueError when the
-    models are not what the layout says, or a unit has not the shape that it had before.
+    Units that are in ``units`` already keep their values, and their views if the models have parameters that are
+    these; for the others ``partitions`` and ``units`` get entries, with the models' values. Where a tied embedding is
+    used twice, both uses get leaves of their own. Raises ValueError when the models are not what the layout says, or a
+    unit has not the shape that it had before.
     """
     parameters = {unit: members for model in models for unit, members in unit_parameters(model).items()}
     names = {layout.units[unit] for unit in layout.stages[stage].units}
@@ -128,7 +105,8 @@ def bind_stage(
         known = unit in units
         if not known:
             units[unit] = UnitBuffer(partitions[unit], accumulator)
-        units[unit].bind(members, fill=not known)
+        if not units[unit].is_bound(members):
+            units[unit].bind(members, fill=not known)
     first, last = models[0], models[-1]
     if first.pre_process and last.post_process and last.share_embeddings_and_output_weights:
         twin = units[layout.units.index("embedding")].twin(first.embedding.word_embeddings.weight)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import transformer_layer
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.transformer import layer_index
 from megatron_elastic.layout import Part
 from megatron_elastic.numerics import keyed
 
@@ -33,20 +33,13 @@ def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 def install(seed: int) -> None:
     """Make the tracker's forks keyed, and the initial weights of each unit a function of (seed, unit)."""
     targets.FORK.replace(_keyed_fork)
-    targets.LAYER.wrap(_keyed(seed, lambda kwargs: f"layer.{_layer_index(**kwargs)}"))
+    targets.LAYER.wrap(_keyed(seed, lambda kwargs: f"layer.{layer_index(**kwargs)}"))
     targets.EMBEDDING.wrap(_keyed(seed, lambda _: "embedding"))
 
 
 def name_streams(seed: int) -> None:
     """Give Megatron's tracker the streams that its modules ask for by name. Needs Megatron's groups."""
     targets.SEED.find()(seed)
-
-
-def _layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collection: Any, **_: Any) -> int:
-    """Index in the whole model of a layer under construction, whose number counts from its stage's first one."""
-    # As it is now: the layout says where a stage begins.
-    offset = transformer_layer.get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
-    return layer_number - 1 + int(offset)
 
 
 def _keyed(seed: int, unit: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -81,13 +74,9 @@ class GrainKey:
         if samples > 1:
             torch.nn.functional.dropout = self._dropout
 
-    def attach(self, module: torch.nn.Module, unit: str) -> None:
-        """Seed at every forward of ``module``."""
-
-        def begin(*_: Any) -> None:
-            keyed.seed_default_generator(self._seed, self.step, self.part.grain, unit, *self._sequence)
-
-        module.register_forward_pre_hook(begin)
+    def seed(self, unit: str) -> None:
+        """Let the default generator draw what a unit draws in the part that is computed now."""
+        keyed.seed_default_generator(self._seed, self.step, self.part.grain, unit, *self._sequence)
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

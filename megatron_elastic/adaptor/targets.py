@@ -119,6 +119,8 @@ BLOCK_LAYERS = Target(_CORE + "transformer.transformer_block", "get_num_layers_t
                       ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
 BLOCK_OFFSET = Target(_CORE + "transformer.transformer_block", "get_transformer_layer_offset", "replaced",
                       ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+BLOCK_BUILD = Target(_CORE + "transformer.transformer_block", "build_module", "wrapped", ("spec_or_module", "kwargs"),
+                     "always", "a stage that is built anew takes over the layers that it has")
 LAYER_OFFSET = Target(_CORE + "transformer.transformer_layer", "get_transformer_layer_offset", "replaced",
                       ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
 SPECS_LAYERS = Target(_CORE + "models.gpt.gpt_layer_specs", "get_num_layers_to_build", "replaced",

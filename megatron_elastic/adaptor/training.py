@@ -15,22 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, linear, random, transformer
+from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, linear, random
 from megatron_elastic.adaptor import slice_checkpoint as checkpoint
 from megatron_elastic.adaptor.dataset import build_once, collate
-from megatron_elastic.adaptor.model import bind_stage, first_uses, interrupt_at_parameters, unit_modules, watch
 from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.profile import sample
 from megatron_elastic.adaptor.saving import Saving
 from megatron_elastic.adaptor.schedule import Schedule
 from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
+from megatron_elastic.adaptor.stage import ModelProvider, Stage
 from megatron_elastic.cluster.control import Control, Interrupted, JobStopped
 from megatron_elastic.cluster.messages import (
     Built,
@@ -61,15 +59,13 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import MEASURED, ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout, Part, UnitShape, transfers
+from megatron_elastic.layout import Layout, Part, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, memory
-from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Update
-from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.replay import GradientReplay, Replay, StateReplay
 from megatron_elastic.state.store import StateStore
@@ -84,15 +80,6 @@ _PROFILED = 10
 """Steps over which a stage's times are averaged."""
 _EVALUATION = -1
 """Step number under which evaluation draws its keys; dropout is off there."""
-
-
-class ModelProvider(Protocol):
-    """Builds this rank's stage of the model, or one chunk of it (a virtual stage), with weights initialised."""
-
-    def __call__(
-        self, args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None, pre_process: bool, post_process: bool,
-        vp_stage: int | None,
-    ) -> GPTModel: ...  # fmt: skip
 
 
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
@@ -149,7 +136,6 @@ class Trainer:
         self.control = control
         self.rank = control.rank
         self.world_size = int(os.environ["WORLD_SIZE"])
-        self._model_provider = model_provider
         self._datasets_provider = datasets_provider
         self._forward_step = forward_step
         self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._flip)
@@ -174,6 +160,10 @@ class Trainer:
         self.accumulator = make_accumulator(
             self.config.consistency, each * self.layout.num_grains, main_grads_dtype(args)
         )
+        self.stage = Stage(
+            args, self.rank, model_provider, self.parameter_groups, self.accumulator, self.transport.look,
+            self._before_use,
+        )  # fmt: skip
         self.step = checkpoint.latest_step(args.load) + 1
         """The step in progress: committed steps plus one."""
         self.saving = Saving(args.save, args.save_interval, args.async_save, self.step, control.interrupt.check)
@@ -183,12 +173,6 @@ class Trainer:
         """Result of the newest vote whose step this rank has finished."""
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
-        self.built: tuple[tuple[int, ...], int, bool, bool] | None = None
-        """What the model was built for: units, tensor-parallel index, whether it is the first stage, and the last."""
-        self.units: dict[int, UnitBuffer] = {}
-        """Parameters of the units that this rank holds, by unit."""
-        self.partitions: dict[int, Partition] = {}
-        """Of all units that this rank has heard of."""
         self.train_data: Any = None
         self.valid_data: Any = None
         self.test_data: Any = None
@@ -282,117 +266,61 @@ class Trainer:
         """Build this rank's part of the layout it is invited into, without the others, who are training."""
         layout = Layout.from_json(invite.layout)
         self.transport.add_peers(invite.addresses)
-        if self.store is None or self.built != self._part_in(layout):
+        if self.store is None or not self.stage.fits(layout):
             self.store = None
             self._make_groups(layout)
-            self._forget_model()
-            self._learn(invite.shapes, layout)
-            self._hold(layout)
+            self.stage.forget()
+            self.stage.learn(invite.shapes, layout)
+            self.stage.hold(layout)
+            self._make_data()
             self.store = self._empty_store(layout)
         self.hooks.at("prepare")
         self.control.send(Ready(rank=self.rank, epoch=invite.epoch))
 
     def _build(self) -> None:
         """Model, data and optimizer state under the first layout; redone if interrupted."""
-        self._forget_model()
-        self._hold(self.layout)
+        self.stage.forget()
+        self.stage.hold(self.layout)
+        self._make_data()
         store = self._empty_store(self.layout)
         self._load(store, self.step - 1)
         self._enter(store)
         self.store, self.stale = store, True
         self.counted_from = self.step, self.transport.bytes_sent
-        self.control.send(Built(rank=self.rank, shapes={unit: self.partitions[unit].shape for unit in self.units}))
+        shapes = {unit: buffer.partition.shape for unit, buffer in self.stage.units.items()}
+        self.control.send(Built(rank=self.rank, shapes=shapes))
 
     def _empty_store(self, layout: Layout) -> StateStore:
         keeps = self.config.replay == "state"
         rate = self.config.background_mbps * 1e6 / 8
-        return StateStore(self.partitions, self.optimizer, self.transport, layout.tp_index(self.rank), keeps, rate)
+        tp_index = layout.tp_index(self.rank)
+        return StateStore(self.stage.partitions, self.optimizer, self.transport, tp_index, keeps, rate)
 
     def _load(self, store: StateStore, step: int) -> None:
         """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
         if step == 0:
-            store.create(self.layout, self.units)
+            store.create(self.layout, self.stage.units)
             return
         states = checkpoint.load(
-            self._checkpoint_of(step), self.models, self.layout, self.rank, self.units, self.optimizer, step
+            self._checkpoint_of(step), self.stage.models, self.layout, self.rank, self.stage.units, self.optimizer, step
         )
-        store.create(self.layout, self.units)
-        checkpoint.fill(store, self.units, states, step)
+        store.create(self.layout, self.stage.units)
+        checkpoint.fill(store, self.stage.units, states, step)
 
     def _checkpoint_of(self, step: int) -> str:
         """The directory with the checkpoint of a step: where this job saves, or where it was loaded from."""
         save = self.args.save
         return save if save and checkpoint.has_step(save, step) else self.args.load
 
-    def _learn(self, shapes: Mapping[int, UnitShape], layout: Layout) -> None:
-        """Know of units, so that they and slices of them can be kept."""
-        for unit, shape in shapes.items():
-            self.partitions.setdefault(unit, Partition(shape, layout.num_slices, layout.tp_index(self.rank)))
-
-    def _part_in(self, layout: Layout) -> tuple[tuple[int, ...], int, bool, bool]:
-        stage, last = layout.stage_of(self.rank), layout.pipeline_size - 1
-        return layout.stages[stage].units, layout.tp_index(self.rank), stage == 0, stage == last
-
-    def _hold(self, layout: Layout) -> None:
-        """Have the units that the layout wants here, and a model of this rank's stage over them.
-
-        Units that are new are filled when their owners next send parameters. Nobody is waited for.
-        """
-        held = layout.held_by(self.rank)
-        for unit in held:
-            if unit in self.partitions and unit not in self.units:
-                self.units[unit] = UnitBuffer(self.partitions[unit], self.accumulator)
-        if self.built != self._part_in(layout):
-            self._build_model(layout)
-        for unit in set(self.units).difference(held):
-            del self.units[unit]
-
-    def _forget_model(self) -> None:
-        self.built = None
-        self.units.clear()
-        self.partitions.clear()
-
-    def _build_model(self, layout: Layout) -> None:
-        """This rank's stage of the model, chunk by chunk, over its units' buffers; and the data, the first time."""
-        args = self.args
-        _, tp, first, last = part = self._part_in(layout)
-        chunks = layout.chunks(layout.stage_of(self.rank))
-        transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])
-        # Values that are there already, or will be sent, need not be drawn first.
-        fresh = None if not self.partitions else {"perform_initialization": False}
-        with groups.alone():
-            self.models = [
-                self._model_provider(
-                    args, fresh, first and chunk == 0, last and chunk == len(chunks) - 1,
-                    chunk if len(chunks) > 1 else None,
-                )
-                for chunk in range(len(chunks))
-            ]  # fmt: skip
-            if self.train_data is None:
-                with build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
-                    self.train_data, self.valid_data, self.test_data = self._datasets_provider(args)
-        config = self.models[0].config
-        key = random.GrainKey(args.seed, layout.samples, tp if args.sequence_parallel else None)
-        for model in self.models:
-            for unit, module in unit_modules(model):
-                key.attach(module, unit)
-            watch(model, lambda unit: self.profiler.enter(unit), lambda unit: self.profiler.leave(unit))
-            interrupt_at_parameters(model, self.transport.look)
-            for module, names in first_uses(model):
-                module.register_forward_pre_hook(partial(self._before_use, [n for n in names if n in layout.units]))
-        # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
-        wrapped = [Float16Module(config, model) if args.bf16 else model for model in self.models]
-        bind_stage(
-            self.models, layout, layout.stage_of(self.rank), self.parameter_groups, self.partitions, self.units,
-            lambda shape: Partition(shape, layout.num_slices, tp), self.accumulator,
-        )  # fmt: skip
-        self.grains = GrainModel(wrapped, config, self._forward_step, key, last, self._training_batch)
-        self.built = part
+    def _make_data(self) -> None:
+        if self.train_data is None:
+            with groups.alone(), build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
+                self.train_data, self.valid_data, self.test_data = self._datasets_provider(self.args)
 
     def _enter(self, store: StateStore) -> None:
         """What the present layout alone determines."""
         layout = self.layout
-        self.reduction = Reduction(layout, self.transport, self.units, store, self.accumulator)
+        self.reduction = Reduction(layout, self.transport, self.stage.units, store, self.accumulator)
         self.replay: Replay = (
             StateReplay(layout, store)
             if self.config.replay == "state"
@@ -400,14 +328,19 @@ class Trainer:
         )
         self.settled = False
         every = self.config.verify_every
-        self.verification = Verification(layout, self.transport, self.units, store, every) if every else None
+        self.verification = Verification(layout, self.transport, self.stage.units, store, every) if every else None
         self.program = for_cell(self.config.schedule, layout, layout.cell_of(self.rank).leader)
         args = self.args
-        self.profiler = Profiler([unit.params for unit in self.units.values()])
+        stage = self.stage
+        stage.profiler = Profiler([unit.params for unit in stage.units.values()])
+        self.grains = GrainModel(
+            stage.wrapped, stage.models[0].config, self._forward_step, stage.key,
+            layout.stage_of(self.rank) == layout.pipeline_size - 1, self._training_batch,
+        )  # fmt: skip
         sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         self.executor = Executor(
             layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-            torch.bfloat16 if args.bf16 else torch.float32, self.profiler,
+            torch.bfloat16 if args.bf16 else torch.float32, stage.profiler,
         )  # fmt: skip
         self.vote_group = Group(self.transport, _VOTE_GROUP, layout.ranks)
 
@@ -422,12 +355,12 @@ class Trainer:
         self._between_steps(self.step - 1)
         self.hooks.at("data")
         for unit in self.layout.stages[self.layout.stage_of(self.rank)].units:
-            self.units[unit].zero()  # units that are only coming in get no gradients
+            self.stage.units[unit].zero()  # units that are only coming in get no gradients
         if self.args.overlap_grad_reduce:
             self.reduction.reduce_when_complete()
         self.store.drop_gradients()
         self.grains.begin(self.step, self._training_batch)
-        with self.profiler.pipeline():
+        with self.stage.profiler.pipeline():
             self.executor.run(self.program, self.grains)
         if self.config.profile == MEASURED and self.step % _PROFILED == 0:
             self.boundary_ms = self.executor.measure_boundary()
@@ -527,20 +460,19 @@ class Trainer:
         self.reduction.finish_gathering()
         self.gathering = False
 
-    def _before_use(self, units: Sequence[str], *_: object) -> None:
+    def _before_use(self, units: Sequence[str]) -> None:
         """A forward pass is about to use the parameters of these units."""
-        with self.profiler.waiting():
-            for name in units:
-                self.reduction.await_parameters(self.layout.units.index(name))
+        for name in units:
+            self.reduction.await_parameters(self.layout.units.index(name))
 
     def _committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
 
     def _tell_times(self) -> None:
-        read = self.profiler.read()
+        read = self.stage.profiler.read()
         if read is not None and self.layout.tp_index(self.rank) == 0:
             boundary = self.executor.activation_bytes, self.boundary_ms
-            told = sample(self.layout, self.rank, *read, boundary, self.units, len(self.optimizer.moments))
+            told = sample(self.layout, self.rank, *read, boundary, self.stage.units, len(self.optimizer.moments))
             self.control.send(Profile(rank=self.rank, epoch=self.layout.epoch, sample=told))
 
     def _switch(self) -> None:
@@ -580,7 +512,7 @@ class Trainer:
     def _evaluate(self, done: int, name: str, data: Sequence[dict[str, Any]], position: int) -> None:
         """Mean loss over ``--eval-iters`` batches of ``data``: the ``position``-th such stretch of it."""
         first = position * self.args.eval_iters
-        for model in self.models:
+        for model in self.stage.models:
             model.eval()
         try:
             total, tokens = 0.0, 0
@@ -591,7 +523,7 @@ class Trainer:
                 outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
                 total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
         finally:
-            for model in self.models:
+            for model in self.stage.models:
                 model.train()
         self._evaluated(done, name, total / max(tokens, 1))
 
@@ -605,7 +537,7 @@ class Trainer:
         self._complete_save()  # one at a time
         self._await_parameters()
         prepare = partial(
-            checkpoint.prepare, models=self.models, layout=self.layout, units=self.units, store=self.store,
+            checkpoint.prepare, models=self.stage.models, layout=self.layout, units=self.stage.units, store=self.store,
             transport=self.transport, step=done, apart=self.args.async_save,
         )  # fmt: skip
         self.saving.begin(done, self.layout.epoch, prepare)
@@ -629,7 +561,7 @@ class Trainer:
         self._complete_save()
         digests = []
         for unit, k in self.layout.owned(self.rank):
-            weights = self.units[unit].slice_of(self.units[unit].params, k)
+            weights = self.stage.units[unit].slice_of(self.stage.units[unit].params, k)
             sha256 = self.store[unit, k].sha256(weights)
             digests.append(SliceDigest(unit=unit, slice=k, tp=self.layout.tp_index(self.rank), sha256=sha256))
         first, sent = self.counted_from
@@ -722,8 +654,8 @@ class Trainer:
                 self.control.send(Settled(rank=self.rank, epoch=layout.epoch))
             return
         if member:
-            self._learn(commit.shapes, layout)
-            self._hold(layout)
+            self.stage.learn(commit.shapes, layout)
+            self.stage.hold(layout)
             self._enter(self.store)
         edited = time.time()
         self.hooks.at("promote")
@@ -782,7 +714,7 @@ class Trainer:
         """Damage this rank's memory, to see that it is found: one bit in the middle of a slice."""
         assert self.store is not None
         if what == "weights":
-            unit = next(iter(self.units.values()))
+            unit = next(iter(self.stage.units.values()))
             tensor = unit.slice_of(unit.params, 0)
         else:
             at = (self.layout.owned if what == "moments" else self.layout.replicated)(self.rank)[0]

@@ -1,12 +1,18 @@
 """``megatron.core.transformer``: which layers a stage holds.
 
 Megatron derives them from the pipeline's rank and size, evenly or by a table that is the same for the whole run. Here
-the layout says it, so the two functions that everybody asks are answered from there.
+the layout says it, so the two functions that everybody asks are answered from there. A stage that is built anew
+takes over the layers that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer import transformer_layer
 
 from megatron_elastic.adaptor import targets
 
@@ -17,6 +23,31 @@ def hold(chunks: Sequence[range]) -> None:
         target.replace(lambda config, vp_stage=None, pp_rank=None: len(chunks[vp_stage or 0]))
     for target in (targets.LAYER_OFFSET, targets.BLOCK_OFFSET, targets.SPECS_OFFSET):
         target.replace(lambda config, vp_stage=None, pp_rank=None: chunks[vp_stage or 0].start)
+
+
+@contextmanager
+def reused(layers: Mapping[int, torch.nn.Module]) -> Iterator[None]:
+    """Meanwhile a model that is built gets these layers, by number, in place of new ones."""
+
+    def make(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+        def take_or_build(spec: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+            layer = layers.get(layer_index(**kwargs)) if "layer_number" in kwargs else None
+            return build(spec, *args, **kwargs) if layer is None else layer
+
+        return take_or_build
+
+    targets.BLOCK_BUILD.wrap(make)
+    try:
+        yield
+    finally:
+        targets.BLOCK_BUILD.wrap(lambda build: build)
+
+
+def layer_index(config: Any, layer_number: int, vp_stage: int | None, pg_collection: Any, **_: Any) -> int:
+    """Number in the whole model of a layer under construction, which Megatron numbers from its stage's first one."""
+    # As it is now: the layout says where a stage begins.
+    offset = transformer_layer.get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+    return layer_number - 1 + int(offset)
 
 
 def layers_of(names: Sequence[str]) -> range:

@@ -86,6 +86,11 @@ class UnitBuffer:
         self._accumulate(twin, start)
         return twin
 
+    def is_bound(self, members: Sequence[Member]) -> bool:
+        """Whether these parameters are the views of the storage that were last made."""
+        mine = self._bound
+        return len(mine) == len(members) and all(a is b.parameter for a, b in zip(mine, members, strict=True))
+
     @property
     def bound(self) -> list[tuple[torch.nn.Parameter, int]]:
         """The parameters that are views of the storage, and where each begins."""

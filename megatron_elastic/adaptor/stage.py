@@ -1,0 +1,166 @@
+"""Stage: a rank's part of the model, and what it becomes from one layout to the next.
+
+Parameters are views of flat buffers, unit by unit, so that a stage can be put together anew around what stays: layers
+that are in the stage before and after are the same modules, and only those that come are built. Hooks on them tell
+where a pass is: they seed what the unit draws, time it, let an interrupt through, and wait for late parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from megatron_elastic.adaptor import groups, transformer
+from megatron_elastic.adaptor.model import Use, bind_stage, uses
+from megatron_elastic.adaptor.optimizer import ParameterGroups
+from megatron_elastic.adaptor.random import GrainKey
+from megatron_elastic.layout import Layout, UnitShape
+from megatron_elastic.numerics.exact import Accumulator
+from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.partition import Partition
+
+
+class ModelProvider(Protocol):
+    """Builds this rank's stage of the model, or one chunk of it (a virtual stage), with weights initialised."""
+
+    def __call__(
+        self, args: argparse.Namespace, config_kwargs: Mapping[str, Any] | None, pre_process: bool, post_process: bool,
+        vp_stage: int | None,
+    ) -> GPTModel: ...  # fmt: skip
+
+
+class Stage:
+    """The models of one rank's stage, one for each chunk, over the buffers of its units. Empty until ``hold``.
+
+    Args:
+        groups: the optimizer's parameter groups, which get to know the parameters.
+        look: raises when the rank is to stop what it computes; called between any two matrix products.
+        before_use: called with the units whose parameters a forward pass is about to use.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        rank: int,
+        provider: ModelProvider,
+        groups: ParameterGroups,
+        accumulator: Accumulator,
+        look: Callable[[], None],
+        before_use: Callable[[Sequence[str]], None],
+    ) -> None:
+        self.models: list[GPTModel] = []
+        self.wrapped: list[torch.nn.Module] = []
+        """The models as they are called: with inputs and outputs cast, where that is wanted."""
+        self.units: dict[int, UnitBuffer] = {}
+        """Parameters of the units that this rank holds, by unit: its stage's, and those that are coming or going."""
+        self.partitions: dict[int, Partition] = {}
+        """Of all units that this rank has heard of."""
+        self.key: GrainKey
+        """What the units draw from."""
+        self.profiler = Profiler(())
+        """What times the passes under the present layout."""
+        self._args = args
+        self._rank = rank
+        self._provider = provider
+        self._groups = groups
+        self._accumulator = accumulator
+        self._look = look
+        self._before_use = before_use
+        self._built: tuple[tuple[int, ...], int, bool, bool] | None = None
+        """What the models are built for: units, tensor-parallel index, whether it is the first stage, and the last."""
+
+    def learn(self, shapes: Mapping[int, UnitShape], layout: Layout) -> None:
+        """Know of units, so that they and slices of them can be kept."""
+        for unit, shape in shapes.items():
+            self.partitions.setdefault(unit, self._partition(shape, layout))
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether the models are what the rank computes under a layout."""
+        return self._built == self._part_in(layout)
+
+    def hold(self, layout: Layout) -> None:
+        """Have the units that the layout wants here, and the models of this rank's stage over them.
+
+        Units that are new are filled when their owners next send parameters. Nobody is waited for.
+        """
+        held = layout.held_by(self._rank)
+        for unit in held:
+            if unit in self.partitions and unit not in self.units:
+                self.units[unit] = UnitBuffer(self.partitions[unit], self._accumulator)
+        if not self.fits(layout):
+            self._build(layout)
+        for unit in set(self.units).difference(held):
+            del self.units[unit]
+
+    def forget(self) -> None:
+        """Be empty again."""
+        self._built = None
+        self.models, self.wrapped = [], []
+        self.units.clear()
+        self.partitions.clear()
+
+    def _part_in(self, layout: Layout) -> tuple[tuple[int, ...], int, bool, bool]:
+        stage, last = layout.stage_of(self._rank), layout.pipeline_size - 1
+        return layout.stages[stage].units, layout.tp_index(self._rank), stage == 0, stage == last
+
+    def _partition(self, shape: UnitShape, layout: Layout) -> Partition:
+        return Partition(shape, layout.num_slices, layout.tp_index(self._rank))
+
+    def _build(self, layout: Layout) -> None:
+        """The models, chunk by chunk, around the layers that are there already."""
+        args, stage = self._args, layout.stage_of(self._rank)
+        _, tp, first, last = part = self._part_in(layout)
+        if self._built is None:
+            self.key = GrainKey(args.seed, layout.samples, tp if args.sequence_parallel else None)
+        kept = {layer.layer_number - 1: layer for model in self.models for layer in model.decoder.layers}
+        chunks = layout.chunks(stage)
+        transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])
+        # Values that are there already, or will be sent, need not be drawn first.
+        fresh = None if not self.partitions else {"perform_initialization": False}
+        with groups.alone(), transformer.reused(kept):
+            self.models = [
+                self._provider(
+                    args, fresh, first and chunk == 0, last and chunk == len(chunks) - 1,
+                    chunk if len(chunks) > 1 else None,
+                )
+                for chunk in range(len(chunks))
+            ]  # fmt: skip
+        known = set(kept.values())
+        for model in self.models:
+            for use in uses(model):
+                if use.module not in known:
+                    self._attach(use)
+        # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
+        self.wrapped = [Float16Module(model.config, model) if args.bf16 else model for model in self.models]
+        bind_stage(
+            self.models, layout, stage, self._groups, self.partitions, self.units,
+            lambda shape: self._partition(shape, layout), self._accumulator,
+        )  # fmt: skip
+        self._built = part
+
+    def _attach(self, use: Use) -> None:
+        use.module.register_forward_pre_hook(lambda *_: self._begin(use))
+        for module in use.module.modules():
+            parameters = list(module.parameters(recurse=False))
+            if parameters:
+                module.register_forward_pre_hook(lambda *_: self._look())
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: self._reach(use.unit))
+
+    def _begin(self, use: Use) -> None:
+        """A unit's forward begins, or one that uses other units, too."""
+        self.key.seed(use.unit)
+        self.profiler.enter(use.unit)
+        with self.profiler.waiting():
+            self._before_use(use.needs)
+
+    def _reach(self, unit: str) -> None:
+        """A backward has got to a parameter. To the next there is one matrix product at most, or attention."""
+        self.profiler.leave(unit)
+        self._look()
