@@ -150,18 +150,22 @@ def compare_sizes(argv: Sequence[str], models: Sequence[Model], alternatives: bo
     with run_root() as root:
         for model in models:
             grids = {f"PP{pp} x DP{RANKS // pp}": lose_ranks(model, data, pp, mode, root) for pp in (1, 2)}
-            pauses = [pause for grid in grids.values() for pause in grid.pop("pauses")]
-            figures[model.name] = {"parameters": model.parameters, "pause_ms": summary(pauses), **grids}
+            pauses, besides = ([ms for grid in grids.values() for ms in grid.pop(name)] for name in ("pauses", "besides"))
+            figures[model.name] = {"parameters": model.parameters, "pause_ms": summary(pauses),
+                                   "besides_interrupt_ms": summary(besides), **grids}
             if alternatives:
                 # What comes before anything is moved, detection and planning, takes as long with contiguous shards.
                 common = statistics.median(pauses) - grids["PP1 x DP8"]["state_ms"]["median"]
                 moved = move_ms(model)
                 figures[model.name]["contiguous_shard"] = {**moved, "pause_ms": round(common + moved["move_ms"], 1)}
                 figures[model.name]["restart_ms"] = round(restart_ms(model, data, root), 1)
-    medians = {name: size["pause_ms"]["median"] for name, size in figures.items()}
+    medians, besides_interrupt = (
+        {name: size[part]["median"] for name, size in figures.items()} for part in ("pause_ms", "besides_interrupt_ms")
+    )
     emit("recovery", argv, {
         "pause_ms": medians,
         "largest_to_smallest": round(medians[models[-1].name] / medians[models[0].name], 2),
+        "besides_interrupt_ms": besides_interrupt,
         "accumulation": mode,
         **({"saved_of_moving": {name: round(1 - size["pause_ms"]["median"] / size["contiguous_shard"]["pause_ms"], 3)
                                 for name, size in figures.items()}} if alternatives else {}),

@@ -92,12 +92,16 @@ def lose_ranks(model: Model, data: Path, pp: int, mode: str, root: Path) -> dict
         raise JobFailed(f"{run_dir}: the losses of {victims} were to be recovered from one by one")
     before = {step: line for step, line in read_metrics(run_dir).items() if step < FIRST_KILL}
     pauses = [event["mttr_ms"] - event["redo_ms"] for event in events]
+    # What a rank is computing when it is interrupted is let end: no interrupt comes into a matrix product.
+    besides = [pause - event["interrupt_ms"] for pause, event in zip(pauses, events, strict=True)]
     progress(f"{model.name} PP{pp} x DP{width}: pauses of {_list(pauses)} ms, recovered after "
              f"{_list(event['mttr_ms'] for event in events)} ms")
     return {
         "pauses": pauses,
+        "besides": besides,
         "mttr_ms": summary(event["mttr_ms"] for event in events),
         "pause_ms": summary(pauses),
+        "interrupt_ms": summary(event["interrupt_ms"] for event in events),
         "state_ms": summary(event["state_ms"] for event in events),
         "step_ms": round(statistics.median(step_times(before, leave_out=1)), 1),
     }

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from pretrain_gpt import check_arguments, main
 
 if TYPE_CHECKING:
+    from megatron_elastic.adaptor.stage import Stage
     from megatron_elastic.adaptor.training import Trainer
     from megatron_elastic.layout import Layout
 
@@ -81,6 +82,15 @@ def check(layout: Layout, rank: int) -> None:
     assert not wrong, f"rank {rank} in\n{layout}\nMegatron's answers and those expected: {wrong}"
 
 
+def layers(stage: Stage) -> dict[int, tuple[Any, int]]:
+    """The layers of a stage by number, and how many hooks each has."""
+    return {
+        layer.layer_number: (layer, sum(len(module._forward_pre_hooks) for module in layer.modules()))
+        for model in stage.models
+        for layer in model.decoder.layers
+    }
+
+
 class Death:
     """A rank's end while the number of stages changes."""
 
@@ -106,14 +116,22 @@ def install() -> None:
     from megatron_elastic.device import cpu
 
     cpu.install()
+    from megatron_elastic.adaptor.stage import Stage
     from megatron_elastic.adaptor.training import Trainer
     from megatron_elastic.state.store import StateStore
 
-    enter, join = Trainer._enter, Trainer._join
+    enter, join, hold = Trainer._enter, Trainer._join, Stage.hold
 
     def enter_and_check(self: Trainer, store: StateStore) -> None:
         enter(self, store)
         check(self.layout, self.rank)
+
+    def hold_and_compare(self: Stage, layout: Layout) -> None:
+        before = layers(self)
+        hold(self, layout)
+        after = layers(self)
+        for number in before.keys() & after:
+            assert before[number] == after[number], f"layer {number} stayed, but was built anew or has other hooks"
 
     def join_to_die(self: Trainer) -> None:
         death = Death(os.environ["WITNESS_DIES"])
@@ -121,6 +139,7 @@ def install() -> None:
             self.hooks.attach(lambda point, step, grain: death.look(self, point))
         join(self)
 
+    Stage.hold = hold_and_compare  # type: ignore[method-assign]
     Trainer._enter = enter_and_check  # type: ignore[method-assign]
     if "WITNESS_DIES" in os.environ:
         Trainer._join = join_to_die  # type: ignore[method-assign]
