@@ -150,7 +150,9 @@ def compare_sizes(argv: Sequence[str], models: Sequence[Model], alternatives: bo
     with run_root() as root:
         for model in models:
             grids = {f"PP{pp} x DP{RANKS // pp}": lose_ranks(model, data, pp, mode, root) for pp in (1, 2)}
-            pauses, besides = ([ms for grid in grids.values() for ms in grid.pop(name)] for name in ("pauses", "besides"))
+            pauses, besides = (
+                [ms for grid in grids.values() for ms in grid.pop(name)] for name in ("pauses", "besides")
+            )
             figures[model.name] = {"parameters": model.parameters, "pause_ms": summary(pauses),
                                    "besides_interrupt_ms": summary(besides), **grids}
             if alternatives:
