@@ -39,7 +39,7 @@ from common import (
     watch_job,
 )
 from forked import LIMIT, Times, run_ranks, world
-from waiting_gpt import VARIABLE
+from programs.waiting_gpt import VARIABLE
 
 from megatron_elastic.cluster import scale
 from megatron_elastic.layout import Layout, transfers
@@ -271,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
     load = load_average()
     flags = flags_of_job(options, prepare_data())
     parameters = elements_of_units(options)
-    script = "benchmarks/waiting_gpt.py" if options.device_ms else SCRIPT
+    script = "benchmarks/programs/waiting_gpt.py" if options.device_ms else SCRIPT
     os.environ[VARIABLE] = str(options.device_ms)
     with run_root() as root:
         progress(f"a job of {sum(parameters) / 1e6:.1f}M parameters that stays as it is")

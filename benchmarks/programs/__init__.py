@@ -1,0 +1,1 @@
+"""Training scripts of the jobs that benchmarks run."""
