@@ -17,6 +17,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RECOVERED, read_digest, read_events, read_metrics
 
 ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 RANKS = 8
 BATCH = 16
 MODEL = (
@@ -122,21 +123,24 @@ class Jobs:
         self.data = data
         self._baselines: dict[tuple[int | str, ...], Job] = {}
 
-    def command(self, *flags: str, run_dir: Path, ranks: int = RANKS, launcher: tuple[str, ...] = ()) -> list[str]:
-        """Command line of an elastic job; ``flags`` come last, so they win."""
+    def command(
+        self, *flags: str, run_dir: Path, ranks: int = RANKS, launcher: tuple[str, ...] = (), script: Path | None = None
+    ) -> list[str]:
+        """Command line of an elastic job; ``flags`` come last, so they win. ``script``: instead of the usual one."""
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
-            str(ROOT / "examples" / "pretrain_gpt.py"), "--elastic", "--elastic-run-dir", str(run_dir),
+            str(script or SCRIPT), "--elastic", "--elastic-run-dir", str(run_dir),
             "--data-path", str(self.data), *MODEL.split(), *flags,
         ]  # fmt: skip
 
     def start(
-        self, *flags: str, ranks: int = RANKS, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None
-    ) -> Job:
-        """Start a job. ``launcher``: flags of ``megatron-elastic run`` itself; ``env``: additions to ours."""
+        self, *flags: str, ranks: int = RANKS, launcher: tuple[str, ...] = (), script: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Job:  # fmt: skip
+        """Start a job. ``launcher``: flags of ``megatron-elastic run``; ``env``: additions to the environment."""
         run_dir = self.folder / uuid.uuid4().hex[:8]
         process = subprocess.Popen(
-            self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher), text=True,
+            self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script), text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip

@@ -51,20 +51,23 @@ class CheckoutJobs(Jobs):
         super().__init__(folder, data)
         self.checkout = checkout
 
-    def command(self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = ()) -> list[str]:
+    def command(
+        self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = (), script: Path | None = None
+    ) -> list[str]:
         """Command line of a job, elastic if ``flags`` say so; they come last, so they win. A file replaces the rest."""
         model = [] if "--yaml-cfg" in flags else ["--data-path", str(self.data / "data"), *MODEL.split()]
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
-            str(self.checkout / "pretrain_gpt.py"), *model, "--elastic-run-dir", str(run_dir), *flags,
+            str(script or self.checkout / "pretrain_gpt.py"), *model, "--elastic-run-dir", str(run_dir), *flags,
         ]  # fmt: skip
 
     def start(
-        self, *flags: str, ranks: int = 8, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None
-    ) -> Job:
+        self, *flags: str, ranks: int = 8, launcher: tuple[str, ...] = (), script: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Job:  # fmt: skip
         """Start a job that also finds what PYTHONPATH has: megatron.training depends on more than we do."""
         added = {"PYTHONPATH": search_path(), **(env or {})}
-        return super().start(*flags, ranks=ranks, launcher=launcher, env=added)
+        return super().start(*flags, ranks=ranks, launcher=launcher, script=script, env=added)
 
     def plain(self, *flags: str, ranks: int) -> list[str]:
         """Run without ``--elastic`` or any of our flags; returns the losses and gradient norms that Megatron logs."""

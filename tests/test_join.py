@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_elastic.cluster import wire
-from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
+from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.launches import TOKEN, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -169,9 +170,9 @@ def test_saving_and_evaluating_while_a_rank_joins(jobs: Jobs) -> None:
 
 # ---- nodes ---------------------------------------------------------------------------------
 
-TWO = Grid(tp=1, pp=1, steps=400, ranks=2)
-"""A node that comes has to import everything first."""
+TWO = Grid(tp=1, pp=1, steps=150, ranks=2)
 SLICES = ("--elastic-slices", "4")
+PACED = ROOT / "tests" / "megatron_programs" / "paced.py"
 
 
 class Nodes:
@@ -180,6 +181,7 @@ class Nodes:
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._port = str(free_port())
+        self._pace = jobs.folder / f"pace-{self._port}"
         self.all: list[Job] = []
 
     def start(self, *flags: str) -> Job:
@@ -187,8 +189,17 @@ class Nodes:
         launcher = ("--nnodes", "1", "--node-rank", str(len(self.all)), "--master-addr", "127.0.0.1",
                     "--master-port", self._port)  # fmt: skip
         flags = (*TWO.flags, *SMALL, *SLICES, *flags)
-        node = self._jobs.start(*flags, ranks=2, launcher=launcher, env={wire.TOKEN_VARIABLE: TOKEN})
+        env = {wire.TOKEN_VARIABLE: TOKEN, "PACE": str(self._pace)}
+        node = self._jobs.start(*flags, ranks=2, launcher=launcher, script=PACED, env=env)
         self.all.append(node)
+        return node
+
+    def start_later(self) -> Job:
+        """Start a node in a job that trains, which waits meanwhile: a node has to import everything first."""
+        with self._pace.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            node = self.start()
+            self.all[0].read_until("on a node that has come")
         return node
 
 
@@ -219,10 +230,10 @@ def test_a_node_comes_and_another_goes(jobs: Jobs) -> None:
                 assert layout.host_of(copy) != layout.host_of(layout.owners[unit][k])
         second.process.kill()
         first.read_until("lost ranks [2, 3] (node 1 lost)")
-        nodes.start()
+        third = nodes.start_later()
         first.read_until(EVEN.format(4))
         first.finish()
-        nodes.all[2].finish()
+        third.finish()
     assert_same_training(first, reference, [2, 3])
     (event,) = first.events("recovered")
     assert event["cause"] == "node 1 lost"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -27,15 +26,7 @@ EVEN = "slices and grains are even over"
 
 def start(jobs: Jobs, *flags: str, ranks: int = 8, dies: str | None = None) -> Job:
     """Start a job whose ranks ask Megatron in every layout where they are (see ``witness``)."""
-    run_dir = jobs.folder / os.urandom(4).hex()
-    command = jobs.command(*flags, run_dir=run_dir, ranks=ranks)
-    command[command.index(str(ROOT / "examples" / "pretrain_gpt.py"))] = str(WITNESS)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, text=True, env=env if dies is None else {**env, "WITNESS_DIES": dies}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return Job(process, run_dir)
+    return jobs.start(*flags, ranks=ranks, script=WITNESS, env={} if dies is None else {"WITNESS_DIES": dies})
 
 
 def ask(job: Job, stages: int) -> int:

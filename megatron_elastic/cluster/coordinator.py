@@ -127,7 +127,7 @@ class Coordinator:
             if self._course.layout is None:
                 self._early[node] = len(ranks)
             else:
-                self._event("spawned", ranks=self._ranks.join_node(len(ranks), node))
+                self._join_node(len(ranks), node)
             return
         taken = [rank for rank in ranks if rank not in self._ranks or self._ranks[rank].node is not None]
         if taken:
@@ -138,6 +138,11 @@ class Coordinator:
         self._ranks.add_node(ranks, node)
         if self._ranks.launched and not self._config.elastic:
             self._timers.cancel("start")
+
+    def _join_node(self, count: int, node: Node) -> None:
+        new = self._ranks.join_node(count, node)
+        self._event("spawned", ranks=new)
+        self._say(f"ranks {new} are started on a node that has come")
 
     def stop(self, outcome: Outcome) -> None:
         """Decide how the job ends, and tell every rank and agent. Later calls change nothing."""
@@ -248,7 +253,7 @@ class Coordinator:
         start = Start(layout=first.layout, addresses=self._ranks.addresses(self._ranks))
         self._ranks.send(start, self._ranks)
         for node, count in self._early.items():
-            self._event("spawned", ranks=self._ranks.join_node(count, node))
+            self._join_node(count, node)
         self._early.clear()
 
     def _use(self, layout: Layout) -> None:
