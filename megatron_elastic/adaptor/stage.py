@@ -93,6 +93,8 @@ class Stage:
         for unit in held:
             if unit in self.partitions and unit not in self.units:
                 self.units[unit] = UnitBuffer(self.partitions[unit], self._accumulator)
+                if unit not in layout.stages[layout.stage_of(self._rank)].units:
+                    self.units[unit].make_room()  # it is coming, and computed later
         if not self.fits(layout):
             self._build(layout)
         for unit in set(self.units).difference(held):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 
@@ -38,7 +39,7 @@ def shape_of(unit: str, members: Sequence[Member]) -> UnitShape:
 
 
 class UnitBuffer:
-    """Flat storage of one unit on one rank, all zeros until it is filled.
+    """Flat storage of one unit on one rank. Holds nothing until it is filled; sums, until ``zero``.
 
     Args:
         partition: where everything lies.
@@ -47,8 +48,9 @@ class UnitBuffer:
 
     def __init__(self, partition: Partition, accumulator: Accumulator) -> None:
         self.partition = partition
-        self.params = torch.zeros(partition.size, dtype=partition.dtype)
-        self.sums = torch.zeros(partition.size, dtype=accumulator.dtype)
+        self.params = torch.empty(partition.size, dtype=partition.dtype)
+        self.sums = torch.empty(partition.size, dtype=accumulator.dtype)
+        self._making_room: Thread | None = None
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
         self.partial_sums: list[torch.Tensor] = []
@@ -63,6 +65,8 @@ class UnitBuffer:
 
         ``fill``: with their values; else they take on those that are there.
         """
+        if fill:
+            self.params.zero_()  # what lies between slices, too
         self._bound, self._leaves = [member.parameter for member in members], 0
         self.partial_sums = [
             self.sums[start : start + member.parameter.numel()]
@@ -104,8 +108,16 @@ class UnitBuffer:
         """Call ``complete`` when the gradients of so many more grains or parts have been added; until ``zero``."""
         self._missing, self._complete = grains * self._leaves, complete
 
+    def make_room(self) -> None:
+        """Get the memory of sums that will be needed later, in another thread: the first touch of it takes its time."""
+        self._making_room = Thread(target=self.sums.zero_, name="room")
+        self._making_room.start()
+
     def zero(self) -> None:
         """Forget all gradients of the step."""
+        if self._making_room is not None:
+            self._making_room.join()
+            self._making_room = None
         self._missing, self._complete = 0, _nothing
         self.sums.zero_()
         for parameter in self._bound:
