@@ -39,7 +39,7 @@ def shape_of(unit: str, members: Sequence[Member]) -> UnitShape:
 
 
 class UnitBuffer:
-    """Flat storage of one unit on one rank. Holds nothing until it is filled; sums, until ``zero``.
+    """Flat storage of one unit on one rank. Undefined until it is filled, and the sums until ``zero``.
 
     Args:
         partition: where everything lies.

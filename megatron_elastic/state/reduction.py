@@ -79,7 +79,10 @@ class Reduction:
                 part = buffer.slice_of(buffer.sums, k)
                 sends.append(self._transport.send(owner, Channel.GRADIENT, pair(unit, k), part))
         for k, recvs in owned:
-            total = buffer.slice_of(buffer.sums, k).clone()
+            if unit in self._computed:
+                total = buffer.slice_of(buffer.sums, k).clone()
+            else:  # it holds the unit for what it owns, and has no sums of its own
+                total = torch.zeros(buffer.partition.slice_size, dtype=buffer.sums.dtype)
             yield recvs
             # In holder order, so that float sums do not depend on arrival either.
             for recv in recvs:
