@@ -46,6 +46,7 @@ def _buffer(
     """A unit's buffer that has taken the parameters over."""
     buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp), accumulator or ExactAccumulator(1))
     buffer.bind(members, fill=True)
+    buffer.zero()
     return buffer
 
 
