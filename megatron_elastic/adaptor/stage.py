@@ -157,7 +157,8 @@ class Stage:
 
     def _begin(self, use: Use) -> None:
         """A unit's forward begins, or one that uses other units, too."""
-        self.key.seed(use.unit)
+        if use.unit != "head":  # it draws nothing
+            self.key.seed(use.unit)
         self.profiler.enter(use.unit)
         with self.profiler.waiting():
             self._before_use(use.needs)
