@@ -1,5 +1,6 @@
 """Layouts: who computes and who owns what. Pure Python; knows neither torch nor processes."""
 
+from megatron_elastic.layout.codec import decode, encode
 from megatron_elastic.layout.layout import Cell, Layout, LayoutError, Stage
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.shape import UnitShape
@@ -7,6 +8,6 @@ from megatron_elastic.layout.transfer import Held, SliceLost, Transfer, transfer
 from megatron_elastic.layout.unit import gpt_units
 
 __all__ = [
-    "Cell", "Held", "Layout", "LayoutError", "Part", "SliceLost", "Stage", "Transfer", "UnitShape", "gpt_units",
+    "Cell", "Held", "Layout", "LayoutError", "Part", "SliceLost", "Stage", "Transfer", "UnitShape", "decode", "encode", "gpt_units",
     "transfers",
 ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Messages: everything that ranks, agents and the coordinator say to each other, by direction.
+
+Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``; never pickle.
+A message that speaks about a layout carries the layout's epoch.
+"""
+
+from megatron_elastic.cluster.messages.common import Message, Part, Stop, VoteResult
+from megatron_elastic.cluster.messages.from_rank import (
+    Built,
+    Committed,
+    Damage,
+    Damaged,
+    Event,
+    Failed,
+    Finished,
+    FromRank,
+    Hello,
+    Injected,
+    Profile,
+    Ready,
+    Recovered,
+    Report,
+    Settled,
+    SliceDigest,
+    Suspect,
+    Switched,
+    Where,
+)
+from megatron_elastic.cluster.messages.node import (
+    AgentHello,
+    Fence,
+    FromAgent,
+    Heartbeat,
+    Launch,
+    RankClosed,
+    RankDying,
+    RankExited,
+    RankNews,
+    RankResumed,
+    RankStopped,
+    Recall,
+    Relay,
+    Running,
+    Said,
+    ToAgent,
+)
+from megatron_elastic.cluster.messages.person import Answer, Scale
+from megatron_elastic.cluster.messages.to_rank import (
+    Addresses,
+    Back,
+    Decision,
+    Enter,
+    Forward,
+    Interrupt,
+    Invite,
+    Moves,
+    Plan,
+    Reload,
+    Start,
+    ToRank,
+)
+
+__all__ = [
+    "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Enter",
+    "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
+    "Interrupt", "Invite", "Launch", "Message", "Moves", "Part", "Plan", "Profile", "RankClosed", "RankDying",
+    "RankExited", "RankNews", "RankResumed", "RankStopped", "Ready", "Recall", "Recovered", "Relay", "Reload",
+    "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched",
+    "ToAgent", "ToRank", "VoteResult", "Where",
+]  # fmt: skip

@@ -1,0 +1,207 @@
+"""What a rank says. Its agent passes it on to the coordinator, in order, and before it tells of the rank's end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_elastic.cluster.messages.common import Message, Part, VoteResult
+from megatron_elastic.layout import UnitShape
+from megatron_elastic.plan import Sample
+
+
+class Hello(Message, frozen=True):
+    """First message of a rank: who it is, where its links start, and the layout it derives from its flags.
+
+    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: ``layout`` is empty but
+    on rank 0, and an agent empties ``flags`` where ``likeness`` is that of its first rank.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    address: bytes
+    layout: bytes
+    """The encoded layout that all ranks must propose; may be empty but on rank 0."""
+    start_step: int
+    """Steps already done before this job (from a checkpoint); all ranks must agree."""
+    train_iters: int
+    flags: dict[str, str]
+    """The script's flags by name; all ranks must agree."""
+    likeness: bytes
+    """sha256 of what all ranks must agree on: ``layout``, ``train_iters`` and ``flags``."""
+    tied: bool
+    """Whether the last stage computes with the embedding of the first one."""
+
+
+class Where(Message, frozen=True):
+    """Where are these ranks? The answer is ``Addresses``."""
+
+    rank: int
+    ranks: list[int]
+
+
+class Committed(Message, frozen=True):
+    """This rank finished a step: voted, applied, parameters on their way.
+
+    The lowest rank of each node tells its agent, which keeps the newest ones until they are on record. One metrics line
+    is written for each step, whoever tells it and however often.
+    """
+
+    rank: int
+    epoch: int
+    vote: VoteResult
+    time: float
+    """``time.time()`` at the end of the step."""
+    first: bool = True
+    """Whether this is the lowest rank of the layout: its agent passes it on at once, others when they are asked."""
+
+
+class Report(Message, frozen=True):
+    """Answer to ``Interrupt``: where this rank stands. ``epoch`` is the interrupt's."""
+
+    rank: int
+    epoch: int
+    member: bool
+    """Whether it takes part in the step: in the newest layout that it knows it is in a cell."""
+    step: int
+    """Step in progress: the number of committed steps plus one."""
+    vote: VoteResult | None
+    """Result of the vote of ``step`` when the rank is past it."""
+    last: VoteResult | None
+    """Result of the vote of ``step - 1``, so that its record survives its reporter."""
+    held: list[Part]
+    """Every live state here, as before ``step``, or after it if applied."""
+    interrupted_at: float
+    """``time.time()`` when the main thread unwound."""
+    stale: bool = False
+    """Whether its parameters may not be what their owners hold."""
+    layout: int = 0
+    """Epoch of the layout that it has made true, whole or in part."""
+    versions: dict[int, list[Part]] = msgspec.field(default_factory=dict)
+    """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
+
+    Told where replicas may be behind their owners, empty otherwise.
+    """
+
+
+class Recovered(Message, frozen=True):
+    """A rank made the decided layout true and is back in training; milliseconds of each part."""
+
+    rank: int
+    epoch: int
+    edit_ms: float
+    state_ms: float
+
+
+class Built(Message, frozen=True):
+    """This rank has its part of the model. Who keeps slices of a unit without its modules needs the unit's shape."""
+
+    rank: int
+    shapes: dict[int, UnitShape]
+
+
+class Ready(Message, frozen=True):
+    """Answer to ``Invite``: this rank has built what it needs and waits to be let in."""
+
+    rank: int
+    epoch: int
+
+
+class Switched(Message, frozen=True):
+    """The lowest rank of a planned layout made it true between two steps; ``step`` is the first one under it."""
+
+    rank: int
+    epoch: int
+    step: int
+
+
+class Settled(Message, frozen=True):
+    """All copies from and to this rank that the layout asks for are live, and its parameters are up to date."""
+
+    rank: int
+    epoch: int
+
+
+class Profile(Message, frozen=True):
+    """What this rank measured of its stage lately."""
+
+    rank: int
+    epoch: int
+    sample: Sample
+
+
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
+
+    rank: int
+    unit: int
+    slice: int
+    tp: int
+    what: str
+
+
+class Damaged(Message, frozen=True):
+    """Verification has found damage before ``step`` was voted; it is to be healed, and the step redone."""
+
+    rank: int
+    epoch: int
+    step: int
+    found: list[Damage]
+    verified: int
+    """All slices were sound after this step, as far as verification can tell."""
+
+
+class Suspect(Message, frozen=True):
+    """A link failed or a wait reached its limit: these ranks may be dead."""
+
+    rank: int
+    epoch: int
+    suspects: list[int]
+    reason: str
+
+
+class Injected(Message, frozen=True):
+    """A fault is about to be injected on purpose by the sender."""
+
+    rank: int
+    time: float
+    spec: str
+
+
+class Event(Message, frozen=True):
+    """One line for ``events.jsonl``; ``fields`` must not contain time, kind or epoch."""
+
+    rank: int
+    epoch: int
+    kind: str
+    fields: dict[str, float | int | str | bool | None | list[int]]
+
+
+class Failed(Message, frozen=True):
+    """The program raised on this rank: an error, not a fault. Ends the job with this traceback."""
+
+    rank: int
+    traceback: str
+
+
+class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """sha256 of one slice's weights and optimizer state on one tensor-parallel index."""
+
+    unit: int
+    slice: int
+    tp: int
+    sha256: str
+
+
+class Finished(Message, frozen=True):
+    """Training is done on this rank; the slices it owns, digested."""
+
+    rank: int
+    step: int
+    digests: list[SliceDigest]
+
+
+FromRank = (
+    Hello | Where | Built | Committed | Report | Recovered | Ready | Switched | Settled | Profile | Damaged | Suspect
+    | Injected | Event | Failed | Finished
+)

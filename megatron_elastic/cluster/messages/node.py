@@ -1,0 +1,122 @@
+"""What agents and the coordinator say to each other; most of it is from or to a rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_elastic.cluster.messages.common import Message, Stop
+from megatron_elastic.cluster.messages.from_rank import Committed, FromRank, Hello
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of a node that is running already when the agent introduces itself to a coordinator."""
+
+    rank: int
+    local_rank: int
+    hello: Hello | None
+    """What it said first, if it has."""
+
+
+class AgentHello(Message, frozen=True):
+    """An agent introduces itself and the ranks that it would start, or has started for another coordinator.
+
+    When it comes while the job runs, the ranks that it would start join, under ids that the coordinator gives them.
+    """
+
+    node_rank: int
+    slots: int
+    """Ranks that it can run."""
+    host: str
+    heartbeat_timeout: float
+    """Must be the coordinator's: who sends more rarely than the other expects would seem dead."""
+    running: list[Running] = msgspec.field(default_factory=list)
+    layout: bytes = b""
+    """The newest one that was sent to its ranks."""
+    committed: list[Committed] = msgspec.field(default_factory=list)
+    """Steps that may not be on record."""
+
+
+class Said(Message, frozen=True):
+    """What a rank said."""
+
+    message: FromRank
+
+
+class RankDying(Message, frozen=True):
+    """A rank's process has begun to die, by a signal or a crash; ``RankExited`` follows when it is gone."""
+
+    rank: int
+    time: float
+
+
+class RankExited(Message, frozen=True):
+    """A rank's process ended. ``returncode`` as in ``subprocess``: negative means by that signal."""
+
+    rank: int
+    returncode: int
+    time: float
+
+
+class RankStopped(Message, frozen=True):
+    """A rank's process was stopped and does not run, for instance by SIGSTOP; ``how`` is for people."""
+
+    rank: int
+    how: str
+    time: float
+
+
+class RankResumed(Message, frozen=True):
+    """A stopped rank's process runs again."""
+
+    rank: int
+    time: float
+
+
+class RankClosed(Message, frozen=True):
+    """A rank has closed its line to the agent although its process has not ended: nothing more will come from it."""
+
+    rank: int
+    time: float
+
+
+class Heartbeat(Message, frozen=True):
+    """Both ways: the sender still runs. Sent whatever else is."""
+
+    recorded: int = 0
+    """From the coordinator: steps up to this one are on record and need not be kept."""
+
+
+class Launch(Message, frozen=True):
+    """Start these ranks now."""
+
+    ranks: dict[int, int]
+    """Local rank -> rank. Ranks that are started while the job runs have ids that nobody had before."""
+    world_size: int
+    """Ranks of the job at its start."""
+    torch_port: int
+    """MASTER_PORT of every rank: free on the first node, for programs that call ``init_process_group`` themselves."""
+
+
+class Fence(Message, frozen=True):
+    """Kill this rank; it was suspected and must not come back."""
+
+    rank: int
+
+
+class Recall(Message, frozen=True):
+    """Tell again which steps were committed ``after`` this one, as far as they are kept."""
+
+    after: int
+
+
+class Relay(Message, frozen=True):
+    """Pass ``message``, which is an encoded ``ToRank``, on to these of the node's ranks."""
+
+    ranks: list[int]
+    message: msgspec.Raw
+
+
+RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
+"""What an agent tells about the processes of its ranks."""
+FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Heartbeat
+ToAgent = Relay | Launch | Fence | Recall | Stop | Heartbeat

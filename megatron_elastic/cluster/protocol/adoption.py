@@ -1,0 +1,23 @@
+"""Adoption: a layout comes into force."""
+
+from __future__ import annotations
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.protocol.effects import WriteLayout
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout
+
+
+def use(turn: Turn, layout: Layout) -> None:
+    """``layout`` is the present one from now on. What was measured was another layout's."""
+    job = turn.job
+    unsettled: Map[int, None] = Map({
+        rank: None for rank in layout.ranks if job.settled.get(rank, -1) < layout.epoch
+    })
+    turn.set(
+        layout=layout, epoch=layout.epoch, unsettled=unsettled,
+        arrangement=replace(job.arrangement, samples=Map()),
+    )  # fmt: skip
+    turn.do(WriteLayout(layout))

@@ -1,0 +1,156 @@
+"""Advance: the one entry to the coordinator's decisions."""
+
+from __future__ import annotations
+
+from megatron_elastic.cluster.messages import (
+    Built,
+    Committed,
+    Damaged,
+    Failed,
+    Finished,
+    FromRank,
+    Hello,
+    Injected,
+    Profile,
+    Ready,
+    Recovered,
+    Report,
+    Settled,
+    Suspect,
+    Switched,
+    Where,
+)
+from megatron_elastic.cluster.messages import Event as Note
+from megatron_elastic.cluster.protocol import (
+    change,
+    damage,
+    ending,
+    ledger,
+    loss,
+    membership,
+    recovery,
+    start,
+    suspicion,
+)
+from megatron_elastic.cluster.protocol.effects import Effect
+from megatron_elastic.cluster.protocol.events import (
+    Asked,
+    Begun,
+    Costed,
+    Ended,
+    Event,
+    Expired,
+    News,
+    NodeCame,
+    NodeLost,
+    Said,
+    Sent,
+    Troubled,
+)
+from megatron_elastic.cluster.protocol.job import Job
+from megatron_elastic.cluster.protocol.ledger import Diverged
+from megatron_elastic.cluster.protocol.turn import Turn
+
+
+def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
+    """What becomes of a job by what happened, and what is to be done about it. Pure: equal arguments, equal results."""
+    turn = Turn(job, event.now)
+    try:
+        if job.outcome is None:
+            _happened(turn, event)
+        else:
+            ending.afterwards(turn, event)
+    except Diverged as error:
+        turn.record("diverged", reason=str(error))
+        turn.end(False, f"the ranks have diverged: {error}; the last steps are not to be trusted")
+    return turn.job, tuple(turn.effects)
+
+
+def _happened(turn: Turn, event: Event) -> None:
+    match event:
+        case Said():
+            if membership.runs_on(turn.job, event.message.rank, event.node):
+                _said(turn, event.message)
+        case News():
+            if membership.runs_on(turn.job, event.news.rank, event.node):
+                loss.news(turn, event.news)
+        case Expired():
+            if turn.job.timers.get(event.name) == event.serial:
+                turn.set(timers=turn.job.timers.delete(event.name))
+                _expired(turn, event.name)
+        case NodeCame():
+            membership.came(turn, event)
+        case NodeLost():
+            loss.node_lost(turn, event)
+        case Asked():
+            change.asked(turn, event)
+        case Begun():
+            start.begun(turn, event)
+        case Costed():
+            start.costed(turn, event)
+        case Sent():
+            recovery.sent(turn, event)
+        case Troubled():
+            ending.troubled(turn, event)
+        case Ended():
+            turn.end(event.ok, event.reason)
+
+
+def _said(turn: Turn, message: FromRank) -> None:
+    match message:
+        case Committed():
+            recovery.committed(turn, message)
+        case Report():
+            recovery.reported(turn, message)
+        case Recovered():
+            recovery.recovered(turn, message)
+        case Settled():
+            change.settled(turn, message)
+        case Suspect():
+            suspicion.accused(turn, message)
+        case Hello():
+            start.hello(turn, message)
+        case Where():
+            membership.where(turn, message)
+        case Built():
+            turn.set(shapes=turn.job.shapes.update(message.shapes))
+        case Ready():
+            change.ready(turn, message)
+        case Switched():
+            change.switched(turn, message)
+        case Profile():
+            change.profiled(turn, message)
+        case Damaged():
+            recovery.damaged(turn, message)
+        case Injected():
+            turn.set(injected=turn.job.injected.set(message.rank, message.time))
+            turn.record("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
+        case Note():
+            turn.record(message.kind, rank=message.rank, **message.fields)
+            if message.kind == "saved":
+                damage.saved(turn, message)
+        case Failed():
+            ending.failed(turn, message)
+        case Finished():
+            ending.finished(turn, message)
+
+
+def _expired(turn: Turn, name: str) -> None:
+    kind, _, rank = name.partition(" ")
+    match kind:
+        case "start":
+            start.late(turn)
+        case "report":
+            recovery.reports_late(turn)
+        case "ready":
+            change.ready_late(turn)
+        case "finish":
+            ending.late(turn)
+        case "steps":
+            ledger.late(turn)
+        case "suspect":
+            suspicion.expired(turn, int(rank))
+        case "stopped":
+            suspicion.stood_still(turn, int(rank))
+        case "killed":
+            loss.killed(turn, int(rank))

@@ -1,0 +1,208 @@
+"""Change: layouts that are planned while all is well: ranks that enter, slices that spread, units that move.
+
+Nobody is interrupted. Ranks that are to enter build first; then everybody is told, and the vote of the first step that
+all ranks enter knowing of the plan makes them switch at that step's end. A loss overtakes whatever is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import (
+    Answer,
+    Enter,
+    Invite,
+    Part,
+    Plan,
+    Profile,
+    Ready,
+    Settled,
+    Switched,
+)
+from megatron_elastic.cluster.protocol import arrangement, suspicion
+from megatron_elastic.cluster.protocol.adoption import use
+from megatron_elastic.cluster.protocol.effects import Reply
+from megatron_elastic.cluster.protocol.events import Asked
+from megatron_elastic.cluster.protocol.job import Change, Job
+from megatron_elastic.cluster.protocol.moves import send_moves
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout, encode, transfers
+from megatron_elastic.plan import NoLayout, improve
+
+
+def overtaken(turn: Turn) -> None:
+    """A loss has come first."""
+    turn.set(change=None, goal=None, told=False, arrangement=replace(turn.job.arrangement, fits=False))
+    turn.cancel_timer("ready")
+
+
+# ---- planning ------------------------------------------------------------------------------
+
+
+def consider(turn: Turn) -> None:
+    """Plan the next layout on the way to an even one over all ranks there are, if nothing else is going on."""
+    job, layout = turn.job, turn.job.layout
+    if layout is None or not job.idle or job.unsettled or not all(job.ranks[rank].standby for rank in layout.spares):
+        return
+    newcomers = {rank: each.host for rank, each in sorted(job.ranks.items())
+                 if each.standby and each.hello and not each.lost and each.fenced is None and rank not in layout.spares}
+    better = _improve(turn, layout, newcomers)
+    if better is None:
+        arrangement.reached(turn)
+        if not job.told:
+            turn.set(told=True)
+            turn.say(f"slices and grains are even over {len(layout.ranks)} ranks, and all copies are there")
+        return
+    new, goal = better
+    turn.new_epoch()
+    entrants = frozenset(new.ranks) - frozenset(layout.ranks)
+    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants))
+    if entrants:
+        turn.send(Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes)), sorted(entrants))
+        turn.set_timer("ready", job.settings.start_timeout)
+    _announce_if_ready(turn)
+
+
+def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Layout, Layout | None] | None:
+    epoch = turn.job.newest_epoch + 1
+    rearrange = arrangement.rearranging(turn, layout, bool(newcomers))
+    try:
+        return improve(layout, newcomers, epoch, turn.job.goal, rearrange)
+    except NoLayout as error:
+        # Cells may have been lost since it was asked for.
+        turn.record("refused", reason=str(error))
+        turn.say(f"the number of stages stays as it is: {error}")
+        turn.set(arrangement=replace(turn.job.arrangement, stages=None))
+        return improve(layout, newcomers, epoch, turn.job.goal)
+
+
+def asked(turn: Turn, event: Asked) -> None:
+    """Somebody asks for another number of stages. Says whether it will be made; that takes some steps."""
+    job, stages = turn.job, event.request.stages
+    if job.layout is None:
+        turn.do(Reply(event.person, Answer(ok=False, text="the job is not training yet")))
+        return
+    wanted = replace(job.arrangement, stages=stages)
+    try:
+        arrangement.arranged(replace(job, arrangement=wanted), job.layout)
+    except NoLayout as error:
+        turn.do(Reply(event.person, Answer(ok=False, text=str(error))))
+        return
+    turn.set(arrangement=wanted)
+    turn.record("asked", stages=stages)
+    consider(turn)
+    text = f"the pipeline will have {stages} stages, from {job.layout.pipeline_size}"
+    turn.do(Reply(event.person, Answer(ok=True, text=text)))
+
+
+def profiled(turn: Turn, message: Profile) -> None:
+    """A rank has measured its stage."""
+    if arrangement.measured(turn, message):
+        consider(turn)
+
+
+# ---- on the way ----------------------------------------------------------------------------
+
+
+def ready(turn: Turn, message: Ready) -> None:
+    """A rank that is to enter has built its part."""
+    change = turn.job.change
+    if change is not None and change.layout.epoch == message.epoch and not change.announced:
+        turn.set(change=replace(change, missing=change.missing - {message.rank}))
+        _announce_if_ready(turn)
+
+
+def ready_late(turn: Turn) -> None:
+    """Who has not built its part in time is killed."""
+    change, limit = turn.job.change, turn.job.settings.start_timeout
+    assert change is not None
+    for rank in sorted(change.missing):
+        suspicion.fence(turn, rank, "fenced", f"it was not ready to join within {limit:g} s (--elastic-start-timeout)")
+
+
+def _announce_if_ready(turn: Turn) -> None:
+    job, change = turn.job, turn.job.change
+    assert change is not None and job.layout is not None
+    if change.missing:
+        return
+    turn.cancel_timer("ready")
+    turn.set(change=replace(change, announced=True))
+    new = change.layout
+    # Everything that the present layout asks for is live: nobody needs to report.
+    send_moves(turn, transfers(new, _live(job.layout)), new.epoch, {})
+    turn.send(Plan(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes)), job.layout.ranks)
+
+
+def _live(layout: Layout) -> dict[int, list[Part]]:
+    """What every rank holds when all of a layout is live."""
+    return {rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
+            for rank in layout.ranks}
+
+
+def switched(turn: Turn, message: Switched) -> None:
+    """The planned layout came into force."""
+    job, change = turn.job, turn.job.change
+    if change is None or change.layout.epoch != message.epoch or not change.announced:
+        return  # a loss has overtaken it
+    assert job.layout is not None
+    new, stages = change.layout, job.layout.pipeline_size
+    turn.set(change=None, goal=change.goal, told=False)
+    if change.goal is None:
+        arrangement.reached(turn)
+    use(turn, new)
+    for rank in change.entrants:
+        turn.set_rank(rank, standby=False, joined=True)
+    enter = Enter(epoch=new.epoch, layout=encode(new), step=message.step, shapes=dict(job.shapes),
+                  saved=job.trust.newest_save)
+    turn.send(enter, sorted(change.entrants))
+    shadows = [rank for stage in new.stages for cell in stage.cells if cell.shadow for rank in cell.ranks]
+    turn.record("switched", step=message.step, entered=sorted(change.entrants), shadows=shadows,
+                world_size=len(new.ranks))
+    if change.entrants:
+        turn.say(f"ranks {sorted(change.entrants)} follow from step {message.step} on, and will take part when they "
+                 "have caught up")
+    elif change.goal is not None:
+        turn.say(f"units and slices that are to move are being copied from step {message.step} on")
+    elif new.pipeline_size != stages:
+        turn.say(f"the pipeline has {new.pipeline_size} stages instead of {stages} from step {message.step} on")
+    consider(turn)
+
+
+def settled(turn: Turn, message: Settled) -> None:
+    """All that the layout asks for is live at a rank; or a spare has nothing any more that others need."""
+    job, rank = turn.job, message.rank
+    assert job.layout is not None
+    if rank in job.unsettled or rank in job.layout.ranks:
+        # The word that they have switched may come later than this one, from another node.
+        unsettled: Map[int, None] = job.unsettled
+        if message.epoch >= job.layout.epoch and rank in unsettled:
+            unsettled = unsettled.delete(rank)
+        turn.set(settled=job.settled.set(rank, max(message.epoch, job.settled.get(rank, -1))), unsettled=unsettled)
+    elif message.epoch == job.epoch:
+        turn.set_rank(rank, standby=True)
+    consider(turn)
+
+
+# ---- ranks that are not needed -------------------------------------------------------------
+
+
+def unneeded(job: Job, rank: int) -> bool:
+    """Whether a rank can die without anybody noticing: it has not been let in, and is not about to be."""
+    assert job.layout is not None
+    entering = job.change is not None and job.change.announced and rank in job.change.entrants
+    return job.ranks[rank].standby and rank not in job.layout.spares and not entering
+
+
+def drop(turn: Turn, ranks: Collection[int], cause: str, when: float) -> None:
+    """Ranks have ended before they had joined."""
+    for rank in ranks:
+        turn.record("fault", rank=rank, signal=cause, exited_at=when)
+        turn.say(f"rank {rank} ended ({cause}) before it had joined; see rank{rank}.log")
+    change = turn.job.change
+    if change is not None and not change.entrants.isdisjoint(ranks):
+        turn.cancel_timer("ready")
+        turn.set(change=None)
+        consider(turn)

@@ -1,0 +1,51 @@
+"""Decision: how the ranks of an interrupted layout go on, from their reports alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatron_elastic.cluster.messages import Part, Report, VoteResult
+from megatron_elastic.cluster.protocol.job import Decided
+from megatron_elastic.layout import Layout
+
+
+def decide(reports: Collection[Report], votes: Mapping[int, VoteResult]) -> Decided:
+    """Forward or back, from the reports of those who train and the votes that are known besides.
+
+    Raises ValueError if the reports contradict each other.
+    """
+    step = min(report.step for report in reports)
+    ahead = [report.rank for report in reports if report.step > step + 1]
+    if ahead:
+        raise ValueError(f"ranks {ahead} report more than one step past step {step} of the slowest rank")
+    vote = votes.get(step)
+    for report in reports:
+        for told in (report.vote, report.last):
+            if vote is None and told is not None and told.step == step:
+                vote = told
+    if vote is None and any(report.step > step for report in reports):
+        raise ValueError(f"a rank has committed step {step} but nobody reports its vote")
+    return Decided("back" if vote is None else "forward", step, vote)
+
+
+def newest_complete(
+    decided: Decided, parts: Collection[Part], versions: Mapping[int, Mapping[int, Collection[Part]]]
+) -> tuple[Decided, int]:
+    """What to do where replicas may be behind their owners (``state.replay``), and after how many steps state is taken.
+
+    ``decided`` is what would be done if no state were missing. Of its number of steps and of one less, the larger one
+    counts after which each of ``parts`` is held by somebody. ``versions``: rank -> number of steps -> what it has.
+    """
+    done = decided.step if decided.decision == "forward" else decided.step - 1
+    for steps in (done, done - 1):
+        if set(parts) <= {part for each in versions.values() for part in each.get(steps, ())}:
+            return (decided if steps == done else Decided("back", steps + 1)), steps
+    return decided, done
+
+
+def units_move(old: Layout, new: Layout) -> bool:
+    """Whether some rank is to compute units whose parameters it may not have."""
+    there = set(old.ranks)
+    return any(
+        rank in there and not set(new.held_by(rank)) <= set(old.stages[old.stage_of(rank)].units) for rank in new.ranks
+    )

@@ -1,0 +1,108 @@
+"""Effects: what is to be done about an event.
+
+They are carried out in order, in one place, which cannot raise (``cluster.coordinator``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from megatron_elastic.cluster.messages import Answer, Fence, Launch, Recall, Stop, ToRank
+from megatron_elastic.layout import Layout
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to ranks. Ranks that are not there any more are left out."""
+
+    message: ToRank
+    ranks: tuple[int, ...]
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send a message to the agent of a node."""
+
+    node: int
+    message: Launch | Fence | Recall | Stop
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer a person."""
+
+    person: int
+    answer: Answer
+
+
+class SetTimer(msgspec.Struct, frozen=True):
+    """``Expired(name, serial)`` is to happen in ``delay`` seconds, in place of an earlier timer of that name."""
+
+    name: str
+    serial: int
+    delay: float
+
+
+class CancelTimer(msgspec.Struct, frozen=True):
+    """That is not to happen."""
+
+    name: str
+
+
+class ReadCosts(msgspec.Struct, frozen=True):
+    """Read a profile for these units; ``Costed`` tells."""
+
+    path: str
+    units: tuple[str, ...]
+
+
+class WriteMetrics(msgspec.Struct, frozen=True):
+    """One line of ``metrics.jsonl``."""
+
+    record: Mapping[str, Any]
+
+
+class WriteEvent(msgspec.Struct, frozen=True):
+    """One line of ``events.jsonl``."""
+
+    kind: str
+    epoch: int
+    time: float
+    fields: Mapping[str, Any]
+
+
+class WriteLayout(msgspec.Struct, frozen=True):
+    """``layouts/EPOCH.json``."""
+
+    layout: Layout
+
+
+class WriteProfile(msgspec.Struct, frozen=True):
+    """``profile.json``."""
+
+    text: str
+
+
+class WriteDigest(msgspec.Struct, frozen=True):
+    """``digest.json``."""
+
+    digest: Mapping[str, Any]
+
+
+class Say(msgspec.Struct, frozen=True):
+    """One line for people."""
+
+    line: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job is over for the coordinator: nothing is decided any more."""
+
+    ok: bool
+    reason: str
+
+
+Effect = (
+    Send | Tell | Reply | SetTimer | CancelTimer | ReadCosts | WriteMetrics | WriteEvent | WriteLayout | WriteProfile
+    | WriteDigest | Say | End
+)

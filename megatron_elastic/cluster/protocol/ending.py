@@ -1,0 +1,76 @@
+"""Ending: how a job ends, well or not."""
+
+from __future__ import annotations
+
+from immutables import Map
+
+from megatron_elastic.cluster.messages import Answer, Failed, Finished, Stop
+from megatron_elastic.cluster.protocol import recovery, suspicion
+from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteDigest
+from megatron_elastic.cluster.protocol.events import Asked, Event, NodeCame, Troubled
+from megatron_elastic.cluster.protocol.ledger import Diverged
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.observe.digest import combine
+from megatron_elastic.observe.records import RecordsError
+
+
+def failed(turn: Turn, message: Failed) -> None:
+    """The program raised on a rank."""
+    turn.record("error", rank=message.rank, traceback=message.traceback)
+    if turn.job.ranks[message.rank].standby:
+        suspicion.fence(turn, message.rank, "failed", "the program raised before this rank had joined; see its log")
+        return
+    text = message.traceback.rstrip()
+    separator = "\n" if "\n" in text else " "
+    turn.end(False, f"the program raised on rank {message.rank}:{separator}{text}")
+
+
+def finished(turn: Turn, message: Finished) -> None:
+    """A rank has done its last step."""
+    job = turn.job
+    assert job.layout is not None
+    if job.collecting:
+        return  # sent before the interrupt: it will finish again, in the new layout
+    unfinished = job.unfinished if job.finished else Map(dict.fromkeys(job.layout.ranks))
+    if message.rank in unfinished:
+        unfinished = unfinished.delete(message.rank)
+    turn.set(finished=job.finished.set(message.rank, message), unfinished=unfinished)
+    if unfinished:
+        turn.set_timer("finish", job.settings.wait_timeout)
+        return
+    recovery.over(turn)
+    done = [turn.job.finished[rank] for rank in job.layout.ranks]
+    steps = {each.step for each in done}
+    if len(steps) > 1:
+        raise Diverged(f"ranks finished at different steps {sorted(steps)}")
+    try:
+        turn.do(WriteDigest(combine(job.layout, (item for each in done for item in each.digests), message.step)))
+    except RecordsError as error:
+        turn.end(False, f"training finished at step {message.step}, but what it has made is not certain: {error}")
+        return
+    turn.end(True, f"training finished at step {message.step}")
+
+
+def late(turn: Turn) -> None:
+    """Some ranks have not finished in time."""
+    limit = turn.job.settings.wait_timeout
+    turn.end(False, f"ranks {sorted(turn.job.unfinished)} did not finish within {limit:g} s of another "
+                    "(--elastic-wait-timeout); see their logs")
+
+
+def troubled(turn: Turn, event: Troubled) -> None:
+    """Something could not be done. The records of a run are worth less than the run."""
+    if event.fatal:
+        turn.end(False, event.what)
+    else:
+        turn.say(f"WARNING: {event.what}")
+
+
+def afterwards(turn: Turn, event: Event) -> None:
+    """The job is over; who comes now is told so."""
+    outcome = turn.job.outcome
+    assert outcome is not None
+    if isinstance(event, NodeCame):
+        turn.do(Tell(event.node, Stop(ok=outcome.ok, reason=outcome.reason)))
+    elif isinstance(event, Asked):
+        turn.do(Reply(event.person, Answer(ok=False, text="the job is over")))

@@ -1,0 +1,94 @@
+"""Events: what can happen to a job. Each says when, by the coordinator's clock (``time.time()``)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_elastic.cluster.messages import AgentHello, FromRank, RankNews, Scale
+from megatron_elastic.plan import Costs
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all events."""
+
+    now: float
+
+
+class Begun(Happened, frozen=True):
+    """Nodes may come from now on."""
+
+    torch_port: int
+    """MASTER_PORT of the ranks."""
+
+
+class NodeCame(Happened, frozen=True):
+    """An agent has introduced itself; ``node`` is how it is called from now on, a number that no agent had before."""
+
+    node: int
+    hello: AgentHello
+
+
+class NodeLost(Happened, frozen=True):
+    """The agent of a node is gone, or has been silent, since ``since``."""
+
+    node: int
+    cause: str
+    since: float
+
+
+class Said(Happened, frozen=True):
+    """A rank of this node said something."""
+
+    node: int
+    message: FromRank
+
+
+class News(Happened, frozen=True):
+    """The agent of a node tells what became of the process of one of its ranks."""
+
+    node: int
+    news: RankNews
+
+
+class Asked(Happened, frozen=True):
+    """A person asks for something; ``person`` is whom the answer is for."""
+
+    person: int
+    request: Scale
+
+
+class Expired(Happened, frozen=True):
+    """A timer has run out. ``serial`` is the one that it was set with."""
+
+    name: str
+    serial: int
+
+
+class Costed(Happened, frozen=True):
+    """The file of ``--elastic-profile`` has been read, or cannot be."""
+
+    costs: Costs | None
+    problem: str
+
+
+class Sent(Happened, frozen=True):
+    """The decision of this epoch is on its way to the ranks."""
+
+    epoch: int
+
+
+class Troubled(Happened, frozen=True):
+    """An effect could not be carried out. ``fatal``: the job cannot go on without it."""
+
+    what: str
+    fatal: bool
+
+
+class Ended(Happened, frozen=True):
+    """Somebody or something outside ends the job."""
+
+    ok: bool
+    reason: str
+
+
+Event = Begun | NodeCame | NodeLost | Said | News | Asked | Expired | Costed | Sent | Troubled | Ended

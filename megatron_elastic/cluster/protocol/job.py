@@ -1,0 +1,261 @@
+"""Job: all that the coordinator knows, as one immutable value.
+
+Tables are persistent maps (``immutables.Map``): a new job shares with the old one all that has not changed, so an event
+costs what it touches, whatever the number of ranks. A map to None is a set.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from immutables import Map
+
+from megatron_elastic.cluster.messages import Finished, Hello, Part, Report, VoteResult
+from megatron_elastic.layout import Layout, UnitShape
+from megatron_elastic.plan import Costs, Sample
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a job ended; ``reason`` is for people."""
+
+    ok: bool
+    reason: str
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What of ``config.ElasticConfig`` the protocol looks at; times in seconds."""
+
+    elastic: bool
+    respawn: bool
+    replay: str
+    profile: str | None
+    start_timeout: float
+    suspect_timeout: float
+    report_timeout: float
+    wait_timeout: float
+    heartbeat_timeout: float
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank, alive or not."""
+
+    node: int | None = None
+    """Whose agent runs it; None until one has come."""
+    local_rank: int = 0
+    host: int = 0
+    """Its failure domain: the node's number, counting nodes that came later on."""
+    joined: bool = True
+    """It has had a part in training, if only as a spare."""
+    standby: bool = False
+    """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
+    hello: Hello | None = None
+    returncode: int | None = None
+    lost: bool = False
+    dying: float | None = None
+    """Since when it is being taken down by the kernel, while what killed it is not known yet."""
+    stopped: float | None = None
+    """Since when its process is there but does not run."""
+    how: str = ""
+    """What stopped it, for people."""
+    fenced: str | None = None
+    """Why it was killed, in a word, if it was."""
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent that is there."""
+
+    node_rank: int
+    host: str
+    slots: int
+    ranks: tuple[int, ...] = ()
+    """What it has been asked to start, ever."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A committed step that waits for its predecessor."""
+
+    vote: VoteResult
+    epoch: int
+    world_size: int
+    time: float
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """The committed steps, and the votes of the latest ones (``protocol.ledger``)."""
+
+    written: int
+    """Number of the last step whose line was written."""
+    total: int
+    previous_time: float
+    votes: Map[int, VoteResult] = Map()
+    pending: Map[int, Entry] = Map()
+
+
+class Trust(msgspec.Struct, frozen=True, kw_only=True):
+    """Which copies and which checkpoints training may go on from (``protocol.damage``)."""
+
+    saves: tuple[int, ...] = ()
+    """Steps of the complete checkpoints, ascending."""
+    healing: bool = False
+    """Whether the weights of some rank are not to be trusted."""
+    damaged: Map[tuple[int, Part], None] = Map()
+    """(rank, part of a slice) of copies that have not been replaced yet."""
+    verified: int | None = None
+    """Step of the newest state that can be trusted, if damage says that the present one cannot."""
+
+    @property
+    def newest_save(self) -> int:
+        """Step of the newest complete checkpoint; 0 without one."""
+        return self.saves[-1] if self.saves else 0
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """``forward``: everybody finishes ``step`` with ``vote``. ``back``: everybody redoes it. ``reload``: everybody goes
+    back to the checkpoint of the step before it.
+    """
+
+    decision: str
+    step: int
+    vote: VoteResult | None = None
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """From the first fault until a step commits again (``protocol.recovery``)."""
+
+    noticed: float
+    """When the coordinator learnt of the first loss."""
+    exits: Map[int, float] = Map()
+    """Time at which each lost rank was seen to end."""
+    causes: tuple[tuple[int, str | None], ...] = ()
+    """What ended each, in the order of the losses; None while that is not known."""
+    epochs: tuple[int, ...] = ()
+    awaited: Map[int, None] = Map()
+    """Whose report is missing."""
+    reports: Map[int, Report] = Map()
+    collecting: bool = False
+    """Whether reports are awaited."""
+    decided: Decided | None = None
+    gather: bool = False
+    """Whether parameters have to be sent to everybody again."""
+    back_at: float | None = None
+    """When a step committed again."""
+    reported: float = 0.0
+    plan_ms: float = 0.0
+    edit_ms: float = 0.0
+    state_ms: float = 0.0
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that is planned, until it is true or a loss overtakes it (``protocol.change``)."""
+
+    layout: Layout
+    goal: Layout | None
+    """What ``layout`` is to lead to, if that is another one."""
+    entrants: frozenset[int]
+    """Ranks that are in no cell yet."""
+    missing: frozenset[int]
+    """Entrants that are still building."""
+    announced: bool = False
+    """Whether the ranks that train have been told; from then on they may switch at the end of any step."""
+
+
+class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
+    """Which units each stage should hold, as somebody asked for it or as costs suggest (``protocol.arrangement``)."""
+
+    stages: int | None = None
+    """Number of pipeline stages that somebody has asked for."""
+    costs: Costs | None = None
+    samples: Map[int, Sample] = Map()
+    """What each rank measured last under the present layout."""
+    fits: bool = False
+    """Whether units have been where they cost least since ranks last came or went."""
+
+
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that has to prove that it lives (``protocol.suspicion``)."""
+
+    reason: str
+    accusers: frozenset[int]
+    """Who says so; empty if it is not other ranks."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the coordinator knows."""
+
+    settings: Settings
+    world_size: int
+    """Ranks that the job begins with."""
+    torch_port: int = 0
+    outcome: Outcome | None = None
+    timers: Map[str, int] = Map()
+    """Those that run, with the serial each was set with."""
+    serial: int = 0
+    nodes: Map[int, Node] = Map()
+    """Those whose agents are there."""
+    early: tuple[tuple[int, int], ...] = ()
+    """Nodes that are to join and came before training began, with the ranks of each."""
+    launched: bool = False
+    """Whether every rank of the beginning has a node."""
+    hosts: int = 0
+    """Failure domains that there ever were."""
+    ranks: Map[int, Rank] = Map()
+    """All that there ever were; ids are given in order and never reused."""
+    silent: int = 0
+    """Ranks of the beginning that have not said hello."""
+    first: Hello | None = None
+    """What rank 0 said; all others must agree with it."""
+    layout: Layout | None = None
+    """The newest one that is in force; None until all ranks came up."""
+    epoch: int = 0
+    """The one that was begun last; the layout's, or that of a recovery which has none yet."""
+    newest_epoch: int = 0
+    """The highest one ever given to a layout; ``epoch`` stays behind it while a change is planned."""
+    interrupted: int = 0
+    """Epoch of the newest interrupt."""
+    shapes: Map[int, UnitShape] = Map()
+    """Of the units that some rank has built."""
+    ledger: Ledger | None = None
+    """None until all ranks came up."""
+    trust: Trust = Trust()
+    suspicions: Map[int, Suspicion] = Map()
+    injected: Map[int, float] = Map()
+    """When ranks announced their own end."""
+    recovery: Recovery | None = None
+    change: Change | None = None
+    goal: Layout | None = None
+    """What the present layout is to lead to, if something is under way."""
+    told: bool = True
+    """Whether people know that the layout has become as good as it can be."""
+    unsettled: Map[int, None] = Map()
+    """Ranks of the layout where something that it asks for is not live yet."""
+    settled: Map[int, int] = Map()
+    """Newest epoch for which all is live at a rank."""
+    arrangement: Arrangement = Arrangement()
+    finished: Map[int, Finished] = Map()
+    unfinished: Map[int, None] = Map()
+    """Ranks of the layout that have not finished, once one has."""
+
+    @classmethod
+    def new(cls, settings: Settings, world_size: int) -> Job:
+        """A job of so many ranks that has not begun."""
+        return cls(settings=settings, world_size=world_size, silent=world_size,
+                   ranks=Map({rank: Rank() for rank in range(world_size)}))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that have a part in the job, ascending."""
+        return tuple(sorted(rank for rank, each in self.ranks.items() if not each.lost and not each.standby))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are dead, ascending."""
+        return tuple(sorted(rank for rank, each in self.ranks.items() if each.lost))
+
+    @property
+    def collecting(self) -> bool:
+        """Whether reports are awaited."""
+        return self.recovery is not None and self.recovery.collecting
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is going on that changes the layout."""
+        return self.outcome is None and self.recovery is None and self.change is None

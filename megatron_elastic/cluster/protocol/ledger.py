@@ -1,0 +1,99 @@
+"""Ledger: the committed steps of a job, one metrics line each, exactly once and in order."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Recall, VoteResult
+from megatron_elastic.cluster.protocol.effects import WriteMetrics
+from megatron_elastic.cluster.protocol.job import Entry, Ledger
+from megatron_elastic.cluster.protocol.turn import Turn
+
+_REMEMBERED = 64
+"""Steps whose votes stay at hand. Ranks are at most one step apart; late reports of the dead are hardly older."""
+
+
+class Diverged(Exception):
+    """Two ranks reported different results for the same step."""
+
+
+def note(turn: Turn, vote: VoteResult) -> None:
+    """Remember the vote of a step that is not committed yet. Raises Diverged if another was told before."""
+    ledger = _of(turn)
+    known = ledger.votes.get(vote.step, vote)
+    for name in ("loss", "grad_norm"):
+        ours, theirs = getattr(known, name), getattr(vote, name)
+        if ours.hex() != theirs.hex():
+            raise Diverged(f"step {vote.step} was reported twice with different {name.replace('_', ' ')}: "
+                           f"{ours!r} ({ours.hex()}) and {theirs!r} ({theirs.hex()})")
+    if vote.step not in ledger.votes:
+        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, vote)))
+
+
+def rewind(turn: Turn, step: int) -> None:
+    """Steps after ``step`` are done anew; their lines stay as they are."""
+    ledger = _of(turn)
+    votes = ledger.votes
+    for each in [each for each in votes if each > step]:
+        votes = votes.delete(each)
+    turn.set(ledger=replace(ledger, votes=votes))
+
+
+def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: float) -> None:
+    """A rank finished the step of ``vote`` at ``time``; write its line unless it was. A step that is told before its
+    predecessor waits for it, and its predecessor is asked for when it does not come. Raises Diverged.
+    """
+    if vote.step <= _of(turn).written - _REMEMBERED:
+        return
+    note(turn, vote)
+    ledger = _of(turn)
+    if vote.step <= ledger.written or vote.step in ledger.pending:
+        return
+    turn.set(ledger=replace(ledger, pending=ledger.pending.set(vote.step, Entry(vote, epoch, world_size, time))))
+    while (entry := _of(turn).pending.get(_of(turn).written + 1)) is not None:
+        _write(turn, entry)
+    if not _of(turn).pending:
+        turn.cancel_timer("steps")
+    elif "steps" not in turn.job.timers:
+        turn.set_timer("steps", turn.job.settings.suspect_timeout)
+
+
+def late(turn: Turn) -> None:
+    """A step is missing whose successor is here: whoever kept it is to tell it again."""
+    for node in turn.job.nodes:
+        turn.tell(node, Recall(after=_of(turn).written))
+    turn.set_timer("steps", turn.job.settings.suspect_timeout)
+
+
+def _write(turn: Turn, entry: Entry) -> None:
+    ledger, vote = _of(turn), entry.vote
+    # Clocks of hosts differ a little, and a line filled in after a death has an estimated time.
+    seconds = max(entry.time - ledger.previous_time, 1e-6)
+    votes = ledger.votes
+    if (old := vote.step - _REMEMBERED) in votes:
+        votes = votes.delete(old)
+    turn.set(ledger=replace(
+        ledger, written=vote.step, previous_time=max(entry.time, ledger.previous_time), votes=votes,
+        pending=ledger.pending.delete(vote.step),
+    ))  # fmt: skip
+    turn.do(WriteMetrics({
+        "step": vote.step,
+        "loss": vote.loss,
+        "loss_hex": vote.loss.hex(),
+        "grad_norm": vote.grad_norm,
+        "grad_norm_hex": vote.grad_norm.hex(),
+        "lr": vote.lr,
+        "consumed_samples": vote.consumed_samples,
+        "step_ms": round(seconds * 1e3, 3),
+        "epoch": entry.epoch,
+        "world_size": entry.world_size,
+        "tokens_per_s": round(vote.tokens / seconds, 1),
+    }))
+    width = len(str(ledger.total))
+    turn.say(f"step {vote.step:{width + 2}d}/{ledger.total}  loss {vote.loss:.4f}  grad norm {vote.grad_norm:.3f}  "
+             f"{seconds * 1e3:.0f} ms  {entry.world_size} ranks")
+
+
+def _of(turn: Turn) -> Ledger:
+    assert turn.job.ledger is not None
+    return turn.job.ledger

@@ -1,0 +1,154 @@
+"""Loss: what agents tell of their ranks' processes, agents that go themselves, and the losses that follow."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from megatron_elastic.cluster.messages import (
+    RankClosed,
+    RankDying,
+    RankExited,
+    RankNews,
+    RankResumed,
+    RankStopped,
+    Recall,
+    Stop,
+)
+from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion
+from megatron_elastic.cluster.protocol.events import NodeLost
+from megatron_elastic.cluster.protocol.turn import Turn
+
+
+def news(turn: Turn, message: RankNews) -> None:
+    """An agent tells what happened to the process of one of its ranks. What the rank said before has come before."""
+    if isinstance(message, RankExited):
+        _exited(turn, message)
+    elif turn.job.settings.elastic and not turn.job.ranks[message.rank].lost:
+        match message:
+            case RankDying():
+                _dying(turn, message)
+            case RankStopped():
+                suspicion.stopped(turn, message)
+            case RankResumed():
+                suspicion.resumed(turn, message)
+            case RankClosed():
+                suspicion.suspect(turn, message.rank, "it closed its line to its agent")
+
+
+def _dying(turn: Turn, message: RankDying) -> None:
+    rank = turn.job.ranks[message.rank]
+    if rank.fenced is not None:
+        lose(turn, [message.rank], rank.fenced, rank.stopped or message.time)
+    else:
+        turn.set_rank(message.rank, dying=message.time)
+        lose(turn, [message.rank], None, message.time)
+
+
+def _exited(turn: Turn, message: RankExited) -> None:
+    number, code = message.rank, message.returncode
+    before = turn.job.ranks[number]
+    rank = turn.set_rank(number, returncode=code, dying=None)
+    if before.dying is not None and code < 0:
+        if not rank.standby or recovery.concerns(turn.job, number):
+            _name(turn, [number], cause_of(code), before.dying)
+        membership.respawn(turn, number)
+        return
+    if before.dying is None and rank.lost:
+        membership.respawn(turn, number)
+        return
+    if not turn.job.settings.elastic:
+        _plain_exit(turn, number, code)
+    elif code < 0 or rank.standby:
+        since = rank.stopped if rank.fenced == "stopped" else None
+        lose(turn, [number], rank.fenced or cause_of(code), since or message.time)
+        membership.respawn(turn, number)
+    elif code == 0:
+        turn.end(False, f"rank {number} ended with exit code 0 before training was finished; "
+                        "the script must train through megatron_elastic when --elastic is given")
+    else:
+        turn.end(False, f"rank {number} ended with exit code {code}; see rank{number}.log")
+
+
+def _plain_exit(turn: Turn, rank: int, code: int) -> None:
+    if code:
+        how = f"exit code {code}" if code > 0 else cause_of(code)
+        turn.end(False, f"rank {rank} ended with {how}; see rank{rank}.log")
+    elif all(each.returncode == 0 for each in turn.job.ranks.values()):
+        turn.end(True, "all ranks ended with exit code 0")
+
+
+def killed(turn: Turn, rank: int) -> None:
+    """A rank was killed, and nobody saw its process end within the limit."""
+    each = turn.job.ranks[rank]
+    lose(turn, [rank], each.fenced or "fenced", each.stopped or turn.now)
+
+
+def node_lost(turn: Turn, event: NodeLost) -> None:
+    """The agent of a node is gone, or silent: its ranks are lost with it."""
+    job = turn.job
+    node = job.nodes.get(event.node)
+    if node is None:
+        return
+    # Should it be there after all, it must end its ranks, whose part in the job others take over.
+    turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job"))
+    turn.set(nodes=job.nodes.delete(event.node), early=tuple(each for each in job.early if each[0] != event.node))
+    alive = [rank for rank in node.ranks if job.ranks[rank].returncode is None and not job.ranks[rank].lost]
+    if job.layout is None and not job.launched:
+        membership.leave(turn, node)
+    elif not alive:
+        return
+    elif not job.settings.elastic:
+        turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
+    else:
+        lose(turn, alive, event.cause, event.since)
+        if turn.job.ledger is not None:
+            # What its ranks committed and could not tell, others know.
+            for other in turn.job.nodes:
+                turn.tell(other, Recall(after=turn.job.ledger.written))
+
+
+def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> None:
+    """``ranks`` are dead since ``when``: begin the next epoch. A ``cause`` that is None will be named later."""
+    ranks = [rank for rank in ranks if not turn.job.ranks[rank].lost]
+    if turn.job.outcome is not None or not ranks:
+        return
+    for rank in ranks:
+        turn.set_rank(rank, lost=True)
+        suspicion.clear(turn, rank)
+    if turn.job.layout is None:
+        if cause is not None:
+            _name(turn, ranks, cause, when)
+        return
+    if all(change.unneeded(turn.job, rank) for rank in ranks):
+        change.drop(turn, ranks, cause or "killed", when)
+        return
+    recovery.interrupt(turn, ranks, cause, when)
+    if cause is not None:
+        _name(turn, ranks, cause, when)
+    if not turn.job.alive:
+        turn.end(False, "every rank is dead; restart the job from its newest checkpoint")
+
+
+def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:
+    """What killed ``ranks`` is known."""
+    job = turn.job
+    if job.layout is None:
+        turn.end(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs")
+        return
+    for rank in ranks:
+        turn.record("fault", rank=rank, signal=cause, exited_at=when)
+    turn.say(f"lost ranks {list(ranks)} ({cause}); epoch {job.epoch} begins with {len(job.alive)} ranks")
+    recovery.name(turn, ranks, cause)
+
+
+def cause_of(returncode: int) -> str:
+    """Name what ended a process: ``kill -9``, ``SIGSEGV``, ``exit code 1`` and so on."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    if returncode == -signal.SIGKILL:
+        return "kill -9"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"

@@ -1,0 +1,118 @@
+"""Membership: nodes come, and start ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Addresses, Launch, Where
+from megatron_elastic.cluster.protocol.events import NodeCame
+from megatron_elastic.cluster.protocol.job import Job, Node, Rank
+from megatron_elastic.cluster.protocol.turn import Turn
+
+
+def runs_on(job: Job, rank: int, node: int) -> bool:
+    """Whether ``rank`` was started by this node's agent."""
+    return rank in job.ranks and job.ranks[rank].node == node
+
+
+def where(turn: Turn, message: Where) -> None:
+    """A rank wants to talk to others."""
+    known = ((rank, turn.job.ranks.get(rank)) for rank in message.ranks)
+    addresses = {rank: each.hello.address for rank, each in known if each is not None and each.hello and not each.lost}
+    turn.send(Addresses(addresses=addresses), [message.rank])
+
+
+def came(turn: Turn, event: NodeCame) -> None:
+    """An agent is ready. When every rank of the beginning has one, all are launched.
+
+    The ranks of a node that comes to a running job join it, under new ids.
+    """
+    job, hello = turn.job, event.hello
+    turn.set(nodes=job.nodes.set(event.node, Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots)))
+    ours = job.settings.heartbeat_timeout
+    if hello.heartbeat_timeout != ours:
+        turn.end(False, f"--elastic-heartbeat-timeout is {ours:g} s on node 0 and {hello.heartbeat_timeout:g} s on "
+                        f"node {hello.node_rank}; give every node the same flags")
+        return
+    first = hello.node_rank * hello.slots
+    if job.settings.elastic and (job.launched or first >= job.world_size):
+        if job.layout is None:
+            turn.set(early=(*job.early, (event.node, hello.slots)))
+        else:
+            join(turn, event.node, hello.slots)
+        return
+    _take_place(turn, event.node, range(first, first + hello.slots))
+
+
+def _take_place(turn: Turn, node: int, ranks: range) -> None:
+    job = turn.job
+    taken = [rank for rank in ranks if rank not in job.ranks or job.ranks[rank].node is not None]
+    if taken:
+        turn.end(False, f"an agent wants to start ranks {taken}, which are another node's or outside the world size; "
+                        "give every node the same --nnodes and --nproc-per-node and its own --node-rank")
+        return
+    _place(turn, node, ((rank, replace(job.ranks[rank], node=node, local_rank=local, host=ranks.start // len(ranks)))
+                        for local, rank in enumerate(ranks)))
+    job = turn.job
+    if sum(len(each.ranks) for each in job.nodes.values()) < job.world_size:
+        return
+    turn.set(launched=True, hosts=len(job.nodes))
+    for each, value in job.nodes.items():
+        _launch(turn, each, value.ranks)
+    if not job.settings.elastic:
+        turn.cancel_timer("start")
+
+
+def join(turn: Turn, node: int, slots: int) -> None:
+    """A node comes to the running job: it starts ranks that are to join."""
+    turn.set(hosts=turn.job.hosts + 1)
+    ranks = spawn(turn, node, range(slots), turn.job.hosts - 1)
+    turn.say(f"ranks {ranks} are started on a node that has come")
+
+
+def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[int]:
+    """Have a node start ranks that are to join; returns their ids."""
+    first = len(turn.job.ranks)
+    ranks = {
+        first + i: Rank(node=node, local_rank=local_rank, host=host, joined=False, standby=True)
+        for i, local_rank in enumerate(local_ranks)
+    }
+    _place(turn, node, ranks.items())
+    _launch(turn, node, ranks)
+    turn.record("spawned", ranks=list(ranks))
+    return list(ranks)
+
+
+def _place(turn: Turn, node: int, ranks: Iterable[tuple[int, Rank]]) -> None:
+    placed = dict(ranks)
+    job = turn.job
+    there = job.nodes[node]
+    turn.set(
+        ranks=job.ranks.update(placed),
+        nodes=job.nodes.set(node, replace(there, ranks=(*there.ranks, *placed))),
+    )
+
+
+def _launch(turn: Turn, node: int, ranks: Iterable[int]) -> None:
+    job = turn.job
+    slots = {job.ranks[rank].local_rank: rank for rank in ranks}
+    turn.tell(node, Launch(ranks=slots, world_size=job.world_size, torch_port=job.torch_port))
+
+
+def respawn(turn: Turn, rank: int) -> None:
+    """Start a rank in place of one whose process has ended, if that is wanted."""
+    job, ended = turn.job, turn.job.ranks[rank]
+    # One that ended before it had joined would probably do so again.
+    if job.settings.respawn and job.layout is not None and ended.joined and ended.node in job.nodes:
+        assert ended.node is not None
+        new = spawn(turn, ended.node, [ended.local_rank], ended.host)
+        turn.say(f"rank {new[0]} is started in place of rank {rank}")
+
+
+def leave(turn: Turn, node: Node) -> None:
+    """Before anything is launched: another agent can take the place of one that has gone."""
+    ranks: Map[int, Rank] = turn.job.ranks.update({rank: Rank() for rank in node.ranks})
+    turn.set(ranks=ranks)

@@ -1,0 +1,319 @@
+"""Recovery: from an interrupt to the layout that training goes on with, and to the step that commits again.
+
+Everybody who trains is interrupted, reports what they have, and is sent one decision with one layout. Another fault at
+any point begins it again under the next epoch, with all the reports anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import (
+    Back,
+    Committed,
+    Damaged,
+    Forward,
+    Interrupt,
+    Part,
+    Recovered,
+    Reload,
+    Report,
+)
+from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion
+from megatron_elastic.cluster.protocol.adoption import use
+from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move
+from megatron_elastic.cluster.protocol.events import Sent
+from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery
+from megatron_elastic.cluster.protocol.moves import send_moves
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout, encode, transfers
+from megatron_elastic.plan import NoLayout, StateLost, everything, lose, readable
+
+
+def concerns(job: Job, rank: int) -> bool:
+    """Whether what happened to ``rank`` is being recovered from."""
+    return job.recovery is not None and any(rank == each for each, _ in job.recovery.causes)
+
+
+# ---- faults --------------------------------------------------------------------------------
+
+
+def interrupt(turn: Turn, ranks: Collection[int], cause: str | None, when: float) -> None:
+    """Begin the next epoch, because of what happened to ``ranks`` at ``when``; a ``cause`` of None comes later."""
+    epoch = turn.new_epoch()
+    turn.set(epoch=epoch, interrupted=epoch)
+    change.overtaken(turn)
+    alive = turn.job.alive
+    # First of all: everybody waits for this.
+    turn.send(Interrupt(epoch=epoch, lost=list(turn.job.lost)), alive)
+    if turn.job.recovery is not None and turn.job.recovery.back_at is not None:
+        _close(turn)
+    before = turn.job.recovery or Recovery(noticed=turn.now)
+    causes = dict(before.causes) | dict.fromkeys(ranks, cause)
+    turn.set(
+        recovery=replace(
+            before, epochs=(*before.epochs, epoch), exits=before.exits.update(dict.fromkeys(ranks, when)),
+            causes=tuple(causes.items()), collecting=True, reports=Map(), awaited=Map(dict.fromkeys(alive)),
+        ),
+        finished=Map(), unfinished=Map(),
+    )  # fmt: skip
+    turn.cancel_timer("finish")
+    turn.set_timer("report", turn.job.settings.report_timeout)
+
+
+def damaged(turn: Turn, message: Damaged) -> None:
+    """Verification has found damage: it is healed from good copies, and the step is redone."""
+    damage.noted(turn, message)
+    if not turn.job.collecting:
+        interrupt(turn, {each.rank for each in message.found}, "damaged memory", turn.now)
+
+
+def name(turn: Turn, ranks: Collection[int], cause: str) -> None:
+    """What happened to ``ranks`` is known."""
+    recovery = turn.job.recovery
+    if recovery is not None and any(rank in ranks for rank, _ in recovery.causes):
+        causes = dict(recovery.causes) | dict.fromkeys(ranks, cause)
+        turn.set(recovery=replace(recovery, causes=tuple(causes.items())))
+        _close_if_over(turn)
+
+
+# ---- reports -------------------------------------------------------------------------------
+
+
+def reported(turn: Turn, message: Report) -> None:
+    """A rank tells what it has. Raises Diverged."""
+    job, recovery = turn.job, turn.job.recovery
+    if message.epoch != job.epoch or recovery is None or not recovery.collecting or job.layout is None:
+        return
+    suspicion.reported(turn, message.rank)
+    if message.last is not None:
+        # The dead rank may have been the one whose word about that step we waited for.
+        ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
+    if message.vote is not None:
+        ledger.note(turn, message.vote)
+    awaited = recovery.awaited
+    if message.rank in awaited:
+        awaited = awaited.delete(message.rank)
+    turn.set(recovery=replace(recovery, reports=recovery.reports.set(message.rank, message), awaited=awaited))
+    if not awaited:
+        _decide(turn)
+
+
+def reports_late(turn: Turn) -> None:
+    """Who has not reported in time is killed."""
+    recovery, limit = turn.job.recovery, turn.job.settings.report_timeout
+    assert recovery is not None
+    for rank in sorted(recovery.awaited):
+        suspicion.fence(turn, rank, "fenced", f"it did not answer the interrupt of epoch {turn.job.epoch} within "
+                                              f"{limit:g} s (--elastic-report-timeout)")
+
+
+# ---- decision ------------------------------------------------------------------------------
+
+
+def _decide(turn: Turn) -> None:
+    """Everybody alive has reported."""
+    job, recovery = turn.job, turn.job.recovery
+    assert job.layout is not None and recovery is not None
+    old = job.layout
+    # Who has just been let in may not know it yet, and has no part in the step.
+    working = [report for rank in old.ranks if (report := recovery.reports.get(rank)) is not None and report.member]
+    if not working:
+        turn.end(False, "every rank of the layout is dead; restart the job from its newest checkpoint")
+        return
+    try:
+        decided, held, layout = _plan(turn, old, working)
+    except NoLayout as error:
+        turn.end(False, f"training cannot go on: {error}")
+        return
+    except ValueError as error:
+        turn.end(False, f"the reports of epoch {job.epoch} contradict each other: {error}")
+        return
+    # Who has switched already may have dropped units that it is to have again.
+    ahead = any(report.layout > old.epoch for report in working)
+    recovery = turn.job.recovery
+    assert recovery is not None
+    gather = (recovery.gather or turn.job.trust.healing or ahead or any(report.stale for report in working)
+              or units_move(old, layout))
+    turn.cancel_timer("report")
+    turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
+                              edit_ms=0.0, state_ms=0.0))
+    _send(turn, decided, held, layout)
+    use(turn, layout)
+
+
+def _send(turn: Turn, decided: Decided, held: Mapping[int, Collection[Part]], layout: Layout) -> None:
+    job = turn.job
+    assert job.recovery is not None
+    # After a reload all is there but copies that stages keep for each other.
+    source = everything(layout) if decided.decision == "reload" else held
+    send_moves(turn, transfers(layout, source), layout.epoch, _kept(job, held))
+    common: dict[str, Any] = {"epoch": layout.epoch, "layout": encode(layout), "step": decided.step,
+                              "shapes": dict(job.shapes), "saved": job.trust.newest_save}
+    message: Forward | Back | Reload
+    if decided.decision == "reload":
+        message = Reload(**common)
+    elif decided.vote is not None:
+        message = Forward(vote=decided.vote, gather=job.recovery.gather, **common)
+    else:
+        message = Back(gather=job.recovery.gather, **common)
+    turn.send(message, job.alive)
+
+
+def _kept(job: Job, held: Mapping[int, Collection[Part]]) -> dict[int, list[Part]]:
+    """Of ranks that must not count on all that they have reported: what they may count on."""
+    assert job.recovery is not None
+    return {rank: sorted(held.get(rank, ())) for rank, report in job.recovery.reports.items()
+            if set(held.get(rank, ())) != set(report.held)}
+
+
+def _plan(
+    turn: Turn, old: Layout, working: Collection[Report]
+) -> tuple[Decided, Mapping[int, Collection[Part]], Layout]:
+    """How to go on, what each rank holds then, and the layout. Raises NoLayout, and ValueError for odd reports."""
+    job = turn.job
+    decided, held = _with_state(turn, _first_choice(job, working))
+    known = {*old.ranks, *old.spares, *old.lost}
+    lost = [rank for rank in job.lost if rank in known]
+    if decided.decision != "reload":
+        try:
+            return decided, held, lose(old, lost, held, job.epoch)
+        except StateLost as lost_state:
+            decided = _fall_back(turn, decided, damage.undecided(job.trust) or str(lost_state))
+    # Those who have not gone back yet have told of votes that are not cast any more.
+    ledger.rewind(turn, decided.step - 1)
+    return decided, held, lose(old, lost, readable(old), job.epoch)
+
+
+def _first_choice(job: Job, working: Collection[Report]) -> Decided:
+    assert job.recovery is not None and job.ledger is not None
+    begun = job.recovery.decided
+    if begun is not None and begun.decision == "reload" and job.recovery.back_at is None:
+        return begun  # some have gone back to the checkpoint and some have not
+    return decide(working, job.ledger.votes)
+
+
+def _with_state(turn: Turn, decided: Decided) -> tuple[Decided, Mapping[int, Collection[Part]]]:
+    """A decision that the state which is left allows, if there is one, and what each rank holds then."""
+    job, recovery = turn.job, turn.job.recovery
+    assert job.layout is not None and recovery is not None
+    if job.settings.replay == "state" and decided.decision != "reload":
+        versions = {rank: {steps: damage.sound(job.trust, rank, parts) for steps, parts in report.versions.items()}
+                    for rank, report in recovery.reports.items()}
+        possible, steps = newest_complete(decided, job.layout.parts, versions)
+        if possible is not decided:
+            turn.record("behind", step=possible.step)
+            ledger.rewind(turn, steps)
+            turn.set(recovery=replace(recovery, gather=True))
+        return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
+    # A spare follows the job no more: what it holds is outdated once a step was voted without it.
+    done = decided.step if decided.decision == "forward" else decided.step - 1
+    return decided, {rank: damage.sound(job.trust, rank, report.held)
+                     if rank in job.layout.ranks or report.step > done else []
+                     for rank, report in recovery.reports.items()}
+
+
+def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
+    """Some state is gone for good: everybody goes back to the newest checkpoint. Raises NoLayout without one."""
+    saved = damage.go_back(turn)
+    if saved is None:
+        raise NoLayout(reason)
+    done = decided.step if decided.decision == "forward" else decided.step - 1
+    turn.record("fallback", reason=reason, step=saved, lost_steps=list(range(saved + 1, done + 1)))
+    turn.say(f"WARNING: {reason}. Going back to the checkpoint of step {saved}: {done - saved} steps are done again")
+    return Decided("reload", saved + 1)
+
+
+def sent(turn: Turn, event: Sent) -> None:
+    """The decision is on its way: planning it took until now."""
+    recovery = turn.job.recovery
+    if recovery is not None and event.epoch == turn.job.epoch:
+        turn.set(recovery=replace(recovery, plan_ms=recovery.plan_ms + (event.now - recovery.reported) * 1e3))
+
+
+# ---- the way back --------------------------------------------------------------------------
+
+
+def recovered(turn: Turn, message: Recovered) -> None:
+    """A rank has made the new layout true; the slowest one counts."""
+    recovery = turn.job.recovery
+    if message.epoch != turn.job.epoch:
+        return
+    damage.adopted(turn, message.rank)
+    if recovery is not None and not recovery.collecting:
+        turn.set(recovery=replace(recovery, edit_ms=max(recovery.edit_ms, message.edit_ms),
+                                  state_ms=max(recovery.state_ms, message.state_ms)))
+
+
+def committed(turn: Turn, message: Committed) -> None:
+    """A rank has finished a step: the recovery is over if that was the step it is about. Raises Diverged.
+
+    A word of an older epoch may arrive late, from a rank that is dead by now: the step is committed all the same.
+    """
+    layout = turn.job.layout
+    assert layout is not None
+    ledger.commit(turn, message.vote, message.epoch, len(layout.ranks), message.time)
+    recovery = turn.job.recovery
+    if (recovery is not None and recovery.decided is not None and not recovery.collecting
+            and message.epoch == turn.job.epoch and message.vote.step >= recovery.decided.step):
+        if recovery.back_at is None:
+            turn.set(recovery=replace(recovery, back_at=message.time))
+            damage.healed(turn)
+        _close_if_over(turn)
+
+
+def over(turn: Turn) -> None:
+    """Everybody has finished: nothing was left to redo."""
+    recovery = turn.job.recovery
+    if recovery is not None:
+        turn.set(recovery=replace(recovery, back_at=turn.now if recovery.back_at is None else recovery.back_at))
+        _close(turn)
+
+
+def _close_if_over(turn: Turn) -> None:
+    recovery = turn.job.recovery
+    if recovery is not None and recovery.back_at is not None and all(cause is not None for _, cause in recovery.causes):
+        _close(turn)
+
+
+def _close(turn: Turn) -> None:
+    job, recovery = turn.job, turn.job.recovery
+    assert recovery is not None and job.layout is not None
+    turn.set(recovery=None)
+    fields = _event(recovery, job.injected)
+    turn.record("recovered", **fields)
+    what = "the loss of ranks" if set(recovery.exits) <= set(job.lost) else "damage at ranks"
+    turn.say(f"recovered from {what} {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
+             f"(step {fields['step']}, {fields['decision']}); {len(job.layout.ranks)} ranks train, "
+             f"{len(job.layout.spares)} spare")
+    change.consider(turn)
+
+
+def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, object]:
+    """Fields of the ``recovered`` event. Injected faults count from when a rank announced its own end, others from the
+    exit.
+    """
+    assert recovery.decided is not None and recovery.back_at is not None
+    fault = min(min(injected.get(rank, time), time) for rank, time in recovery.exits.items())
+    parts = {
+        "detect_ms": (recovery.noticed - fault) * 1e3,
+        "interrupt_ms": (recovery.reported - recovery.noticed) * 1e3,
+        "plan_ms": recovery.plan_ms,
+        "edit_ms": recovery.edit_ms,
+        "state_ms": recovery.state_ms,
+    }
+    total = (recovery.back_at - fault) * 1e3
+    parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
+    return {
+        "cause": next(cause for _, cause in recovery.causes) or "killed",
+        "ranks": sorted(recovery.exits),
+        "step": recovery.decided.step,
+        "decision": recovery.decided.decision,
+        **{name: round(value, 3) for name, value in parts.items()},
+        "mttr_ms": round(total, 3),
+        "epochs": list(recovery.epochs),
+    }

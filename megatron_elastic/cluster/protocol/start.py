@@ -1,0 +1,121 @@
+"""Start: until all ranks of the beginning have come up, agree, and train."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Hello, Start
+from megatron_elastic.cluster.protocol import change, membership
+from megatron_elastic.cluster.protocol.adoption import use
+from megatron_elastic.cluster.protocol.effects import ReadCosts
+from megatron_elastic.cluster.protocol.events import Begun, Costed
+from megatron_elastic.cluster.protocol.job import Ledger, Trust
+from megatron_elastic.cluster.protocol.suspicion import fence
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.config import MEASURED
+from megatron_elastic.layout import LayoutError, decode
+
+
+def begun(turn: Turn, event: Begun) -> None:
+    """Nodes may come."""
+    turn.set(torch_port=event.torch_port)
+    turn.set_timer("start", turn.job.settings.start_timeout)
+
+
+def late(turn: Turn) -> None:
+    """Not everybody came up in time."""
+    job = turn.job
+    missing = sorted(rank for rank, each in job.ranks.items() if each.hello is None)
+    unlaunched = [rank for rank in missing if job.ranks[rank].node is None]
+    what = f"no agent came for ranks {unlaunched}" if unlaunched else f"ranks {missing} did not come up"
+    turn.end(False, f"{what} within {job.settings.start_timeout:g} s; see their logs, or raise --elastic-start-timeout")
+
+
+def hello(turn: Turn, message: Hello) -> None:
+    """A rank introduces itself."""
+    job, rank = turn.job, message.rank
+    if job.ranks[rank].hello is not None:
+        return
+    turn.set_rank(rank, hello=message)
+    if rank >= job.world_size:
+        _newcomer(turn, message)
+        return
+    turn.set(silent=job.silent - 1)
+    if rank == 0:
+        turn.set(first=message)
+    if turn.job.silent == 0:
+        _all_up(turn)
+
+
+def _newcomer(turn: Turn, message: Hello) -> None:
+    first = turn.job.first
+    assert first is not None  # there are no newcomers before training begins
+    wrong = difference(message, first)
+    if wrong is None:
+        change.consider(turn)
+    else:
+        fence(turn, message.rank, "refused", f"it is not like the running job: {wrong}")
+
+
+def _all_up(turn: Turn) -> None:
+    job = turn.job
+    first = job.first
+    assert first is not None
+    for rank, each in sorted(job.ranks.items()):
+        assert each.hello is not None
+        wrong = difference(each.hello, first)
+        if wrong is None and each.hello.start_step != first.start_step:
+            wrong = f"its newest checkpoint is that of step {each.hello.start_step} instead of {first.start_step}"
+        if wrong is not None:
+            turn.end(False, f"rank {rank} is not like rank 0: {wrong}; "
+                            "all ranks must get the same flags and the same checkpoint")
+            return
+    turn.cancel_timer("start")
+    try:
+        layout = decode(first.layout)
+        layout.validate()
+    except LayoutError as error:
+        turn.end(False, f"rank 0 proposes a layout that is none: {error}")
+        return
+    if job.settings.profile in (None, MEASURED):
+        _train(turn)
+    else:
+        turn.do(ReadCosts(job.settings.profile, layout.units))
+
+
+def costed(turn: Turn, event: Costed) -> None:
+    """What units cost is known."""
+    job = turn.job
+    if event.costs is None:
+        turn.end(False, f"--elastic-profile {job.settings.profile}: {event.problem}")
+        return
+    turn.set(arrangement=replace(job.arrangement, costs=event.costs))
+    _train(turn)
+
+
+def _train(turn: Turn) -> None:
+    first = turn.job.first
+    assert first is not None
+    use(turn, decode(first.layout))
+    turn.set(
+        ledger=Ledger(written=first.start_step, total=first.train_iters, previous_time=turn.now),
+        trust=Trust(saves=(first.start_step,) if first.start_step else ()),
+    )
+    turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
+    turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
+    turn.send(Start(layout=first.layout, addresses={}), turn.job.ranks)
+    early = turn.job.early
+    turn.set(early=())
+    for node, slots in early:
+        membership.join(turn, node, slots)
+
+
+def difference(hello: Hello, first: Hello) -> str | None:
+    """What a rank was told otherwise than the first one, for people; None if they can work together."""
+    if hello.likeness == first.likeness:
+        return None
+    for name in sorted({*hello.flags, *first.flags}):
+        theirs, ours = hello.flags.get(name), first.flags.get(name)
+        if theirs != ours:
+            return f"its --{name.replace('_', '-')} is {theirs} instead of {ours}"
+    return "it would begin with another layout or number of steps; give it the same --nproc-per-node"
