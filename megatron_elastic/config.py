@@ -41,6 +41,7 @@ class ElasticConfig:
     heartbeat_timeout: float = 2.5
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
+    end_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         limits = {
@@ -49,6 +50,7 @@ class ElasticConfig:
             "heartbeat": self.heartbeat_timeout,
             "report": self.report_timeout,
             "wait": self.wait_timeout,
+            "end": self.end_timeout,
         }
         for name, limit in limits.items():
             if not limit > 0:
@@ -144,4 +146,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
     group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,
                        help="limit of any single wait inside a step (default: %(default)s)")
+    group.add_argument("--elastic-end-timeout", type=float, metavar="S", default=d.end_timeout,
+                       help="how long a script may take to end after training, for loggers and the like, before its "
+                       "rank is killed (default: %(default)s)")
     return parser

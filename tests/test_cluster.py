@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import selectors
@@ -11,34 +10,34 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import (
-    COORDINATOR_VARIABLE,
-    SILENCE_VARIABLE,
-    Control,
-    Interrupted,
-    InterruptFlag,
-    JobStopped,
-)
+from megatron_elastic.cluster.control import Control, Interrupted, InterruptFlag, JobStopped
+from megatron_elastic.cluster.line import AGENT_VARIABLE
 from megatron_elastic.cluster.messages import (
-    Commit,
+    Back,
     Committed,
+    FromAgent,
     Hello,
     Interrupt,
     Message,
+    Moves,
     Report,
+    Said,
     Start,
     Stop,
     VoteResult,
 )
-from megatron_elastic.cluster.recovery import decide
+from megatron_elastic.cluster.protocol.decision import decide
+from megatron_elastic.layout import Transfer
 from megatron_elastic.observe.records import read_digest, read_metrics
-from tests.launches import PROGRAMS, TOKEN, Launch, free_port, launches, start_nodes
+from tests.launches import PROGRAMS, Launch, free_port, launches, start_nodes
 
 
 @pytest.fixture
@@ -348,66 +347,64 @@ def test_the_flag_is_raised_until_it_is_acknowledged() -> None:
     flag.close()
 
 
-class Server:
-    """The coordinator's side of one connection, on a thread: sends ``messages`` and closes."""
+class Agent:
+    """An agent's side of one connection, on a thread: sends ``messages`` and closes."""
 
     def __init__(self, *messages: Message) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{uuid.uuid4()}")
+        self._listener.listen()
         self._messages = messages
-        self.env = {"RANK": "3", wire.TOKEN_VARIABLE: TOKEN, SILENCE_VARIABLE: "10",
-                    COORDINATOR_VARIABLE: f"127.0.0.1:{self._server.getsockname()[1]}"}
+        self.env = {"RANK": "3", AGENT_VARIABLE: self._listener.getsockname()[1:].decode()}
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = await wire.AsyncWire.accept(reader, writer, TOKEN, silence=10)
+        sock, _ = self._listener.accept()
+        with sock, self._listener:
             for message in self._messages:
-                connection.send(message)
-            connection.close()
-            done.set()
-
-        async def serve() -> None:
-            async with await asyncio.start_server(accept, sock=self._server):
-                await done.wait()
-
-        done = asyncio.Event()
-        asyncio.run(serve())
+                sock.sendall(wire.encode(message))
 
     def join(self) -> None:
         self._thread.join()
 
 
-def test_control_hands_over_messages_and_drops_old_commits() -> None:
-    server = Server(
-        Commit(epoch=1, layout="", decision="back", step=1, vote=None, held={}, shapes={}, gather=False, saved=0),
-        Start(layout="l", addresses={0: b"a"}),
+def test_control_hands_over_messages_and_drops_old_decisions() -> None:
+    def back(epoch: int, layout: bytes) -> Back:
+        return Back(epoch=epoch, layout=layout, step=1, shapes={}, gather=False, saved=0)
+
+    move = Transfer(1, 2, 0, 3, 4, "replica")
+    agent = Agent(
+        back(1, b""),
+        Start(layout=b"l", addresses={0: b"a"}),
+        Moves(epoch=1, moves=[], kept=[]),
         Interrupt(epoch=2, lost=[1]),
-        Commit(epoch=2, layout="new", decision="back", step=1, vote=None, held={0: [(1, 2, 0)]}, shapes={},
-               gather=False, saved=0),
+        Moves(epoch=2, moves=[move], kept=None),
+        back(2, b"new"),
     )
-    control = Control.connect(server.env)
+    control = Control.connect(agent.env)
     assert control.wait((Start,), timeout=10).addresses == {0: b"a"}
     with pytest.raises((Interrupted, JobStopped)):
         control.wait((), timeout=10)
     assert control.interrupt.lost == {1}
-    control.interrupt.acknowledge(2)
-    assert control.wait((Commit,), timeout=10).layout == "new"
+    assert control.wait((Back,), timeout=10).layout == b"new"
+    assert control.moves(2) == Moves(epoch=2, moves=[move], kept=None)
+    assert control.moves(2) == Moves(epoch=2, moves=[], kept=None)
     with pytest.raises(JobStopped, match="gone"):
         control.wait((Stop,), timeout=10)
     with pytest.raises(JobStopped, match="gone"):
         control.interrupt.check()
     control.close()
-    server.join()
+    agent.join()
 
 
 def test_control_stops_when_the_job_failed() -> None:
-    server = Server(Stop(ok=False, reason="rank 1 failed"))
-    control = Control.connect(server.env)
+    agent = Agent(Stop(ok=False, reason="rank 1 failed"))
+    control = Control.connect(agent.env)
     with pytest.raises(JobStopped, match="rank 1 failed"):
         control.wait((Start,), timeout=10)
     control.close()
-    server.join()
+    agent.join()
 
 
 def test_control_needs_the_launcher() -> None:
@@ -417,25 +414,27 @@ def test_control_needs_the_launcher() -> None:
 
 def test_messages_survive_the_wire() -> None:
     vote = VoteResult(step=3, loss=float("inf"), grad_norm=0.1, lr=1e-4, consumed_samples=24, tokens=512)
+    decoder = msgspec.msgpack.Decoder(FromAgent)
     for message in (
         Committed(rank=1, epoch=2, vote=vote, time=1.5),
-        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4, flags={},
-              tied=True),
+        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout=b"{}", start_step=0, train_iters=4, flags={},
+              likeness=b"x", tied=True),
     ):
-        assert wire.decode(wire.encode(message)[4:]) == message
+        said = Said(message=message)
+        assert wire.decode(wire.encode(said)[4:], decoder) == said
     with pytest.raises(wire.WireError):
-        wire.decode(b"\xc1 no message")
+        wire.decode(b"\xc1 no message", decoder)
 
 
 def test_reports_that_contradict_each_other_are_refused() -> None:
     def report(rank: int, step: int) -> Report:
         return Report(rank=rank, epoch=1, member=True, step=step, vote=None, last=None, held=[], interrupted_at=0.0)
 
-    assert decide([report(0, 4), report(1, 4)], lambda _: None).decision == "back"
+    assert decide([report(0, 4), report(1, 4)], {}).decision == "back"
     with pytest.raises(ValueError, match="more than one step"):
-        decide([report(0, 4), report(1, 6)], lambda _: None)
+        decide([report(0, 4), report(1, 6)], {})
     with pytest.raises(ValueError, match="nobody reports its vote"):
-        decide([report(0, 4), report(1, 5)], lambda _: None)
+        decide([report(0, 4), report(1, 5)], {})
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from megatron_elastic.cluster.recovery import Decision, newest_complete
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import VoteResult
-from megatron_elastic.cluster.recovery import Decision, newest_complete
 from tests.jobs import Jobs, inject
 
 PARTS = [(0, 0, 0), (0, 1, 0)]

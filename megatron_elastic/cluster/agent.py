@@ -1,4 +1,6 @@
-"""Agent: starts the ranks of one node through a zygote, and tells at once when one ends, is stopped or goes on."""
+"""Agent: starts the ranks of one node through a zygote, passes on what they and the coordinator say to each other, and
+tells at once when one ends, is stopped or goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,26 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import COORDINATOR_VARIABLE, SILENCE_VARIABLE
 from megatron_elastic.cluster.deathwatch import Deathwatch
-from megatron_elastic.cluster.messages import RankDying, RankExited, RankNews, RankResumed, RankStopped
+from megatron_elastic.cluster.line import AGENT_VARIABLE, Lines
+from megatron_elastic.cluster.messages import (
+    AgentHello,
+    Fence,
+    FromAgent,
+    FromRank,
+    Heartbeat,
+    Launch,
+    RankClosed,
+    RankDying,
+    RankExited,
+    RankResumed,
+    RankStopped,
+    Recall,
+    Relay,
+    Stop,
+    ToAgent,
+)
+from megatron_elastic.cluster.relay import Post
 from megatron_elastic.cluster.standstill import standstill
 from megatron_elastic.cluster.zygote import (
     Broken,
@@ -33,8 +52,8 @@ from megatron_elastic.cluster.zygote import (
     Stopped,
 )
 
-GRACE = 10.0
-"""Seconds that ranks have to end once the job is over, before they are killed."""
+END_LIMIT = 10.0
+"""Seconds that ranks of a failed job have to end, before they are killed, and that the zygote has."""
 _PATIENCE = 1.0
 """Seconds that ranks of a failed job have to end by themselves, before they get SIGTERM."""
 
@@ -56,11 +75,10 @@ class Job:
     ranks_per_node: int
     run_dir: Path
     host: str
-    """Address of the coordinator, as every rank can reach it."""
-    port: int
-    token: str
-    silence: float
-    """Seconds after which a machine that does not answer counts as gone, for the connections of the ranks."""
+    """Address of the first node, as every rank can reach it: MASTER_ADDR."""
+    heartbeat_timeout: float
+    grace: float
+    """Seconds that ranks have to end once the job is over, before they are killed."""
     look_every: float
     """Seconds between two looks for ranks that are at a standstill which no signal caused."""
 
@@ -96,18 +114,25 @@ class Job:
             "MASTER_PORT": str(torch_port),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             "MEGATRON_ELASTIC_RUN_DIR": str(self.run_dir),
-            COORDINATOR_VARIABLE: f"{self.host}:{self.port}",
-            SILENCE_VARIABLE: str(self.silence),
-            wire.TOKEN_VARIABLE: self.token,
         }
 
 
 class Agent:
-    """One node's ranks. ``tell`` is called with whatever happens to their processes; each end is told once."""
+    """One node's ranks.
 
-    def __init__(self, job: Job, tell: Callable[[RankNews], None]) -> None:
+    Args:
+        job: what to run.
+        tell: tells the coordinator what ranks say and what happens to their processes. Each end is told once, after
+            all that the rank said.
+    """
+
+    def __init__(self, job: Job, tell: Callable[[FromAgent], None]) -> None:
         self.job = job
+        self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        """How the job ended for this node, when the coordinator has said so."""
         self._tell = tell
+        self._lines = Lines(self._heard, self._closed)
+        self._post = Post(self._lines.send, tell)
         self._deathwatch = Deathwatch(job.ranks_per_node)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -156,13 +181,66 @@ class Agent:
         self._listener = asyncio.create_task(self._listen())
         return answer
 
-    def launch(self, ranks: Mapping[int, int], torch_port: int) -> None:
-        """Start ranks, given by their local rank."""
+    # ---- what the coordinator says -------------------------------------------------------
+
+    @property
+    def hello(self) -> AgentHello:
+        """How this agent introduces itself."""
+        running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
+        return AgentHello(
+            node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
+            heartbeat_timeout=self.job.heartbeat_timeout, running=self._post.running(running),
+            layout=self._post.layout, committed=list(self._post.committed),
+        )  # fmt: skip
+
+    def obey(self, message: ToAgent) -> None:
+        """Do what the coordinator says."""
+        match message:
+            case Relay():
+                self._post.relay(message)
+            case Heartbeat():
+                self._post.recorded(message.recorded)
+            case Launch():
+                self._launch(message)
+            case Fence():
+                self.kill(message.rank)
+            case Recall():
+                self._post.recall(message)
+            case Stop():
+                self.stop(message)
+
+    def stop(self, message: Stop) -> None:
+        """The job is over for this node; its ranks are told, too."""
+        frame = wire.encode(message)
+        for rank in self._running:
+            self._lines.send(rank, frame)
+        if not self.over.done():
+            self.over.set_result(message)
+
+    def _launch(self, message: Launch) -> None:
+        job = self.job
+        if message.world_size != job.world_size:
+            self.stop(Stop(ok=False, reason=f"node 0 runs {message.world_size} ranks, this node was told "
+                                            f"{job.world_size}; give every node the same --nnodes and "
+                                            "--nproc-per-node"))
+            return
+        self._start(message.ranks, message.torch_port)
+
+    # ---- ranks ---------------------------------------------------------------------------
+
+    def _heard(self, rank: int, message: FromRank) -> None:
+        self._post.heard(rank, message)
+
+    def _closed(self, rank: int) -> None:
+        if rank in self._running and not self.over.done():
+            self._tell(RankClosed(rank=rank, time=time.time()))
+
+    def _start(self, ranks: Mapping[int, int], torch_port: int) -> None:
         for local_rank, rank in ranks.items():
             self._running.add(rank)
             self._slots[rank] = local_rank
             self._idle.clear()
-            environment = self.job.environment(rank, local_rank, torch_port)
+            environment = self.job.environment(rank, local_rank, torch_port) | {AGENT_VARIABLE: self._lines.name}
             self._send(Spawn(rank, environment, str(self.job.log(rank)), self.job.program))
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
@@ -175,16 +253,16 @@ class Agent:
             self.kill(rank, number)
 
     async def end(self, *, patient: bool) -> set[int]:
-        """Wait until every rank has ended, killing after ``GRACE`` seconds; then end the zygote.
+        """Wait until every rank has ended; then end the zygote, which kills the others.
 
-        ``patient``: do not send SIGTERM before that. Returns the ranks that had to be killed.
+        ``patient``: all is well, and ranks get the job's grace and no SIGTERM. Returns those that had to be killed.
         """
         # A cancellation here is somebody's second Ctrl-C: no more patience.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._wait_idle(GRACE if patient else _PATIENCE)
+            await self._wait_idle(self.job.grace if patient else _PATIENCE)
             if not patient and self._running:
                 self.kill_all(signal.SIGTERM)
-                await self._wait_idle(GRACE - _PATIENCE)
+                await self._wait_idle(END_LIMIT - _PATIENCE)
         stubborn = set(self._running)
         if self._look is not None:
             self._look.cancel()
@@ -196,6 +274,7 @@ class Agent:
                 await self._listener
         if self._process is not None:
             await self._end_process(self._process)
+        self._lines.close()
         return stubborn
 
     async def _end_process(self, process: subprocess.Popen[bytes]) -> None:
@@ -204,7 +283,7 @@ class Agent:
         pidfd = os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), GRACE)
+            await asyncio.wait_for(ended.wait(), END_LIMIT)
         except TimeoutError:
             process.kill()
         finally:
@@ -233,6 +312,7 @@ class Agent:
             match answer:
                 case Spawned():
                     self._pids[answer.rank] = answer.pid
+                    self._lines.expect(answer.rank, answer.pid)
                     self._watch(answer.rank)
                     if self._look is None:
                         self._look_for_standstills()
@@ -257,6 +337,7 @@ class Agent:
 
     def _dying(self, news: RankDying) -> None:
         if news.rank in self._running:
+            self._lines.drain(news.rank)
             self._tell(news)
 
     def _look_for_standstills(self) -> None:
@@ -276,4 +357,6 @@ class Agent:
         self._still.discard(exit_.rank)
         if not self._running:
             self._idle.set()
+        self._lines.forget(exit_.rank)
         self._tell(exit_)
+        self._post.gone(exit_.rank)

@@ -1,4 +1,5 @@
-"""Control: a rank's line to the coordinator, and the flag that unwinds the rank when the layout must change.
+"""Control: a rank's line to its agent, and through it to the coordinator; and the flag that unwinds the rank when the
+layout must change.
 
 Plain sockets and one daemon thread: an interrupt is noticed while the main thread computes or waits elsewhere.
 """
@@ -12,20 +13,30 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import AnyMessage, Commit, Failed, Interrupt, Message, Stop
+import msgspec
 
-COORDINATOR_VARIABLE = "MEGATRON_ELASTIC_COORDINATOR"
-"""Environment variable with the coordinator's ``host:port``."""
-SILENCE_VARIABLE = "MEGATRON_ELASTIC_SILENCE"
-"""Environment variable with the seconds after which a coordinator's machine that does not answer is gone."""
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.line import AGENT_VARIABLE
+from megatron_elastic.cluster.messages import (
+    Addresses,
+    Decision,
+    Failed,
+    Interrupt,
+    Message,
+    Moves,
+    Stop,
+    ToRank,
+    Where,
+)
+
 _CONNECT_LIMIT = 30.0
 _SEND_LIMIT = 60
 
 M = TypeVar("M", bound=Message)
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 class Interrupted(Exception):
@@ -108,15 +119,14 @@ class InterruptFlag:
 
 
 class Control:
-    """A rank's connection to the coordinator. ``send`` may be called from any thread."""
+    """A rank's connection to its agent. ``send`` may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, rank: int, where: str) -> None:
+    def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
         self.interrupt = InterruptFlag()
         self._sock = sock
-        self._where = where
         self._send_lock = threading.Lock()
-        self._inbox: deque[AnyMessage] = deque()
+        self._inbox: deque[ToRank] = deque()
         self._arrived = threading.Condition()
         self._over: str | None = None
         self._closing = False
@@ -127,24 +137,24 @@ class Control:
     def connect(cls, env: Mapping[str, str] = os.environ) -> Control:
         """Connect as the environment of ``megatron-elastic run`` says.
 
-        Raises JobStopped if the environment lacks what the launcher sets, or the coordinator cannot be reached.
+        Raises JobStopped if the environment lacks what the launcher sets, or the agent cannot be reached.
         """
-        return cls(_connect(env), int(env["RANK"]), env[COORDINATOR_VARIABLE])
+        return cls(_connect(env), int(env["RANK"]))
 
     def send(self, message: Message) -> None:
-        """Send ``message``. Raises JobStopped when the coordinator is gone."""
+        """Send ``message``. Raises JobStopped when the agent is gone."""
         try:
             with self._send_lock:
                 self._sock.sendall(wire.encode(message))
         except OSError as error:
-            self._end(f"coordinator at {self._where} is gone ({error})")
+            self._end(f"the agent of this node is gone ({error})")
             raise JobStopped(self._over) from None
 
     def wait(self, types: tuple[type[M], ...], timeout: float) -> M:
-        """Return the next message of one of ``types``; others stay queued. A commit of an old epoch is dropped.
+        """Return the next message of one of ``types``; others stay queued. A decision of an old epoch is dropped.
 
         Raises Interrupted when the interrupt flag is raised and no such message came before the interrupt,
-        JobStopped when the job failed, is over or the coordinator is gone, TimeoutError after ``timeout`` seconds.
+        JobStopped when the job failed, is over or the agent is gone, TimeoutError after ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._arrived:
@@ -166,6 +176,26 @@ class Control:
         with self._arrived:
             return self._take(types)
 
+    def moves(self, epoch: int) -> Moves:
+        """What this rank has to do with states under the layout of ``epoch``, once the message with the layout is here.
+
+        That of older epochs is forgotten.
+        """
+        mine = Moves(epoch=epoch, moves=[], kept=None)
+        with self._arrived:
+            for message in [each for each in self._inbox if isinstance(each, Moves) and each.epoch <= epoch]:
+                self._inbox.remove(message)
+                mine = message if message.epoch == epoch else mine
+        return mine
+
+    def find(self, ranks: Sequence[int], timeout: float) -> Mapping[int, bytes]:
+        """Where the links of ranks start; those that are dead are left out. Raises as ``wait``."""
+        self.send(Where(rank=self.rank, ranks=list(ranks)))
+        while True:
+            found = self.wait((Addresses,), timeout).addresses
+            if found.keys() <= set(ranks):  # else it is the answer to a question whose asker was interrupted
+                return found
+
     def close(self) -> None:
         """Close the connection and end the reader thread."""
         self._closing = True
@@ -177,7 +207,7 @@ class Control:
 
     def _take(self, types: tuple[type[M], ...]) -> M | None:
         for message in list(self._inbox):
-            if isinstance(message, Commit) and message.epoch < self.interrupt.epoch:
+            if isinstance(message, Decision) and message.epoch < self.interrupt.epoch:
                 self._inbox.remove(message)
             elif isinstance(message, types):
                 self._inbox.remove(message)
@@ -187,13 +217,13 @@ class Control:
     def _read(self) -> None:
         try:
             while (payload := wire.receive_frame(self._sock)) is not None:
-                self._handle(wire.decode(payload))
+                self._handle(_decoder.decode(payload))
             reason = "it closed the connection"
-        except (OSError, wire.WireError) as error:
+        except (OSError, wire.WireError, msgspec.MsgspecError) as error:
             reason = str(error)
-        self._end(f"coordinator at {self._where} is gone ({reason})")
+        self._end(f"the agent of this node is gone ({reason})")
 
-    def _handle(self, message: AnyMessage) -> None:
+    def _handle(self, message: ToRank) -> None:
         if isinstance(message, Stop) and not message.ok:
             self._end(message.reason)
             return
@@ -216,30 +246,26 @@ class Control:
 
 
 def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
-    """Tell the coordinator that this rank's program raised, and return when it knows or cannot be reached.
+    """Tell the coordinator that this rank's program raised. Nothing happens if the agent cannot be reached.
 
-    Uses a connection of its own, so it works before, after and without ``Control.connect``.
+    Uses a connection of its own, so it works before, after and without ``Control.connect``. The agent reads what a rank
+    has written before it takes note of its end.
     """
-    try:
-        with _connect(env) as sock:
-            sock.settimeout(_CONNECT_LIMIT)
-            sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(4096):  # the coordinator closes when it has read the message
-                pass
-    except (OSError, JobStopped):
-        return
+    with contextlib.suppress(OSError, JobStopped), _connect(env) as sock:
+        sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
 
 
 def _connect(env: Mapping[str, str]) -> socket.socket:
-    names = ("RANK", COORDINATOR_VARIABLE, SILENCE_VARIABLE, wire.TOKEN_VARIABLE)
-    missing = [name for name in names if name not in env]
+    missing = [name for name in ("RANK", AGENT_VARIABLE) if name not in env]
     if missing:
         raise JobStopped(f"{', '.join(missing)} not set: start this program with `megatron-elastic run`")
-    host, _, port = env[COORDINATOR_VARIABLE].rpartition(":")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock = wire.connect(host, int(port), env[wire.TOKEN_VARIABLE], _CONNECT_LIMIT, float(env[SILENCE_VARIABLE]))
-    except (OSError, wire.WireError) as error:
-        raise JobStopped(f"rank {env['RANK']} cannot reach the coordinator at {host}:{port}: {error}") from None
+        sock.settimeout(_CONNECT_LIMIT)
+        sock.connect(f"\0{env[AGENT_VARIABLE]}")
+        sock.settimeout(None)
+    except OSError as error:
+        sock.close()
+        raise JobStopped(f"rank {env['RANK']} cannot reach the agent of its node: {error}") from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_LIMIT, 0))
     return sock

@@ -22,18 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from megatron_elastic import argument_file, support
-from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
-from megatron_elastic.cluster.coordinator import Coordinator, Outcome
+from megatron_elastic.cluster.agent import END_LIMIT, Agent, AgentError
+from megatron_elastic.cluster.agent import Job as AgentsJob
+from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
+from megatron_elastic.cluster.messages import Heartbeat, Stop, ToAgent
+from megatron_elastic.cluster.protocol import Job, Outcome, Settings
+from megatron_elastic.cluster.protocol.events import Begun, NodeCame
 from megatron_elastic.cluster.pulse import Pulse
+from megatron_elastic.cluster.recorder import Recorder, Screen
 from megatron_elastic.cluster.scale import leave_address, remove_address
-from megatron_elastic.cluster.server import Server
+from megatron_elastic.cluster.server import Server, hear
 from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
-from megatron_elastic.observe.records import RunRecords
+
+_orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
@@ -287,42 +294,55 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
 
 async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Node 0: coordinate, and run this node's ranks."""
-    records = RunRecords(run_dir) if command.config.elastic else None
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
     world_size = command.nodes * command.ranks_per_node
-    coordinator = Coordinator(command.config, world_size, records, _say)
-    server = Server(coordinator, command.config, token, _say)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: coordinator.stop(
-        Outcome(False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}")))
+    screen = Screen()
+    coordinator: Coordinator | None = None
+    records = Recorder(run_dir, lambda what: coordinator.trouble(what) if coordinator else None) \
+        if command.config.elastic else None
+    coordinator = Coordinator(Job.new(_settings(command.config), world_size), records, screen.say)
+    server = Server(coordinator, command.config, token, screen.say)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: coordinator.end(
+        False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}"))
     agent: Agent | None = None
     try:
         port = await _listen(server, command)
         if command.config.elastic:
             leave_address(run_dir, command.host, port, token)
-        _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
-        agent = Agent(_job(command, run_dir, port, token), coordinator.rank_news)
+        screen.say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
+        agent = Agent(_agents_job(command, run_dir), lambda message: hear(coordinator, node, message))
+        node = coordinator.name(agent)
         exit_signal.pass_on = agent.kill_all
-        coordinator.begin(_free_port())
+        coordinator.post(Begun(now=time.time(), torch_port=_free_port()))
         await _prepare(agent, command.config)
-        coordinator.add_node(agent.job.ranks, agent)
+        coordinator.post(NodeCame(now=time.time(), node=node, hello=agent.hello))
         outcome = await asyncio.shield(coordinator.outcome)
     except asyncio.CancelledError:
         outcome = Outcome(False, "interrupted; ending all ranks (interrupt again to kill them at once)")
     except AgentError as error:
         outcome = Outcome(False, str(error))
-    coordinator.stop(outcome)
+    coordinator.end(outcome.ok, outcome.reason)
     if not outcome.ok:
         _complain(outcome.reason)
     if agent is not None:
         _name_stubborn(await agent.end(patient=outcome.ok))
-    await server.close(GRACE + 1)
+    await server.close(END_LIMIT + 1)
     remove_address(run_dir)
-    if records is not None:
-        records.close()
     if outcome.ok:
-        _say(outcome.reason)
+        screen.say(outcome.reason)
+    if records is not None and (left := records.close(END_LIMIT)):
+        _note(f"{left} records could not be written to {run_dir}")
+    screen.close(END_LIMIT)
     return 0 if outcome.ok else 1
+
+
+def _settings(config: ElasticConfig) -> Settings:
+    return Settings(
+        elastic=config.elastic, respawn=config.respawn, replay=config.replay, profile=config.profile,
+        start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
+        report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
+        heartbeat_timeout=config.heartbeat_timeout,
+    )  # fmt: skip
 
 
 async def _listen(server: Server, command: _Command) -> int:
@@ -345,11 +365,10 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
     try:
         async with asyncio.timeout(command.config.start_timeout):
             wire = await _reach(command)
-        agent = Agent(_job(command, run_dir, command.port, os.environ[TOKEN_VARIABLE]), wire.send)
+        agent = Agent(_agents_job(command, run_dir), wire.send)
         exit_signal.pass_on = agent.kill_all
         await _prepare(agent, command.config)
-        wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname(),
-                             heartbeat_timeout=command.config.heartbeat_timeout))
+        wire.send(agent.hello)
         outcome = await _obey(wire, agent, command.config) or outcome
     except asyncio.CancelledError:
         outcome = Outcome(False, "interrupted; ending this node's ranks")
@@ -361,6 +380,7 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
     if not outcome.ok:
         _complain(outcome.reason)
     if agent is not None:
+        agent.stop(Stop(ok=outcome.ok, reason=outcome.reason))
         _name_stubborn(await agent.end(patient=outcome.ok))
     if wire is not None:
         wire.close()
@@ -387,36 +407,17 @@ async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome
         silent = True
         wire.abort()
 
-    pulse = Pulse(wire, config.heartbeat_timeout, config.cut_off, cut_off)
+    pulse = Pulse(lambda: wire.send(Heartbeat()), config.heartbeat_timeout, config.cut_off, cut_off)
     try:
-        outcome = await _follow_orders(wire, agent, pulse)
+        while not agent.over.done() and (message := await wire.receive(_orders)) is not None:
+            pulse.heard()
+            agent.obey(message)
     finally:
         pulse.stop()
     if silent:
         return Outcome(False, f"the coordinator was silent for {config.cut_off:g} s (4 x --elastic-heartbeat-timeout), "
                               "so this node counts itself as cut off; ending its ranks")
-    return outcome
-
-
-async def _follow_orders(wire: AsyncWire, agent: Agent, pulse: Pulse) -> Outcome | None:
-    while (message := await wire.receive()) is not None:
-        pulse.heard()
-        match message:
-            case Heartbeat():
-                pass
-            case Launch():
-                if message.world_size != agent.job.world_size:
-                    return Outcome(False, f"node 0 runs {message.world_size} ranks, this node was told "
-                                          f"{agent.job.world_size}; give every node the same --nnodes and "
-                                          "--nproc-per-node")
-                agent.launch(message.ranks, message.torch_port)
-            case Fence():
-                agent.kill(message.rank)
-            case Stop():
-                return Outcome(message.ok, message.reason)
-            case _:
-                raise WireError(f"the coordinator sent an unexpected {type(message).__name__}")
-    return None
+    return Outcome(agent.over.result().ok, agent.over.result().reason) if agent.over.done() else None
 
 
 async def _prepare(agent: Agent, config: ElasticConfig) -> None:
@@ -426,10 +427,13 @@ async def _prepare(agent: Agent, config: ElasticConfig) -> None:
               "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
 
 
-def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
-    return Job(program=command.program, nodes=command.nodes, node_rank=command.node_rank,
-               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token,
-               silence=command.config.cut_off, look_every=command.config.suspect_timeout / 4)
+def _agents_job(command: _Command, run_dir: Path) -> AgentsJob:
+    return AgentsJob(
+        program=command.program, nodes=command.nodes, node_rank=command.node_rank,
+        ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host,
+        heartbeat_timeout=command.config.heartbeat_timeout, grace=command.config.end_timeout,
+        look_every=command.config.suspect_timeout / 4,
+    )  # fmt: skip
 
 
 def _free_port() -> int:

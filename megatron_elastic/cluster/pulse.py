@@ -6,9 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from megatron_elastic.cluster.messages import Heartbeat
-from megatron_elastic.cluster.wire import AsyncWire
-
 _TICKS = 8
 """Ticks in one heartbeat timeout; a heartbeat is sent at every second one, so four must be missing."""
 
@@ -20,16 +17,18 @@ class Pulse:
     tick, not with all that passed meanwhile, so it never takes its own absence for the other end's.
 
     Args:
-        wire: the connection; both ends must have a pulse of the same ``timeout``.
+        beat: sends a heartbeat; both ends must have a pulse of the same ``timeout``.
         timeout: a heartbeat is sent every quarter of these seconds.
         limit: seconds of silence that are too long, at least ``timeout``.
         on_silent: what to do then.
     """
 
-    def __init__(self, wire: AsyncWire, timeout: float, limit: float, on_silent: Callable[[], None]) -> None:
+    def __init__(
+        self, beat: Callable[[], None], timeout: float, limit: float, on_silent: Callable[[], None]
+    ) -> None:
         self.heard_at = time.time()
         """When the other end was last heard."""
-        self._wire = wire
+        self._beat = beat
         self._interval = timeout / _TICKS
         self._most = round(limit / self._interval)
         self._on_silent = on_silent
@@ -48,7 +47,7 @@ class Pulse:
 
     def _tick(self) -> None:
         if self._ticks % 2 == 0:
-            self._wire.send(Heartbeat())
+            self._beat()
         self._ticks += 1
         self._silent += 1
         if self._silent > self._most:  # not at: the first of these ticks may have followed the last word at once

@@ -16,6 +16,7 @@ from megatron_elastic.cluster.messages import Answer, Scale
 
 _FILE = "coordinator.json"
 _LIMIT = 10.0
+_decoder = msgspec.msgpack.Decoder(Answer)
 
 
 class _Address(msgspec.Struct):
@@ -67,7 +68,6 @@ def _ask(address: _Address, message: Scale) -> Answer:
         sock.settimeout(_LIMIT)
         sock.sendall(wire.encode(message))
         payload = wire.receive_frame(sock)
-    answer = None if payload is None else wire.decode(payload)
-    if not isinstance(answer, Answer):
+    if payload is None:
         raise wire.WireError("it closed the connection")
-    return answer
+    return wire.decode(payload, _decoder)

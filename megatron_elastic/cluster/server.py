@@ -1,30 +1,23 @@
-"""Server: the coordinator's connections. It lets ranks and agents in, and hands what they say to the coordinator."""
+"""Server: the coordinator's connections with the agents of other nodes, and with people."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable
 
-from megatron_elastic.cluster.coordinator import Coordinator, Outcome
-from megatron_elastic.cluster.messages import (
-    AgentHello,
-    Failed,
-    Heartbeat,
-    Hello,
-    RankDying,
-    RankExited,
-    RankResumed,
-    RankStopped,
-    Scale,
-)
-from megatron_elastic.cluster.nodes import RemoteNode
+import msgspec
+
+from megatron_elastic.cluster.coordinator import Coordinator
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Said, Scale, Stop, ToAgent
+from megatron_elastic.cluster.protocol.events import Asked, News, NodeCame, NodeLost
+from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.wire import AsyncWire, WireError
 from megatron_elastic.config import ElasticConfig
 
 _HANDSHAKE_LIMIT = 10.0
+_decoder: msgspec.msgpack.Decoder[FromAgent | Scale] = msgspec.msgpack.Decoder(FromAgent | Scale)
 
 
 class Server:
@@ -46,7 +39,7 @@ class Server:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def listen(self, host: str, port: int) -> int:
-        """Listen for ranks and agents; 0 takes a free port. Returns the port. Raises OSError if it is in use."""
+        """Listen for agents and people; 0 takes a free port. Returns the port. Raises OSError if it is in use."""
         self._server = await asyncio.start_server(self._connected, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -68,79 +61,80 @@ class Server:
         try:
             async with asyncio.timeout(_HANDSHAKE_LIMIT):
                 wire = await AsyncWire.accept(reader, writer, self._token, self._config.cut_off)
-            await self._serve(wire)
+            await self.serve(wire)
         except (WireError, TimeoutError) as error:
             peer = writer.get_extra_info("peername")
             self._say(f"closed a connection from {peer}: {error or 'it said nothing'}")
         except asyncio.CancelledError:
             pass  # close() ends connections that outlast the job
-        except Exception:
-            self._coordinator.stop(
-                Outcome(False, f"error in the coordinator, please report it:\n{traceback.format_exc()}"))
         finally:
             writer.close()
             del self._connections[task]
 
-    async def _serve(self, wire: AsyncWire) -> None:
+    async def serve(self, wire: AsyncWire) -> None:
+        """Serve one authenticated connection to its end. Raises WireError if what comes makes no sense."""
         # An agent connects before it imports what its ranks need, and introduces itself after.
         async with asyncio.timeout(self._config.start_timeout):
-            first = await wire.receive()
+            first = await wire.receive(_decoder)
         match first:
-            case Hello():
-                await self._serve_rank(wire, first)
             case AgentHello():
                 await self._serve_agent(wire, first)
-            case Failed():
-                self._coordinator.handle(first)
             case Scale():
-                wire.send(self._coordinator.scale(first))
+                person, answer = self._coordinator.asking()
+                self._coordinator.post(Asked(now=time.time(), person=person, request=first))
+                wire.send(await answer)
             case None:
                 pass
             case _:
-                raise WireError(f"it began with {type(first).__name__} instead of Hello, AgentHello or Failed")
-
-    async def _serve_rank(self, wire: AsyncWire, hello: Hello) -> None:
-        self._coordinator.rank_connected(hello, wire)
-        try:
-            while (message := await wire.receive()) is not None:
-                if getattr(message, "rank", None) != hello.rank:
-                    raise WireError(f"rank {hello.rank} sent {type(message).__name__} in another's name")
-                self._coordinator.handle(message)
-        finally:
-            self._coordinator.rank_disconnected(hello.rank)
+                raise WireError(f"it began with {type(first).__name__} instead of AgentHello or Scale")
 
     async def _serve_agent(self, wire: AsyncWire, hello: AgentHello) -> None:
+        coordinator = self._coordinator
+        agent = RemoteAgent(wire)
+        node = coordinator.name(agent)
+
         def silent() -> None:
-            node.stop(False, f"this node was silent for {limit:g} s and counts as lost (--elastic-heartbeat-timeout); "
-                             "its ranks must end")
-            self._coordinator.node_lost(hello, node, f"node {hello.node_rank} silent", pulse.heard_at)
+            agent.obey(Stop(ok=False, reason=f"this node was silent for {limit:g} s and counts as lost "
+                                             "(--elastic-heartbeat-timeout); its ranks must end"))
+            coordinator.post(NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} silent",
+                                      since=pulse.heard_at))
             wire.close()
 
-        node = RemoteNode(wire, self._coordinator.world_size)
-        timeout = self._config.heartbeat_timeout
-        if hello.heartbeat_timeout != timeout:
-            reason = (f"--elastic-heartbeat-timeout is {timeout:g} s on node 0 and {hello.heartbeat_timeout:g} s on "
-                      f"node {hello.node_rank}; give every node the same flags")
-            node.stop(False, reason)
-            self._coordinator.stop(Outcome(False, reason))
-            return
         # Losing a node ends a plain job, which has no use for knowing it that soon.
-        limit = timeout if self._config.elastic else self._config.cut_off
-        pulse = Pulse(wire, timeout, limit, silent)
+        limit = self._config.heartbeat_timeout if self._config.elastic else self._config.cut_off
+        pulse = Pulse(lambda: wire.send(Heartbeat(recorded=coordinator.recorded)), self._config.heartbeat_timeout,
+                      limit, silent)
         try:
-            self._coordinator.add_node(hello.ranks, node)
-            while (message := await wire.receive()) is not None:
+            coordinator.post(NodeCame(now=time.time(), node=node, hello=hello))
+            while (message := await wire.receive(_decoder)) is not None:
                 pulse.heard()
-                match message:
-                    case Heartbeat():
-                        pass
-                    case RankDying() | RankExited() | RankStopped() | RankResumed() if self._coordinator.runs_on(
-                        message.rank, node
-                    ):
-                        self._coordinator.rank_news(message)
-                    case _:
-                        raise WireError(f"the agent of node {hello.node_rank} sent an unexpected "
-                                        f"{type(message).__name__}")
+                hear(coordinator, node, message)
         finally:
             pulse.stop()
-            self._coordinator.node_lost(hello, node, f"node {hello.node_rank} lost", time.time())
+            coordinator.post(NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} lost",
+                                      since=time.time()))
+            coordinator.forget(node)
+
+
+class RemoteAgent:
+    """The agent at the other end of a connection."""
+
+    def __init__(self, wire: AsyncWire) -> None:
+        self._wire = wire
+
+    def obey(self, message: ToAgent) -> None:
+        """Send it a message."""
+        self._wire.send(message)
+
+
+def hear(coordinator: Coordinator, node: int, message: FromAgent | Scale) -> None:
+    """The agent of ``node`` says something after it has introduced itself. Raises WireError if it may not say that."""
+    match message:
+        case Heartbeat():
+            pass
+        case Said():
+            coordinator.post(RankSaid(now=time.time(), node=node, message=message.message))
+        case AgentHello() | Scale():
+            raise WireError(f"an agent sent an unexpected {type(message).__name__}")
+        case _:
+            coordinator.post(News(now=time.time(), node=node, news=message))

@@ -2,7 +2,7 @@
 
 A frame is a 4-byte big-endian length and that many bytes. The first frame each way proves knowledge of the token
 (HMAC-SHA256 over fresh nonces of both sides); the token itself never travels. After that every frame is one
-``messages.AnyMessage``. There is a blocking version for ranks and an asyncio version for agents and the coordinator.
+message (``cluster.messages``). There is a blocking version for ranks, an asyncio one for agents and the coordinator.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import hashlib
 import hmac
 import os
 import socket
+from typing import TypeVar
 
 import msgspec
-
-from megatron_elastic.cluster.messages import AnyMessage
 
 TOKEN_VARIABLE = "MEGATRON_ELASTIC_TOKEN"
 FRAME_LIMIT = 64 << 20
@@ -25,8 +24,8 @@ _HANDSHAKE_LIMIT = 128
 _NONCE = 32
 _PROOF = 32
 
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 class WireError(Exception):
@@ -45,10 +44,10 @@ def encode(message: msgspec.Struct) -> bytes:
     return frame(_encoder.encode(message))
 
 
-def decode(payload: bytes) -> AnyMessage:
+def decode(payload: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """Return the message of one frame's payload. Raises WireError if it is none."""
     try:
-        return _decoder.decode(payload)
+        return decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise WireError(f"received {len(payload)} bytes that are no message: {error}") from None
 
@@ -182,10 +181,10 @@ class AsyncWire:
         except (asyncio.IncompleteReadError, OSError):
             return None
 
-    async def receive(self) -> AnyMessage | None:
+    async def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
         """The next message; None when the stream ended or broke. Raises WireError if what came is no message."""
         payload = await self.receive_frame()
-        return None if payload is None else decode(payload)
+        return None if payload is None else decode(payload, decoder)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send now if the socket takes it, else as soon as it does. Nothing happens on a broken connection."""

@@ -53,13 +53,15 @@ class RunRecords:
             raise RecordsError(f"a metrics line lacks fields {missing} and has unknown fields {unknown}")
         self._metrics.write(_line({name: record[name] for name in METRICS}))
 
-    def event(self, kind: str, epoch: int, **fields: Any) -> None:
-        """Append one event, stamped with the time of day (seconds). Raises RecordsError for an incomplete recovery."""
+    def event(self, kind: str, epoch: int, at: float | None = None, **fields: Any) -> None:
+        """Append one event, stamped with the time of day ``at`` (seconds; None: now). Raises RecordsError for an
+        incomplete recovery.
+        """
         if kind == "recovered":
             if missing := [name for name in RECOVERED if name not in fields]:
                 raise RecordsError(f"a recovered event lacks fields {missing}")
             fields = {name: fields[name] for name in RECOVERED} | fields
-        self._events.write(_line({"time": time.time(), "kind": kind, "epoch": epoch, **fields}))
+        self._events.write(_line({"time": time.time() if at is None else at, "kind": kind, "epoch": epoch, **fields}))
 
     def layout(self, layout: Layout) -> None:
         """Write ``layouts/EPOCH.json``."""

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from megatron_elastic.cluster.control import Control, Interrupted
 from megatron_elastic.cluster.messages import (
-    Commit,
+    Back,
     Committed,
     Finished,
+    Forward,
     Hello,
     Injected,
     Recovered,
@@ -31,7 +32,7 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.config import add_elastic_arguments
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, decode, encode
 
 
 class Member:
@@ -107,9 +108,12 @@ class Member:
     def train(self) -> None:
         print(f"pid {os.getpid()}")
         self.control.send(Hello(tied=False, rank=self.rank, pid=os.getpid(), host="here", address=b"a",
-                                layout=self.layout.to_json(), start_step=0, train_iters=self.options.steps, flags={}))
+                                layout=encode(self.layout), start_step=0, train_iters=self.options.steps, flags={},
+                                likeness=b"like"))
         start = self.control.wait((Start,), timeout=60)
-        assert set(start.addresses) == set(self.layout.ranks)
+        assert self.rank in start.addresses
+        others = [rank for rank in self.layout.ranks if rank not in start.addresses]
+        assert sorted(self.control.find(others, timeout=60)) == others
         while True:
             try:
                 if self.rank not in self.layout.ranks:
@@ -150,12 +154,12 @@ class Member:
                 self.at("report")
                 self.control.send(Report(rank=self.rank, epoch=epoch, member=True, step=self.step, vote=self.vote,
                                          last=self.last, held=held, interrupted_at=time.time()))
-                commit = self.control.wait((Commit,), timeout=60)
-                self.layout = Layout.from_json(commit.layout)
+                commit = self.control.wait((Forward, Back), timeout=60)
+                self.layout = decode(commit.layout)
                 self.at("edit")
             except Interrupted:
                 continue
-            if commit.decision == "forward":
+            if isinstance(commit, Forward):
                 if self.step == commit.step:
                     self.vote = commit.vote
             else:
