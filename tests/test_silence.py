@@ -171,7 +171,7 @@ def test_a_stopped_agent_loses_its_rank_although_it_runs(launch: Launch) -> None
     assert (event["ranks"], event["cause"]) == ([1], "node 1 silent")
     os.kill(second.process.pid, signal.SIGCONT)
     second.finish(code=1)
-    assert "its ranks are no longer part of the job" in (second.run_dir / "logs" / "rank1.log").read_text()
+    assert "this node was silent for 2.5 s and counts as lost" in (second.run_dir / "logs" / "rank1.log").read_text()
 
 
 def test_a_coordinator_that_stood_still_takes_nobody_for_lost(launch: Launch) -> None:
