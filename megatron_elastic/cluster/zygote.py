@@ -51,7 +51,7 @@ PRELOAD = (
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron_elastic.adaptor.cpu",
-    "megatron_elastic.adaptor.training",
+    "megatron_elastic.adaptor.training.entry",
     "megatron.training",  # of a Megatron-LM checkout
 )
 """What is imported by default; modules that are not installed are left out."""
