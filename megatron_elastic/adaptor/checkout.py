@@ -19,13 +19,14 @@ import torch
 import torch.distributed
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor import arguments, helpers, log, targets, yaml_arguments
-from megatron_elastic.adaptor.schedule import Schedule
-from megatron_elastic.adaptor.schedules import ForwardStep
-from megatron_elastic.adaptor.training import entry, intermission
-from megatron_elastic.adaptor.training.evaluation import evaluate
+from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.model.grains import ForwardStep
+from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
+from megatron_elastic.adaptor.training import entry, evaluation, intermission
+from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.adaptor.without_cuda import helpers
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
@@ -153,11 +154,10 @@ class CheckoutTrainer(Trainer):
         finally:
             self.args.micro_batch_size = whole
 
-    def make_rates(self) -> Schedule:
-        return Schedule(self.args, targets.SCHEDULER.find(), self.parameter_groups)
+    def make_rates(self) -> RatesByStep:
+        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
 
     def prepared(self) -> None:
-        """The time before does not count in the log."""
         self._log.begin()
 
     def goes_on(self) -> bool:
@@ -186,13 +186,11 @@ class CheckoutTrainer(Trainer):
         return bool(answer.item())
 
     def committed(self, result: VoteResult) -> None:
-        """Log a step."""
         following = self.rates.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
         self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
                        len(self.layout.ranks), self._writes)
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
-        """Log an evaluation."""
         super().evaluated(done, name, loss)
         self._log.evaluation(done, name, loss, self._writes)
 
@@ -202,5 +200,5 @@ class CheckoutTrainer(Trainer):
         if self.saving.wanted(done):
             intermission.save(self, tenure, done)
         if done >= args.train_iters and args.eval_iters:
-            evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
-            evaluate(self, tenure, done, "test", batches.test, 0)
+            evaluation.evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
+            evaluation.evaluate(self, tenure, done, "test", batches.test, 0)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from pretrain_gpt import check_arguments, main
 
 if TYPE_CHECKING:
-    from megatron_elastic.adaptor.stage import Stage
+    from megatron_elastic.adaptor.model.stage import Stage
     from megatron_elastic.adaptor.training.tenure import Tenure
     from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.layout import Layout
@@ -117,7 +117,7 @@ def install() -> None:
     from megatron_elastic.device import cpu
 
     cpu.install()
-    from megatron_elastic.adaptor.stage import Stage
+    from megatron_elastic.adaptor.model.stage import Stage
     from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.state.store import StateStore
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_elastic.adaptor import groups
+from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.training import building, intermission, step
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer

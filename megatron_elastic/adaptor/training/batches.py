@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_elastic.adaptor import groups
 from megatron_elastic.adaptor.dataset import build_once, collate
+from megatron_elastic.adaptor.model import groups
 from megatron_elastic.layout import Layout, Part
 
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_elastic.adaptor import slice_checkpoint
+from megatron_elastic.adaptor.checkpoints import folder, sliced
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
@@ -49,17 +49,17 @@ def load(trainer: Trainer, store: StateStore, step: int) -> None:
     if step == 0:
         store.create(layout, stage.units)
         return
-    states = slice_checkpoint.load(
+    states = sliced.load(
         _checkpoint_of(trainer, step), stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step
     )
     store.create(layout, stage.units)
-    slice_checkpoint.fill(store, stage.units, states, step)
+    sliced.fill(store, stage.units, states, step)
 
 
 def _checkpoint_of(trainer: Trainer, step: int) -> str:
     """The directory with the checkpoint of a step: where this job saves, or where it was loaded from."""
     save = trainer.args.save
-    return save if save and slice_checkpoint.has_step(save, step) else trainer.args.load
+    return save if save and folder.has_step(save, step) else trainer.args.load
 
 
 def _empty_store(trainer: Trainer, layout: Layout) -> StateStore:

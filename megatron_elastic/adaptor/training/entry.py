@@ -6,8 +6,8 @@ import argparse
 import traceback
 from collections.abc import Callable
 
-from megatron_elastic.adaptor.schedules import ForwardStep
-from megatron_elastic.adaptor.stage import ModelProvider
+from megatron_elastic.adaptor.model.grains import ForwardStep
+from megatron_elastic.adaptor.model.stage import ModelProvider
 from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer

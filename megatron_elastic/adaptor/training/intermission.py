@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_elastic.adaptor import slice_checkpoint
+from megatron_elastic.adaptor.checkpoints import sliced
 from megatron_elastic.adaptor.training.evaluation import evaluate
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -31,7 +31,7 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
     trainer.await_parameters(tenure)
     apart = trainer.args.async_save
     prepare = partial(
-        slice_checkpoint.prepare, models=trainer.stage.models, layout=tenure.layout, units=trainer.stage.units,
+        sliced.prepare, models=trainer.stage.models, layout=tenure.layout, units=trainer.stage.units,
         store=tenure.store, transport=trainer.transport, step=done, apart=apart,
     )  # fmt: skip
     trainer.saving.begin(done, tenure.layout.epoch, prepare)

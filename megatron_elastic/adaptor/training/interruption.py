@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_elastic.adaptor import random
+from megatron_elastic.adaptor.model import random
 from megatron_elastic.adaptor.training.adoption import adopt
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from megatron_elastic.adaptor.profile import sample
-from megatron_elastic.adaptor.training import intermission
+from megatron_elastic.adaptor.training import intermission, measurement
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
@@ -33,7 +32,7 @@ def take(trainer: Trainer, tenure: Tenure) -> None:
         tenure.reduction.reduce_when_complete()
     tenure.store.drop_gradients()
     tenure.grains.begin(step, partial(trainer.batches.read, trainer.batches.training, step - 1, layout))
-    with trainer.stage.profiler.pipeline():
+    with trainer.stage.meter.pipeline():
         tenure.executor.run(tenure.program, tenure.grains)
     if trainer.config.profile == MEASURED and step % _PROFILED == 0:
         tenure.boundary_ms = tenure.executor.measure_boundary()
@@ -133,9 +132,9 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
 
 
 def _tell_times(trainer: Trainer, tenure: Tenure) -> None:
-    read = trainer.stage.profiler.read()
+    read = trainer.stage.meter.read()
     if read is not None and tenure.layout.tp_index(trainer.rank) == 0:
         boundary = tenure.executor.activation_bytes, tenure.boundary_ms
         moments = len(trainer.optimizer.moments)
-        told = sample(tenure.layout, trainer.rank, *read, boundary, trainer.stage.units, moments)
+        told = measurement.of_stage(tenure.layout, trainer.rank, *read, boundary, trainer.stage.units, moments)
         trainer.control.send(Profile(rank=trainer.rank, epoch=tenure.layout.epoch, sample=told))

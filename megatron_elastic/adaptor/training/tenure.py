@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_elastic.adaptor.schedules import GrainModel
+from megatron_elastic.adaptor.model.grains import GrainModel
 from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.comm.group import Group
 from megatron_elastic.layout import Layout

@@ -15,15 +15,17 @@ from functools import partial
 
 import torch
 
-from megatron_elastic.adaptor import checkpoint_writer, cpu, groups, linear, random, slice_checkpoint
-from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
-from megatron_elastic.adaptor.saving import Saving
-from megatron_elastic.adaptor.schedule import Schedule
-from megatron_elastic.adaptor.schedules import ForwardStep, GrainModel
+from megatron_elastic.adaptor.checkpoints import folder, writer
+from megatron_elastic.adaptor.checkpoints.saving import Saving
+from megatron_elastic.adaptor.model import groups, linear, random
+from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
+from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
+from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
-from megatron_elastic.adaptor.stage import ModelProvider, Stage
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
+from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
+from megatron_elastic.adaptor.without_cuda import stand_ins
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import Event, Injected, VoteResult
@@ -35,7 +37,7 @@ from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
-from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import memory
 from megatron_elastic.state.optimizer import Update
@@ -73,8 +75,8 @@ class Trainer:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         crowded = world_size > len(os.sched_getaffinity(0))
         self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
-        cpu.apply()
-        checkpoint_writer.apply()
+        stand_ins.apply()
+        writer.apply()
         random.install(args.seed)
         linear.install()
         self.layout = memory.first_layout(args, world_size, local_ranks)
@@ -96,7 +98,7 @@ class Trainer:
             args, self.rank, model_provider, self.parameter_groups, self.accumulator, self.transport.look,
             self._before_use,
         )  # fmt: skip
-        first = slice_checkpoint.latest_step(args.load) + 1
+        first = folder.latest_step(args.load) + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
         self.saving = Saving(args.save, args.save_interval, args.async_save, first, control.interrupt.check)
@@ -123,9 +125,9 @@ class Trainer:
 
     # ---- what a subclass may change ----------------------------------------------------------
 
-    def make_rates(self) -> Schedule:
+    def make_rates(self) -> RatesByStep:
         """What learning rate and weight decay are in each step."""
-        return Schedule(self.args, partial(build_scheduler, self.args), self.parameter_groups)
+        return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups)
 
     def prepared(self) -> None:
         """This rank has its part of the model: training begins, or this rank is about to enter."""
@@ -163,7 +165,7 @@ class Trainer:
             if self.config.replay == "state"
             else GradientReplay(layout, self.transport, store, self.accumulator.mean_dtype)
         )
-        stage.profiler = Profiler([unit.params for unit in stage.units.values()])
+        stage.meter = Meter([unit.params for unit in stage.units.values()])
         last = layout.stage_of(self.rank) == layout.pipeline_size - 1
         sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         return Tenure(
@@ -175,7 +177,7 @@ class Trainer:
             grains=GrainModel(stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last),
             executor=Executor(
                 layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-                torch.bfloat16 if args.bf16 else torch.float32, stage.profiler,
+                torch.bfloat16 if args.bf16 else torch.float32, stage.meter,
             ),
             vote_group=Group(self.transport, _VOTE_GROUP, layout.ranks),
         )  # fmt: skip

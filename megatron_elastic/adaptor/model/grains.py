@@ -17,8 +17,8 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_elastic.adaptor import linear
-from megatron_elastic.adaptor.random import GrainKey
+from megatron_elastic.adaptor.model import linear
+from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
 
