@@ -131,5 +131,8 @@ def reload(standing: Standing, step: int) -> Standing:
 
 
 def enter(standing: Standing, step: int) -> Standing:
-    """It takes part from ``step`` on; or goes on with it, if it was a member before."""
+    """It takes part from ``step`` on; or goes on with it, if it was a member before.
+
+    No interruption comes between ``edited`` and this: a member's report of an older step would contradict the others.
+    """
     return back(standing, step)

@@ -89,9 +89,10 @@ def enter(trainer: Trainer, commit: Commit) -> None:
     """The layout was planned, and the step is the first one under it."""
     edit = _edit(trainer, commit)
     assert edit is not None, f"rank {trainer.rank} is let in before it was ready"
+    # At once: from now on this rank reports as a member.
+    trainer.standing = standing.enter(trainer.standing, commit.step)
     # What a spare holds has been overtaken by the steps it did not take part in.
     edit.store.return_to(commit.step - 1, _sound(trainer, commit))
-    trainer.standing = standing.enter(trainer.standing, commit.step)
     _copy(trainer, edit.store, _moves(trainer, commit), commit.step - 1)
     edit.store.copy_in_background()
 

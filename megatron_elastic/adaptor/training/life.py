@@ -64,12 +64,12 @@ def _stand_by(trainer: Trainer) -> bool:
 
 def _finish(trainer: Trainer, tenure: Tenure) -> None:
     """Report what the model has become, and stay until everybody has."""
-    step, layout = trainer.standing.step, tenure.layout
-    trainer.hooks.step = step
-    intermission.hold(trainer, tenure, step - 1)
+    trainer.hooks.step = trainer.standing.step
+    done, layout = trainer.standing.step - 1, tenure.layout
+    intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)
-    trainer.conclude(tenure, step - 1)
+    trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
     digests = []
     for unit, k in layout.owned(trainer.rank):
@@ -77,6 +77,6 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
         sha256 = tenure.store[unit, k].sha256(weights)
         digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(trainer.rank), sha256=sha256))
     first, sent = trainer.counted_from
-    trainer.event("traffic", steps=step - first, bytes=trainer.transport.bytes_sent - sent)
-    trainer.control.send(Finished(rank=trainer.rank, step=step - 1, digests=digests))
+    trainer.event("traffic", steps=done + 1 - first, bytes=trainer.transport.bytes_sent - sent)
+    trainer.control.send(Finished(rank=trainer.rank, step=done, digests=digests))
     trainer.control.wait((Stop,), timeout=float("inf"))
