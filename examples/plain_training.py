@@ -23,10 +23,11 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import checkpoint, checkpoint_writer, cpu, torch_adam
-from megatron_elastic.adaptor.checkpoint import Progress
+from megatron_elastic.adaptor.checkpoints import plain, writer
+from megatron_elastic.adaptor.checkpoints.plain import Progress
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
+from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
 from megatron_elastic.comm import backend
 from megatron_elastic.observe.records import RunRecords
 
@@ -38,9 +39,9 @@ def pretrain(
     datasets_provider: Callable[[argparse.Namespace], tuple[Any, Any, Any]], forward_step: ForwardStep,
 ) -> None:
     """Train as the flags say, on the ranks that the environment names (``RANK``, ``WORLD_SIZE``, ``MASTER_*``)."""
-    cpu.apply()
+    stand_ins.apply()
     torch_adam.apply()
-    checkpoint_writer.apply()
+    writer.apply()
     _initialize(args)
     try:
         trainer = _Trainer(args, model_provider, forward_step)
@@ -94,7 +95,7 @@ class _Trainer:
         self.reports = torch.distributed.get_rank() == args.world_size - 1
         self.progress = Progress(0, 0)
         if args.load:
-            self.progress = checkpoint.load(args.load, self.bare, self.optimizer, self.scheduler)
+            self.progress = plain.load(args.load, self.bare, self.optimizer, self.scheduler)
             self.say(f"loaded {args.load} at iteration {self.progress.iteration}")
 
     def say(self, text: str) -> None:
@@ -157,7 +158,7 @@ class _Trainer:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the current state."""
-        checkpoint.save(folder, self.progress, self.bare, self.optimizer, self.scheduler)
+        plain.save(folder, self.progress, self.bare, self.optimizer, self.scheduler)
         self.say(f"saved iteration {self.progress.iteration} to {folder}")
 
     def _run(self, data: Any, first_sample: int, forward_only: bool) -> float:

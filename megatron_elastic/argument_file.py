@@ -2,7 +2,7 @@
 
 The file has the names of Megatron's arguments and, in sections, the fields of its ``TransformerConfig``. What it says
 is put before the command line, which so has the last word. The launcher does that with what it acts upon itself, and
-each rank with the rest, since Megatron's parser knows how its flags are written (``adaptor.yaml_arguments``).
+each rank with the rest, since Megatron's parser knows how its flags are written (``adaptor.script.yaml_arguments``).
 """
 
 from __future__ import annotations

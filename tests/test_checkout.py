@@ -415,8 +415,8 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
     """They are a group of Megatron's own parser."""
     command = [sys.executable, "-c", "from megatron_elastic.device import cpu; cpu.install(); "
-               "from megatron_elastic.adaptor import cpu; cpu.install(); "
-               "from megatron_elastic.adaptor.arguments import parse; parse()", "--help"]
+               "from megatron_elastic.adaptor.without_cuda import stand_ins; stand_ins.install(); "
+               "from megatron_elastic.adaptor.script.arguments import parse; parse()", "--help"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(patched.checkout), search_path()))}
     shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True).stdout
     assert "--elastic-consistency {bitwise,fast}" in shown

@@ -9,7 +9,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Layout, Part, gpt_units
 from megatron_elastic.pipeline.executor import Executor
-from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, lose
@@ -105,7 +105,7 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
             model = Multiply(stage == 0, stage == 1)
             executor = Executor(
                 layout, peer.transport, Hooks(peer.rank, (), print, print), (SEQUENCE, SAMPLES, HIDDEN), torch.float64,
-                Profiler([]),
+                Meter([]),
             )  # fmt: skip
             program = for_cell(schedule, layout, peer.rank)
             executor.run(program, model)

@@ -52,6 +52,7 @@ def finish(jobs: Jobs, grid: Grid, job: Job, lost: Sequence[int], width: int | N
         (DP4, ["0@3:param_sync", "2@report"]),  # both of one stage
         (TP2, ["3@3:vote"]),  # its cell mate becomes a spare, and forms a new cell with the newcomer
         (TP2, ["1@3:grad_sync"]),  # the spare has the lowest rank of all when it comes back
+        (TP2, ["3@5:param_sync"]),  # the spare's weights were to be distributed, by a layout that it is not in
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
 )

@@ -96,7 +96,7 @@ def test_groups_follow_megatrons_overrides() -> None:
     """The index is made of the overrides that match, so it means the same on every rank."""
     from megatron.core.optimizer import OptimizerConfig
 
-    from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
+    from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
 
     groups = ParameterGroups(OptimizerConfig(lr=1.0, min_lr=0.1, decoupled_lr=2.0, decoupled_min_lr=0.5))
     matrix, vector = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))

@@ -106,8 +106,8 @@ STREAMS = """
 from megatron_elastic.device import cpu as device
 device.install()
 from megatron.core import tensor_parallel
-from megatron_elastic.adaptor import cpu
-cpu.apply()
+from megatron_elastic.adaptor.without_cuda import stand_ins
+stand_ins.apply()
 import torch
 
 class Rank:

@@ -19,11 +19,16 @@ import torch
 import torch.distributed
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor import arguments, helpers, log, targets, training, yaml_arguments
-from megatron_elastic.adaptor.schedule import Schedule
-from megatron_elastic.adaptor.schedules import ForwardStep
+from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.model.grains import ForwardStep
+from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
+from megatron_elastic.adaptor.training import entry, evaluation, intermission
+from megatron_elastic.adaptor.training.rates import RatesByStep
+from megatron_elastic.adaptor.training.tenure import Tenure
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.adaptor.without_cuda import helpers
 from megatron_elastic.cluster.control import Control
-from megatron_elastic.cluster.messages import Invite, VoteResult
+from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
 
 _STARTED = time.time()
@@ -64,7 +69,7 @@ def pretrain(
         )
 
     targets.PRETRAIN.find()
-    training.run(make)
+    entry.run(make)
 
 
 def _initialize(
@@ -119,14 +124,14 @@ def _build_datasets(
     return provider(targets.SAMPLES.find()())
 
 
-class CheckoutTrainer(training.Trainer):
+class CheckoutTrainer(Trainer):
     """The elastic trainer with Megatron-LM's schedule, log and reasons to stop."""
 
     def __init__(
         self, args: argparse.Namespace, control: Control, *, forward_step: ForwardStep, **providers: Any
     ) -> None:
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
-        self._begun_at = self.step - 1
+        self._begun_at = self.standing.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
 
     def close(self) -> None:
@@ -143,25 +148,21 @@ class CheckoutTrainer(training.Trainer):
         """The script's step function. A cell's first rank sends the others the batch, whose size these take from the
         arguments."""
         whole = self.args.micro_batch_size
-        self.args.micro_batch_size = whole * self.grains.part.size // self.layout.samples
+        self.args.micro_batch_size = whole * self.stage.key.part.size // self.layout.samples
         try:
             return forward_step(data, model)
         finally:
             self.args.micro_batch_size = whole
 
-    def _schedule(self) -> Schedule:
-        return Schedule(self.args, targets.SCHEDULER.find(), self.parameter_groups)
+    def make_rates(self) -> RatesByStep:
+        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
 
-    def _build(self) -> None:
-        super()._build()
+    def prepared(self) -> None:
         self._log.begin()
 
-    def _prepare(self, invite: Invite) -> None:
-        super()._prepare(invite)
-        self._log.begin()
-
-    def _goes_on(self) -> bool:
-        args, done = self.args, self.step - 1
+    def goes_on(self) -> bool:
+        """Whether there is another step, and nobody has a reason to stop."""
+        args, done = self.args, self.standing.step - 1
         if done >= args.train_iters:
             return False
         if args.exit_interval and done > self._begun_at and done % args.exit_interval == 0:
@@ -184,20 +185,20 @@ class CheckoutTrainer(training.Trainer):
         torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
         return bool(answer.item())
 
-    def _committed(self, result: VoteResult) -> None:
-        following = self.schedule.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
+    def committed(self, result: VoteResult) -> None:
+        following = self.rates.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
         self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
                        len(self.layout.ranks), self._writes)
 
-    def _evaluated(self, done: int, name: str, loss: float) -> None:
-        super()._evaluated(done, name, loss)
+    def evaluated(self, done: int, name: str, loss: float) -> None:
+        super().evaluated(done, name, loss)
         self._log.evaluation(done, name, loss, self._writes)
 
-    def _conclude(self, done: int) -> None:
+    def conclude(self, tenure: Tenure, done: int) -> None:
         """The last checkpoint, and the last evaluations if training is complete."""
-        args = self.args
+        args, batches = self.args, self.batches
         if self.saving.wanted(done):
-            self._save(done)
+            intermission.save(self, tenure, done)
         if done >= args.train_iters and args.eval_iters:
-            self._evaluate(done, "validation", self.valid_data, done // args.eval_interval)
-            self._evaluate(done, "test", self.test_data, 0)
+            evaluation.evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
+            evaluation.evaluate(self, tenure, done, "test", batches.test, 0)

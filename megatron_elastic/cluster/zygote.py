@@ -50,13 +50,15 @@ PRELOAD = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_elastic.adaptor.cpu",
-    "megatron_elastic.adaptor.training",
+    "megatron_elastic.adaptor.without_cuda.stand_ins",
+    "megatron_elastic.adaptor.training.entry",
     "megatron.training",  # of a Megatron-LM checkout
 )
 """What is imported by default; modules that are not installed are left out."""
 
-_INSTALLED = frozenset({"megatron_elastic.device.npu", "megatron_elastic.device.cpu", "megatron_elastic.adaptor.cpu"})
+_INSTALLED = frozenset({
+    "megatron_elastic.device.npu", "megatron_elastic.device.cpu", "megatron_elastic.adaptor.without_cuda.stand_ins",
+})
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
 

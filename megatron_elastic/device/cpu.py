@@ -2,7 +2,7 @@
 
 Megatron-core names its device "cuda" throughout. ``install`` gives those names a meaning on a machine without a GPU:
 the "current device" is the CPU, waiting for it is over at once, and its generator is torch's CPU generator.
-Nothing here imports Megatron; what has to change inside its modules is in ``megatron_elastic.adaptor.cpu``.
+Nothing here imports Megatron; what has to change inside its modules is in ``adaptor.without_cuda.stand_ins``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron_elastic.comm.tag import Channel, pair
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Cell, Layout, Part
-from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.program import Op
 
 
@@ -53,7 +53,7 @@ class Executor:
     Args:
         layout: says who computes which samples in the neighbouring stages.
         shape, dtype: of a grain's activation between stages ([sequence, micro-batch, hidden]).
-        profiler: is told of passes.
+        meter: is told of passes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Executor:
         hooks: Hooks,
         shape: Sequence[int],
         dtype: torch.dtype,
-        profiler: Profiler,
+        meter: Meter,
     ) -> None:
         self._layout = layout
         self._transport = transport
@@ -77,7 +77,7 @@ class Executor:
         self._tp = layout.tp_index(self._rank)
         self._end = layout.pipeline_size * layout.num_chunks - 1
         """Position of the end of the model."""
-        self._profiler = profiler
+        self._meter = meter
 
     @property
     def activation_bytes(self) -> int:
@@ -97,21 +97,21 @@ class Executor:
             if op.kind == "forward":
                 received = None if at == 0 else self._receive(part, at - 1, Channel.ACTIVATION)
                 inputs[here] = received if received is None else received.requires_grad_()
-                with self._profiler.forward(fraction):
+                with self._meter.forward(fraction):
                     outputs[here] = output = model.forward(op, part, received)
                 if at == self._end:
                     sends += self._tell_tokens(part, model)
                 else:
                     sends += self._send(part, at, at + 1, Channel.ACTIVATION, output)
             elif op.kind == "backward_weight":
-                with self._profiler.backward_weight():
+                with self._meter.backward_weight():
                     model.backward_weight(op)
             else:
                 if at == self._end:
                     grad = self._part_of_loss(part, model, outputs[here])
                 else:
                     grad = self._receive(part, at + 1, Channel.ACTIVATION_GRAD)
-                with self._profiler.backward(fraction):
+                with self._meter.backward(fraction):
                     input_grad = model.backward(op, part, inputs.pop(here), outputs.pop(here), grad)
                 if input_grad is not None:
                     sends += self._send(part, at, at - 1, Channel.ACTIVATION_GRAD, input_grad)

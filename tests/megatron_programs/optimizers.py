@@ -72,17 +72,17 @@ class _Megatron:
         from megatron.core.optimizer import get_megatron_optimizer
         from plain_training import _wrap
 
-        from megatron_elastic.adaptor import cpu, torch_adam
         from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
+        from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
 
-        cpu.apply()
+        stand_ins.apply()
         torch_adam.apply()
         self.args = args
         self.bare = _model(args)
         self.model = _wrap(args, self.bare)
         self.optimizer = get_megatron_optimizer(build_optimizer_config(args), [self.model],
                                                 use_gloo_process_groups=False)
-        self.scheduler = build_scheduler(args, self.optimizer)
+        self.ratesr = build_scheduler(args, self.optimizer)
 
     def step(self, step: int, tokens: torch.Tensor) -> float:
         self.model.zero_grad_buffer()
@@ -91,7 +91,7 @@ class _Megatron:
             (_losses(self.model, grain) / len(tokens)).backward()
         self.model.finish_grad_sync()
         _, norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=self.args.global_batch_size)
+        self.ratesr.step(increment=self.args.global_batch_size)
         return float(norm)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -102,10 +102,10 @@ class _Slices:
     def __init__(self, args: Any) -> None:
         from megatron.core.transformer.module import Float16Module
 
-        from megatron_elastic.adaptor.model import bind_stage
-        from megatron_elastic.adaptor.optimizer import ParameterGroups, make_optimizer
-        from megatron_elastic.adaptor.schedule import Schedule
+        from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
+        from megatron_elastic.adaptor.model.units import bind_stage
         from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
+        from megatron_elastic.adaptor.training.rates import RatesByStep
         from megatron_elastic.layout import Layout, gpt_units
         from megatron_elastic.numerics.exact import ExactAccumulator
         from megatron_elastic.state.buffer import UnitBuffer
@@ -120,7 +120,7 @@ class _Slices:
         self.accumulator = ExactAccumulator(args.num_grains, main_grads_dtype(args))
         config = build_optimizer_config(args)
         groups = ParameterGroups(config)
-        self.schedule = Schedule(args, partial(build_scheduler, args), groups)
+        self.rates = RatesByStep(args, partial(build_scheduler, args), groups)
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
         self.units: dict[int, UnitBuffer] = {}
         bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda shape: Partition(shape, SLICES, 0),
@@ -148,7 +148,7 @@ class _Slices:
         clip = self.args.clip_grad / (norm + 1e-6) if self.args.clip_grad else 1.0
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
-            state.apply(Update(step, clip, self.schedule.at(step)), buffer.partition.segments(k))
+            state.apply(Update(step, clip, self.rates.at(step)), buffer.partition.segments(k))
             buffer.slice_of(buffer.params, k).copy_(state.master)
         return norm
 

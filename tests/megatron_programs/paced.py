@@ -9,6 +9,7 @@ import fcntl
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -22,21 +23,21 @@ def install() -> None:
     from megatron_elastic.device import cpu
 
     cpu.install()
-    from megatron_elastic.adaptor.training import Trainer
+    from megatron_elastic.adaptor.training.trainer import Trainer
 
-    join = Trainer._join
+    begin = Trainer.__init__
 
     def wait(point: str, step: int, grain: int | None) -> None:
         if point == "data":
             with Path(os.environ["PACE"]).open("w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
 
-    def join_to_wait(self: Trainer) -> None:
+    def begin_to_wait(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
         if self.rank == 0:
             self.hooks.attach(wait)
-        join(self)
 
-    Trainer._join = join_to_wait  # type: ignore[method-assign]
+    Trainer.__init__ = begin_to_wait  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

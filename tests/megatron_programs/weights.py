@@ -24,10 +24,10 @@ def main() -> None:
     from megatron.core import parallel_state, tensor_parallel
     from pretrain_gpt import model_provider
 
-    from megatron_elastic.adaptor import cpu as adaptor
-    from megatron_elastic.adaptor.model import unit_parameters
+    from megatron_elastic.adaptor.model.units import unit_parameters
+    from megatron_elastic.adaptor.without_cuda import stand_ins
 
-    adaptor.apply()
+    stand_ins.apply()
     args = parse_args(world_size=1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("gloo")

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from pretrain_gpt import check_arguments, main
 
 if TYPE_CHECKING:
-    from megatron_elastic.adaptor.stage import Stage
-    from megatron_elastic.adaptor.training import Trainer
+    from megatron_elastic.adaptor.model.stage import Stage
+    from megatron_elastic.adaptor.training.tenure import Tenure
+    from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.layout import Layout
 
 __all__ = ["check_arguments"]
@@ -104,8 +105,8 @@ class Death:
         if point == "switch":
             from megatron_elastic.layout import Layout
 
-            assert trainer.plan is not None
-            planned = Layout.from_json(trainer.plan.layout)
+            assert trainer.tenure is not None and trainer.tenure.plan is not None
+            planned = Layout.from_json(trainer.tenure.plan.layout)
             self.near = planned.pipeline_size != trainer.layout.pipeline_size
         if self.near and point == self.point:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,15 +117,15 @@ def install() -> None:
     from megatron_elastic.device import cpu
 
     cpu.install()
-    from megatron_elastic.adaptor.stage import Stage
-    from megatron_elastic.adaptor.training import Trainer
+    from megatron_elastic.adaptor.model.stage import Stage
+    from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.state.store import StateStore
 
-    enter, join, hold = Trainer._enter, Trainer._join, Stage.hold
+    begin, begin_tenure, hold = Trainer.__init__, Trainer.begin_tenure, Stage.hold
 
-    def enter_and_check(self: Trainer, store: StateStore) -> None:
-        enter(self, store)
-        check(self.layout, self.rank)
+    def begin_tenure_and_check(self: Trainer, layout: Layout, store: StateStore) -> Tenure:
+        check(layout, self.rank)
+        return begin_tenure(self, layout, store)
 
     def hold_and_compare(self: Stage, layout: Layout) -> None:
         before = layers(self)
@@ -133,16 +134,16 @@ def install() -> None:
         for number in before.keys() & after:
             assert before[number] == after[number], f"layer {number} stayed, but was built anew or has other hooks"
 
-    def join_to_die(self: Trainer) -> None:
+    def begin_to_die(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
         death = Death(os.environ["WITNESS_DIES"])
         if death.rank == self.rank:
             self.hooks.attach(lambda point, step, grain: death.look(self, point))
-        join(self)
 
     Stage.hold = hold_and_compare  # type: ignore[method-assign]
-    Trainer._enter = enter_and_check  # type: ignore[method-assign]
+    Trainer.begin_tenure = begin_tenure_and_check  # type: ignore[method-assign]
     if "WITNESS_DIES" in os.environ:
-        Trainer._join = join_to_die  # type: ignore[method-assign]
+        Trainer.__init__ = begin_to_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

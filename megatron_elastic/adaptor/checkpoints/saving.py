@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoint import mark_newest, step_folder
+from megatron_elastic.adaptor.checkpoints.folder import mark_newest, step_folder
 from megatron_elastic.config import UsageError
 
 Prepare = Callable[[Path], AsyncRequest]

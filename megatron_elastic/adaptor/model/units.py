@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor.optimizer import ParameterGroups
-from megatron_elastic.adaptor.sequence import is_partial
+from megatron_elastic.adaptor.model.optimizer import ParameterGroups
+from megatron_elastic.adaptor.model.sequence import is_partial
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of

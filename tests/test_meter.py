@@ -1,4 +1,4 @@
-"""Tests of ``pipeline.profiler`` and ``plan.profile``: what units cost, measured."""
+"""Tests of ``pipeline.meter`` and ``plan.profile``: what units cost, measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_elastic.layout import Layout, gpt_units
-from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.plan import Costs, Sample, measured
 from megatron_elastic.plan.cost import UnitCost
 from tests.jobs import MODEL, Grid, Jobs
@@ -17,70 +17,70 @@ from tests.jobs import MODEL, Grid, Jobs
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the profiler's clock shows."""
+    """Seconds that the meter's clock shows."""
     now = [0.0]
-    monkeypatch.setattr("megatron_elastic.pipeline.profiler.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("megatron_elastic.pipeline.meter.time.perf_counter", lambda: now[0])
     return now
 
 
 def test_time_goes_to_the_unit_that_took_it(clock: list[float]) -> None:
-    profiler = Profiler([])
+    meter = Meter([])
     for _ in range(2):
-        with profiler.pipeline():
-            with profiler.forward():
+        with meter.pipeline():
+            with meter.forward():
                 clock[0] += 1  # before the first unit: its input
-                profiler.enter("embedding")
+                meter.enter("embedding")
                 clock[0] += 2
-                profiler.enter("layer.0")
-                with profiler.waiting():
+                meter.enter("layer.0")
+                with meter.waiting():
                     clock[0] += 50
                 clock[0] += 4
-            with profiler.backward():
+            with meter.backward():
                 clock[0] += 8
-                profiler.enter("layer.0")  # recomputed
+                meter.enter("layer.0")  # recomputed
                 clock[0] += 8
-                profiler.leave("layer.0")
+                meter.leave("layer.0")
                 clock[0] += 32
-                profiler.leave("embedding")
+                meter.leave("embedding")
         clock[0] += 64
-    read = profiler.read()
+    read = meter.read()
     assert read is not None
     units, overhead = read
     assert units == {"embedding": (3000, 32000, 0), "layer.0": (4000, 16000, 0)}
     assert overhead == 64000
-    assert profiler.read() is None
+    assert meter.read() is None
 
 
 def test_what_autograd_keeps_is_counted_once() -> None:
     weight = torch.nn.Parameter(torch.ones(16, 16))
-    profiler = Profiler([weight])
-    with profiler.pipeline():
+    meter = Meter([weight])
+    with meter.pipeline():
         for _ in range(3):
-            with profiler.forward():
-                profiler.enter("layer.0")
+            with meter.forward():
+                meter.enter("layer.0")
                 hidden = torch.ones(4, 16, requires_grad=True) @ weight  # keeps its input
-                profiler.enter("layer.1")
+                meter.enter("layer.1")
                 output = hidden.exp()  # keeps its output
-            with profiler.backward():
+            with meter.backward():
                 output.sum().backward()
-    read = profiler.read()
+    read = meter.read()
     assert read is not None
     assert {unit: measured.activation_bytes for unit, measured in read[0].items()} == {"layer.0": 256, "layer.1": 256}
 
 
 def test_parts_of_a_grain_count_as_such(clock: list[float]) -> None:
-    profiler = Profiler([])
-    with profiler.pipeline():
+    meter = Meter([])
+    with meter.pipeline():
         for grains, seconds in ((0.25, 1), (0.5, 2)):
-            with profiler.forward(grains):
-                profiler.enter("layer.0")
+            with meter.forward(grains):
+                meter.enter("layer.0")
                 output = torch.ones(4, 4, requires_grad=True).exp()  # 64 bytes
                 clock[0] += seconds
-            with profiler.backward(grains):
+            with meter.backward(grains):
                 output.sum().backward()
                 clock[0] += 2 * seconds
-                profiler.leave("layer.0")
-    read = profiler.read()
+                meter.leave("layer.0")
+    read = meter.read()
     assert read is not None
     assert read[0] == {"layer.0": (4000, 8000, 256)}
 

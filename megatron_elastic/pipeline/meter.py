@@ -1,4 +1,4 @@
-"""Profiler: what each unit takes in time and in activations, measured while training runs.
+"""Meter: what each unit takes in time and in activations, measured while training runs.
 
 Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradients of its
 parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward
@@ -24,7 +24,7 @@ class Measured(NamedTuple):
     activation_bytes: int
 
 
-class Profiler:
+class Meter:
     """Times the passes of one rank's stage under one layout, unit by unit.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.transformer import layer_index
+from megatron_elastic.adaptor.model.transformer import layer_index
 from megatron_elastic.layout import Part
 from megatron_elastic.numerics import keyed
 

@@ -1,12 +1,12 @@
-"""CPU, the Megatron side: what ``device.cpu`` cannot answer from outside Megatron's modules.
+"""Stand-ins: what ``device.cpu`` cannot answer from outside Megatron's modules.
 
 - ``megatron.core.tensor_parallel.random``: its state functions reach into the CUDA generators directly, and its tracker
   warns whenever the CPU's generator moves, which here *is* the generator.
-- Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.sequence``).
+- Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.model.sequence``).
 - ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
   draws random numbers besides): there are none.
-- The C++ helpers of ``megatron.core.datasets`` (``adaptor.helpers``), the distributed optimizer with torch's Adam
-  (``adaptor.torch_adam``) and the writing of checkpoints (``adaptor.checkpoint_writer``), for plain training.
+- The C++ helpers of ``megatron.core.datasets`` (``helpers``), the distributed optimizer with torch's Adam
+  (``torch_adam``) and the writing of checkpoints (``adaptor.checkpoints.writer``), for plain training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from megatron_elastic.adaptor import checkpoint_writer, helpers, sequence, targets, torch_adam
+from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.checkpoints import writer
+from megatron_elastic.adaptor.model import sequence
+from megatron_elastic.adaptor.without_cuda import helpers, torch_adam
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import cpu
 
@@ -34,7 +37,7 @@ def install() -> None:
         return
     apply()
     torch_adam.apply()
-    checkpoint_writer.apply()
+    writer.apply()
     if _has("megatron.training"):
         if not _has("triton"):
             _stand_in_for_triton_kernels()

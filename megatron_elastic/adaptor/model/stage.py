@@ -15,13 +15,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor import groups, transformer
-from megatron_elastic.adaptor.model import Use, bind_stage, uses
-from megatron_elastic.adaptor.optimizer import ParameterGroups
-from megatron_elastic.adaptor.random import GrainKey
+from megatron_elastic.adaptor.model import groups, transformer
+from megatron_elastic.adaptor.model.optimizer import ParameterGroups
+from megatron_elastic.adaptor.model.random import GrainKey
+from megatron_elastic.adaptor.model.units import Use, bind_stage, uses
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
-from megatron_elastic.pipeline.profiler import Profiler
+from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.partition import Partition
 
@@ -63,7 +63,7 @@ class Stage:
         """Of all units that this rank has heard of."""
         self.key: GrainKey
         """What the units draw from."""
-        self.profiler = Profiler(())
+        self.meter = Meter(())
         """What times the passes under the present layout."""
         self._args = args
         self._rank = rank
@@ -159,11 +159,11 @@ class Stage:
         """A unit's forward begins, or one that uses other units, too."""
         if use.unit != "head":  # it draws nothing
             self.key.seed(use.unit)
-        self.profiler.enter(use.unit)
-        with self.profiler.waiting():
+        self.meter.enter(use.unit)
+        with self.meter.waiting():
             self._before_use(use.needs)
 
     def _reach(self, unit: str) -> None:
         """A backward has got to a parameter. To the next there is one matrix product at most, or attention."""
-        self.profiler.leave(unit)
+        self.meter.leave(unit)
         self._look()

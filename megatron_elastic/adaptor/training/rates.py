@@ -11,11 +11,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_elastic.adaptor.optimizer import ParameterGroups
+from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.state.optimizer import Rates
 
 
-class Schedule:
+class RatesByStep:
     """Megatron's scheduler, asked by step.
 
     ``build`` makes it for an optimizer, of which it reads and writes ``param_groups``.

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_elastic.adaptor.checkpoint import TRACKER, step_folder
-from megatron_elastic.adaptor.model import unit_parameters
+from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
+from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.operation import Recv, Send
 from megatron_elastic.comm.tag import Channel, pair
@@ -37,17 +37,6 @@ FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
 def parts(optimizer: Optimizer) -> tuple[str, ...]:
     """Megatron's names of ``SliceState.tensors``."""
     return "fp32_param", *optimizer.moments
-
-
-def latest_step(directory: str | Path | None) -> int:
-    """Steps done in the newest checkpoint under ``directory``; 0 without one to load."""
-    tracker = None if directory is None else Path(directory) / TRACKER
-    return int(tracker.read_text().strip()) if tracker is not None and tracker.is_file() else 0
-
-
-def has_step(directory: str | Path, step: int) -> bool:
-    """Whether there is a checkpoint of ``step`` steps under ``directory``."""
-    return step_folder(Path(directory), step).is_dir()
 
 
 def prepare(

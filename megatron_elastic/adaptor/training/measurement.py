@@ -1,11 +1,11 @@
-"""Profile: what a rank tells of its stage, for planning."""
+"""Measurement: what a rank tells of its stage, for planning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.pipeline.profiler import Measured
+from megatron_elastic.pipeline.meter import Measured
 from megatron_elastic.plan import Sample
 from megatron_elastic.plan.cost import UnitCost
 from megatron_elastic.state.buffer import UnitBuffer
@@ -14,7 +14,7 @@ _STATE_BYTES = 4
 """Of an element of the master weights and of each moment."""
 
 
-def sample(
+def of_stage(
     layout: Layout,
     rank: int,
     times: Mapping[str, Measured],

@@ -65,7 +65,7 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(ctx, grad_output)
         given, weight = ctx.saved_tensors
         grad_input, grad = grad_output.matmul(weight), _flat(grad_output)
-        # What was saved may be a stand-in for the parameter (under hooks, as the profiler's), good for this pass only.
+        # What was saved may be a stand-in for the parameter (under hooks, as the meter's), good for this pass only.
         parameter = ctx.next_functions[1][0].variable
         _due.append(WeightGradient(parameter, given, grad, ctx.tp_group if ctx.sequence_parallel else None))
         if ctx.sequence_parallel:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoint import TRACKER
+from megatron_elastic.adaptor.checkpoints.folder import TRACKER
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import cpu
 from megatron_elastic.support import check_namespace, check_virtual_stages

@@ -17,8 +17,8 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_elastic.adaptor import linear
-from megatron_elastic.adaptor.random import GrainKey
+from megatron_elastic.adaptor.model import linear
+from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
 
@@ -31,7 +31,6 @@ class GrainModel:
 
     Args:
         chunks: the stage's models, in the order in which a grain passes them.
-        batch: the collated batch of part of a grain.
         last: whether this is the last stage, where the last chunk computes the loss.
     """
 
@@ -42,7 +41,6 @@ class GrainModel:
         forward_step: ForwardStep,
         key: GrainKey,
         last: bool,
-        batch: Callable[[Part], Mapping[str, torch.Tensor]],
     ) -> None:
         self.losses: dict[int, tuple[float, float]] = {}
         """(loss sum, tokens) of what was computed of each grain since the last ``begin``; last stage only."""
@@ -51,7 +49,8 @@ class GrainModel:
         self._forward_step = forward_step
         self._key = key
         self._last = last
-        self._batch = batch
+        self._batch: Callable[[Part], Mapping[str, torch.Tensor]]
+        """The collated batch of part of a grain."""
         self._due: dict[tuple[int, int], list[linear.WeightGradient]] = {}
         """Weight gradients, by grain and chunk, that its backward has left for later."""
 
@@ -61,11 +60,6 @@ class GrainModel:
         self._batch = batch
         self.losses = {}
         self._due = {}
-
-    @property
-    def part(self) -> Part:
-        """What is computed now."""
-        return self._key.part
 
     def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
         """Output of a chunk: [sequence, samples, hidden], or the mean loss at the end of the model."""

@@ -3,7 +3,7 @@
 Changes ``megatron.core.dist_checkpointing.strategies.filesystem_async`` (0.16.1), which forks two processes to write
 and spawns a third to pass their answers. A forked copy of a rank holds its links and threads in an unknown state, the
 spawned one runs the training script's imports again, and both need ``psutil`` or hang. Where training goes on meanwhile
-a thread writes (``adaptor.saving``).
+a thread writes (``adaptor.checkpoints.saving``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.timers import LocalTimers
+from megatron_elastic.adaptor.script.timers import LocalTimers
 
 
 def install() -> None:

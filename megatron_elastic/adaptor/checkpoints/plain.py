@@ -1,11 +1,7 @@
-"""Checkpoint: Megatron's distributed checkpoints (``torch_dist``), in the folder layout of Megatron-LM.
-
-``DIR/iter_0000010/`` holds a checkpoint and ``DIR/latest_checkpointed_iteration.txt`` names the newest complete one.
-"""
+"""Plain checkpoints: of a model and Megatron's own optimizer (``torch_dist``), without ``--elastic``."""
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +13,7 @@ import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-TRACKER = "latest_checkpointed_iteration.txt"
+from megatron_elastic.adaptor.checkpoints.folder import TRACKER, mark_newest, step_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +66,6 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
              "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}
 """How Megatron lays the optimizer's state out: by parameter, so that it can be loaded under other parallel sizes."""
-
-
-def step_folder(folder: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is."""
-    return folder / f"iter_{iteration:07d}"
-
-
-def mark_newest(folder: Path, iteration: int) -> None:
-    """Let the tracker name a checkpoint that is complete. Replaced at once: it never names anything else."""
-    partial = folder / f"{TRACKER}.partial"
-    partial.write_text(str(iteration))
-    os.replace(partial, folder / TRACKER)
 
 
 def _grid() -> list[int]:

@@ -1,0 +1,69 @@
+"""Building: a rank's part of the model and of the optimizer's state: the first, a newcomer's, a checkpoint's."""
+
+from __future__ import annotations
+
+from megatron_elastic.adaptor.checkpoints import folder, sliced
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.messages import Built, Invite, Ready
+from megatron_elastic.layout import Layout
+from megatron_elastic.state.store import StateStore
+
+
+def build(trainer: Trainer) -> None:
+    """Model, data and optimizer state under the first layout; redone if interrupted."""
+    stage, layout = trainer.stage, trainer.layout
+    stage.forget()
+    stage.hold(layout)
+    trainer.batches.open()
+    store = _empty_store(trainer, layout)
+    load(trainer, store, trainer.standing.step - 1)
+    tenure = trainer.begin_tenure(layout, store)
+    trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
+    trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
+    shapes = {unit: buffer.partition.shape for unit, buffer in stage.units.items()}
+    trainer.control.send(Built(rank=trainer.rank, shapes=shapes))
+    trainer.prepared()
+
+
+def prepare(trainer: Trainer, invite: Invite) -> None:
+    """Build this rank's part of the layout it is invited into, without the others, who are training."""
+    layout, stage = Layout.from_json(invite.layout), trainer.stage
+    trainer.transport.add_peers(invite.addresses)
+    if trainer.store is None or not stage.fits(layout):
+        trainer.store = None
+        trainer.make_groups(layout)
+        stage.forget()
+        stage.learn(invite.shapes, layout)
+        stage.hold(layout)
+        trainer.batches.open()
+        trainer.store = _empty_store(trainer, layout)
+    trainer.hooks.at("prepare")
+    trainer.control.send(Ready(rank=trainer.rank, epoch=invite.epoch))
+    trainer.prepared()
+
+
+def load(trainer: Trainer, store: StateStore, step: int) -> None:
+    """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
+    stage, layout = trainer.stage, trainer.layout
+    if step == 0:
+        store.create(layout, stage.units)
+        return
+    states = sliced.load(
+        _checkpoint_of(trainer, step), stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step
+    )
+    store.create(layout, stage.units)
+    sliced.fill(store, stage.units, states, step)
+
+
+def _checkpoint_of(trainer: Trainer, step: int) -> str:
+    """The directory with the checkpoint of a step: where this job saves, or where it was loaded from."""
+    save = trainer.args.save
+    return save if save and folder.has_step(save, step) else trainer.args.load
+
+
+def _empty_store(trainer: Trainer, layout: Layout) -> StateStore:
+    keeps = trainer.config.replay == "state"
+    rate = trainer.config.background_mbps * 1e6 / 8
+    tp_index = layout.tp_index(trainer.rank)
+    return StateStore(trainer.stage.partitions, trainer.optimizer, trainer.transport, tp_index, keeps, rate)

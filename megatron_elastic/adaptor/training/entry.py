@@ -1,0 +1,50 @@
+"""``megatron.training.pretrain``: train elastically, as one rank of a job, and let the coordinator know of errors."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Callable
+
+from megatron_elastic.adaptor.model.grains import ForwardStep
+from megatron_elastic.adaptor.model.stage import ModelProvider
+from megatron_elastic.adaptor.training import life
+from megatron_elastic.adaptor.training.batches import DatasetsProvider
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster.control import Control, JobStopped
+from megatron_elastic.cluster.messages import Failed
+from megatron_elastic.config import UsageError
+
+
+def pretrain(
+    args: argparse.Namespace,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetsProvider,
+    forward_step: ForwardStep,
+) -> None:
+    """Train elastically, as one rank of a job started by ``megatron-elastic run``.
+
+    ``args`` has Megatron-LM's names and the ``elastic_*`` ones. Returns when training is done. Raises JobStopped when
+    the job ends otherwise; whatever else it raises is an error of the program.
+    """
+    run(lambda control: Trainer(args, control, model_provider, datasets_provider, forward_step))
+
+
+def run(make: Callable[[Control], Trainer]) -> None:
+    """Let the trainer that ``make`` builds train as this rank, and tell the coordinator if the program fails."""
+    control = Control.connect()
+    trainer: Trainer | None = None
+    try:
+        trainer = make(control)
+        life.live(trainer)
+    except JobStopped:
+        raise
+    except Exception as error:
+        # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
+        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
+        control.send(Failed(rank=control.rank, traceback=text))
+        raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+        control.close()

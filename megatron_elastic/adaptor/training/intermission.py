@@ -1,0 +1,46 @@
+"""Intermission: what is due between two steps: an evaluation, a checkpoint.
+
+It is part of the step that follows, so that an interruption repeats it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_elastic.adaptor.checkpoints import sliced
+from megatron_elastic.adaptor.training.evaluation import evaluate
+from megatron_elastic.adaptor.training.tenure import Tenure
+from megatron_elastic.adaptor.training.trainer import Trainer
+
+
+def hold(trainer: Trainer, tenure: Tenure, done: int) -> None:
+    """Do what is due after ``done`` steps."""
+    args = trainer.args
+    if args.eval_interval and args.eval_iters and done and done % args.eval_interval == 0:
+        evaluate(trainer, tenure, done, "validation", trainer.batches.validation, done // args.eval_interval - 1)
+    if trainer.saving.written():
+        complete_save(trainer)
+    if trainer.saving.due(done):
+        trainer.hooks.at("checkpoint")
+        save(trainer, tenure, done)
+
+
+def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
+    """Save the state after ``done`` steps, or begin to."""
+    complete_save(trainer)  # one at a time
+    trainer.await_parameters(tenure)
+    apart = trainer.args.async_save
+    prepare = partial(
+        sliced.prepare, models=trainer.stage.models, layout=tenure.layout, units=trainer.stage.units,
+        store=tenure.store, transport=trainer.transport, step=done, apart=apart,
+    )  # fmt: skip
+    trainer.saving.begin(done, tenure.layout.epoch, prepare)
+    if not apart:
+        complete_save(trainer)
+
+
+def complete_save(trainer: Trainer) -> None:
+    """Have on disk what is being written, if anything is."""
+    step = trainer.saving.complete()
+    if step is not None and trainer.rank == trainer.layout.ranks[0]:
+        trainer.event("saved", step=step, directory=str(trainer.args.save))

@@ -1,0 +1,66 @@
+"""Interruption: unwind, tell the coordinator where this rank stands, and do what it decides."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_elastic.adaptor.model import random
+from megatron_elastic.adaptor.training.adoption import adopt
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.messages import Commit, Suspect
+from megatron_elastic.plan import everything
+
+
+def handle(trainer: Trainer, interrupted: Interrupted) -> None:
+    """Report, get the new layout, make it true. A further fault meanwhile begins it again."""
+    while True:
+        try:
+            trainer.hooks.at("interrupt")
+            if interrupted.suspects:
+                _suspect(trainer, interrupted.suspects)
+            adopt(trainer, _report(trainer))
+            return
+        except Interrupted as again:
+            interrupted = again
+
+
+def _suspect(trainer: Trainer, suspects: tuple[int, ...]) -> None:
+    """Tell the coordinator whose link broke, and wait for the interrupt that must follow."""
+    flag = trainer.control.interrupt
+    if flag.raised or set(suspects) <= flag.lost:
+        return
+    reason = f"the link from rank {trainer.rank} to {list(suspects)} broke"
+    trainer.control.send(
+        Suspect(rank=trainer.rank, epoch=trainer.standing.epoch, suspects=list(suspects), reason=reason)
+    )
+    trainer.control.wait((), timeout=trainer.config.wait_timeout)
+
+
+def _report(trainer: Trainer) -> Commit:
+    flag = trainer.control.interrupt
+    epoch = flag.epoch
+    flag.acknowledge(epoch)
+    random.leave_checkpointing()
+    if trainer.store is not None:
+        trainer.store.abandon_loading()
+    held, versions = _held(trainer), _versions(trainer)
+    trainer.control.send(standing.report(trainer.standing, epoch, held, versions, time.time()))
+    trainer.hooks.at("report")
+    return trainer.control.wait((Commit,), timeout=trainer.config.wait_timeout)
+
+
+def _held(trainer: Trainer) -> list[standing.Part]:
+    if trainer.store is not None:
+        return trainer.store.held()
+    # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
+    return sorted(everything(trainer.layout).get(trainer.rank, ()))
+
+
+def _versions(trainer: Trainer) -> dict[int, list[standing.Part]]:
+    if trainer.config.replay == "gradient":
+        return {}
+    if trainer.store is not None:
+        return trainer.store.versions()
+    return {trainer.standing.step - 1: _held(trainer)}

@@ -1,0 +1,82 @@
+"""Life: the loop of a rank. A step after the other, or the recovery from what interrupted one."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
+from megatron_elastic.adaptor.training.tenure import Tenure
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.messages import Commit, Finished, Hello, Invite, SliceDigest, Start, Stop
+
+_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
+"""Arguments that may differ from node to node, or from rank to rank."""
+
+
+def live(trainer: Trainer) -> None:
+    """From hello to the end of the job."""
+    _join(trainer)
+    while True:
+        try:
+            if not trainer.standing.member:
+                if _stand_by(trainer):
+                    return
+            elif trainer.tenure is None:
+                building.build(trainer)
+            elif trainer.goes_on():
+                step.take(trainer, trainer.tenure)
+                if trainer.standing.agreed:
+                    adoption.switch(trainer, trainer.tenure)
+            else:
+                _finish(trainer, trainer.tenure)
+                return
+        except Interrupted as interrupted:
+            interruption.handle(trainer, interrupted)
+
+
+def _join(trainer: Trainer) -> None:
+    args = trainer.args
+    trainer.control.send(
+        Hello(
+            rank=trainer.rank, pid=os.getpid(), host=socket.gethostname(), address=trainer.transport.address,
+            layout=trainer.layout.to_json(), start_step=trainer.standing.step - 1, train_iters=args.train_iters,
+            flags={name: str(value) for name, value in vars(args).items() if name not in _OWN_FLAGS},
+            tied=not args.untie_embeddings_and_output_weights,
+        )
+    )  # fmt: skip
+    if trainer.standing.member:
+        start = trainer.control.wait((Start,), timeout=trainer.config.start_timeout)
+        trainer.transport.add_peers(start.addresses)
+
+
+def _stand_by(trainer: Trainer) -> bool:
+    """In no cell: wait to be invited into one, and be let in. Returns whether the job is over."""
+    message = trainer.control.wait((Stop, Invite, Commit), timeout=float("inf"))
+    match message:
+        case Invite():
+            building.prepare(trainer, message)
+        case Commit():
+            adoption.adopt(trainer, message)
+    return isinstance(message, Stop)
+
+
+def _finish(trainer: Trainer, tenure: Tenure) -> None:
+    """Report what the model has become, and stay until everybody has."""
+    trainer.hooks.step = trainer.standing.step
+    done, layout = trainer.standing.step - 1, tenure.layout
+    intermission.hold(trainer, tenure, done)
+    trainer.await_parameters(tenure)
+    intermission.complete_save(trainer)
+    trainer.conclude(tenure, done)
+    intermission.complete_save(trainer)
+    digests = []
+    for unit, k in layout.owned(trainer.rank):
+        weights = trainer.stage.units[unit].slice_of(trainer.stage.units[unit].params, k)
+        sha256 = tenure.store[unit, k].sha256(weights)
+        digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(trainer.rank), sha256=sha256))
+    first, sent = trainer.counted_from
+    trainer.event("traffic", steps=done + 1 - first, bytes=trainer.transport.bytes_sent - sent)
+    trainer.control.send(Finished(rank=trainer.rank, step=done, digests=digests))
+    trainer.control.wait((Stop,), timeout=float("inf"))

@@ -1,0 +1,49 @@
+"""Tenure: what one layout makes of a member. It is made with the layout and dropped with it, and all that is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_elastic.adaptor.model.grains import GrainModel
+from megatron_elastic.cluster.messages import Plan
+from megatron_elastic.comm.group import Group
+from megatron_elastic.layout import Layout
+from megatron_elastic.pipeline.executor import Executor
+from megatron_elastic.pipeline.program import Op
+from megatron_elastic.state.reduction import Reduction
+from megatron_elastic.state.replay import Replay
+from megatron_elastic.state.store import StateStore
+from megatron_elastic.state.verification import Verification
+
+
+@dataclass(slots=True, eq=False)
+class Tenure:
+    """What a rank computes, sends and receives in the steps of ``layout``, and what it knows only while that holds.
+
+    Where it stands in the layout, as far as the coordinator or other ranks have to know, is in its ``Standing``.
+    """
+
+    layout: Layout
+    store: StateStore
+    """Outlives the layout; here because a member has one."""
+    reduction: Reduction
+    replay: Replay
+    verification: Verification | None
+    program: tuple[Op, ...]
+    grains: GrainModel
+    executor: Executor
+    vote_group: Group
+    plan: Plan | None = None
+    """The layout to switch to that it was told of last."""
+    copying: bool = False
+    """Whether copies had to be made for the layout, to or from this rank."""
+    settled: bool = False
+    """Whether the coordinator knows that everything the layout asks for is live here."""
+    boundary_ms: float | None = None
+    """Time of an activation to the next stage, when last measured."""
+
+    def await_units(self, units: Sequence[str]) -> None:
+        """Return when the parameters of these units are here."""
+        for name in units:
+            self.reduction.await_parameters(self.layout.units.index(name))

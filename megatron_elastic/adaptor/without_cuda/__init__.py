@@ -1,0 +1,1 @@
+"""What Megatron needs where there is no CUDA, elastic or not."""

@@ -1,0 +1,138 @@
+"""Standing: where one rank stands between the steps and layouts of a job, and how each decision changes it.
+
+Pure functions from one value to the next: the trainer asks them, and so do model ranks in simulations. A layout is made
+true in two parts, because the next fault may come in between. ``edited``: the rank is in the new layout. Then, once its
+state is what was decided, ``forward``, ``back``, ``reload`` or ``enter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Report, VoteResult
+
+Part = tuple[int, int, int]
+"""(unit, slice, tensor-parallel index)"""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands. What depends on its layout begins anew with each (``edited``)."""
+
+    rank: int
+    step: int
+    """The step in progress: the number of committed steps plus one."""
+    vote: VoteResult | None = None
+    """Result of the vote of ``step``, once past it."""
+    last: VoteResult | None = None
+    """Result of the newest vote whose step this rank has finished."""
+
+    epoch: int
+    """Of the layout that it has made true, whole or in part."""
+    member: bool
+    """Whether it is in a cell of that layout."""
+    stale: bool = False
+    """Whether its weights may not be what their owners hold: all members begin the next step with distributing them.
+
+    That takes everybody, so all members of a layout have the same answer: the coordinator's (``edited``).
+    """
+    gathering: bool = False
+    """Whether weights of the newest step may still be on their way here."""
+    planned: int = 0
+    """Epoch of the newest layout that it has been told of to switch to; 0 without one."""
+    agreed: bool = False
+    """Whether all members know of that one: the switch is due after the step."""
+
+
+# ---- training under one layout ---------------------------------------------------------------
+
+
+def built(standing: Standing) -> Standing:
+    """It has its part of the model. The weights in it are yet to be made equal."""
+    return replace(standing, stale=True)
+
+
+def told(standing: Standing, epoch: int) -> Standing:
+    """It has been told of a planned layout."""
+    return replace(standing, planned=epoch)
+
+
+def informed(standing: Standing) -> bool:
+    """Whether it says in the vote that it knows what to switch to; not if a fault has overtaken that layout."""
+    return standing.planned > standing.epoch
+
+
+def voted(standing: Standing, vote: VoteResult, agreed: bool) -> Standing:
+    """The step in progress has been voted. ``agreed``: every member was ``informed``."""
+    assert vote.step == standing.step, f"rank {standing.rank} votes on step {vote.step} in step {standing.step}"
+    return replace(standing, vote=vote, agreed=agreed)
+
+
+def distributing(standing: Standing) -> Standing:
+    """The step's weights begin to be sent."""
+    return replace(standing, gathering=True)
+
+
+def distributed(standing: Standing) -> Standing:
+    """All weights of the newest step are here."""
+    return replace(standing, gathering=False)
+
+
+def committed(standing: Standing) -> Standing:
+    """The step in progress is finished: voted, applied, its weights here or on their way."""
+    assert standing.vote is not None, f"rank {standing.rank} finishes step {standing.step}, which was not voted"
+    return replace(standing, step=standing.step + 1, vote=None, last=standing.vote, stale=False)
+
+
+# ---- a new layout ------------------------------------------------------------------------------
+
+
+def report(
+    standing: Standing, epoch: int, held: Sequence[Part], versions: Mapping[int, Sequence[Part]], now: float
+) -> Report:
+    """What it says when it is interrupted for ``epoch``. ``held`` and ``versions`` as in the message."""
+    return Report(
+        rank=standing.rank, epoch=epoch, member=standing.member, step=standing.step, vote=standing.vote,
+        last=standing.last, held=list(held), versions={steps: list(parts) for steps, parts in versions.items()},
+        stale=standing.stale or standing.gathering, layout=standing.epoch, interrupted_at=now,
+    )  # fmt: skip
+
+
+def edited(standing: Standing, epoch: int, member: bool, gather: bool) -> Standing:
+    """A new layout is the present one.
+
+    ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
+    for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
+    remembers must not count: it would wait for others who do not know.
+    """
+    return replace(
+        standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False
+    )
+
+
+def forward(standing: Standing, vote: VoteResult) -> Standing:
+    """Its states have done the update of ``vote``. A member finishes that step; the part of a spare in it ends here."""
+    if standing.member:
+        return replace(standing, step=vote.step, vote=vote)
+    return replace(standing, step=vote.step + 1, vote=None)
+
+
+def back(standing: Standing, step: int) -> Standing:
+    """Its states are as before ``step``, which is done again, and whatever came after it."""
+    last = standing.last if standing.last is not None and standing.last.step < step else None
+    return replace(standing, step=step, vote=None, last=last)
+
+
+def reload(standing: Standing, step: int) -> Standing:
+    """``back``, to a checkpoint: every member has only its own part of it."""
+    return replace(back(standing, step), stale=standing.member)
+
+
+def enter(standing: Standing, step: int) -> Standing:
+    """It takes part from ``step`` on; or goes on with it, if it was a member before.
+
+    No interruption comes between ``edited`` and this: a member's report of an older step would contradict the others.
+    """
+    return back(standing, step)
