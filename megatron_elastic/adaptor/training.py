@@ -59,7 +59,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import MEASURED, ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
-from megatron_elastic.layout import Layout, Part, transfers
+from megatron_elastic.layout import Holdings, Layout, Part, transfers
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.profiler import Profiler
@@ -630,7 +630,7 @@ class Trainer:
         if self.store is not None:
             return self.store.held()
         # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
-        return sorted(everything(self.layout).get(self.rank, ()))
+        return sorted(everything(self.layout).of_rank(self.rank))
 
     def _versions(self) -> dict[int, list[tuple[int, int, int]]]:
         if self.config.replay == "gradient":
@@ -678,7 +678,8 @@ class Trainer:
                 self._load(self.store, self.step - 1)
                 self.stale = True
         # After a reload all is there but copies that stages keep for each other.
-        moves = transfers(layout, everything(layout) if commit.decision == "reload" else commit.held)
+        reload = commit.decision == "reload"
+        moves = transfers(layout, everything(layout) if reload else Holdings.reported(layout, commit.held))
         self.hooks.at("replicate")
         self.store.replicate(moves, layout, done)
         self.copying = self.store.replicating

@@ -19,7 +19,7 @@ from megatron_elastic.cluster.suspicion import Record, Suspicion
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.trust import Trust
 from megatron_elastic.config import ElasticConfig
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan import NoLayout, StateLost, lose, readable
 
 
@@ -186,7 +186,7 @@ class Reconfiguration:
         lost = [rank for rank, state in self._ranks.items() if state.lost and rank in known]
         if decision.decision != "reload":
             try:
-                return decision, held, lose(old, lost, held, self._course.epoch)
+                return decision, held, lose(old, lost, Holdings.reported(old, held), self._course.epoch)
             except StateLost as lost_state:
                 decision = self._fall_back(decision, self._trust.undecided or str(lost_state))
         # Those who have not gone back yet have told of votes that are not cast any more.
