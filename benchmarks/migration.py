@@ -42,7 +42,7 @@ from forked import LIMIT, Times, run_ranks, world
 from programs.waiting_gpt import VARIABLE
 
 from megatron_elastic.cluster import scale
-from megatron_elastic.layout import Layout, transfers
+from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import read_events, read_metrics
 
@@ -155,10 +155,9 @@ def contiguous(before: Layout, between: Layout, after: Layout, parameters: Seque
 
     As many bytes for every unit as ours are: of state, and of parameters for the cells that get the unit anew.
     """
-    held = {rank: [(*at, 0) for at in (*before.owned(rank), *before.replicated(rank))] for rank in before.ranks}
     pieces: dict[tuple[int, int], float] = defaultdict(float)
     copied: dict[int, float] = defaultdict(float)
-    for move in transfers(between, held):
+    for move in transfers(between, Holdings.of(before)):
         copied[move.unit] += parameters[move.unit] / before.num_slices * _STATE
     for unit, size in copied.items():
         old, new = _shards(before, unit, parameters), _shards(after, unit, parameters)

@@ -1,8 +1,9 @@
 """How long planning takes. ``megatron-elastic bench planning``.
 
 The graph of a GPT of 128 layers with random costs over 64 stages, and layouts of 100,000 ranks that lose one: the
-interim layout (``lose``) and the one to work towards (``replan``). Processor time is given besides wall-clock time,
-because it does not depend on what else the machine does.
+interim layout (``lose``) and the one to work towards (``replan``). Then layouts of growing size (``--ranks``): what
+travels and is looked up, losses, what has to be copied then, and a node that joins. Processor time is given besides
+wall-clock time, because it does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 
 from common import emit, load_average, progress
 
-from megatron_elastic.layout import Layout, gpt_units
-from megatron_elastic.plan import lose
+from megatron_elastic.layout import Holdings, Layout, by_rank, decode, encode, gpt_units, transfers
+from megatron_elastic.plan import improve, lose
 from megatron_elastic.plan.cost import Costs, UnitCost
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.replan import replan
@@ -27,6 +28,8 @@ SHAPES = ((8, 64, 195), (8, 8, 1560), (1, 64, 1560))
 """Tensor-parallel, pipeline and data-parallel sizes of about 100,000 ranks each."""
 LAYERS = 128
 SLICES = 64
+NODE = 8
+"""Ranks of a host."""
 
 
 def timed(what: str, action: Callable[[], Any], repeat: int) -> dict[str, float]:
@@ -66,13 +69,9 @@ def layout(tp: int, pp: int, dp: int, repeat: int) -> dict[str, Any]:
     units, stage_units = gpt_units(LAYERS, pp, tied=True, positions=False)
     old = Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4 * dp, num_slices=SLICES, replicas=1,
-        ranks_per_host=8,
+        ranks_per_host=NODE,
     )  # fmt: skip
-    held = {
-        rank: [(unit, k, old.tp_index(rank)) for unit, k in (*old.owned(rank), *old.replicated(rank))]
-        for rank in old.ranks
-        if rank != 5
-    }
+    held = Holdings.of(old).without([5])
     costs = Costs.assumed(units)
     name = f"TP{tp} x PP{pp} x DP{dp}"
     return {
@@ -83,16 +82,80 @@ def layout(tp: int, pp: int, dp: int, repeat: int) -> dict[str, Any]:
     }
 
 
+def size(ranks: int, repeat: int) -> dict[str, Any]:
+    """Layouts of about so many ranks: 8 x 8 x DP, or 2 x 2 x DP where that is too many; K is DP, replicas 1."""
+    tp = pp = 8 if ranks >= 2 * 8 * 8 else 2
+    dp = max(2, ranks // (tp * pp))
+    units, stage_units = gpt_units(56, pp, tied=True, positions=True)
+
+    def grid() -> Layout:
+        return Layout.grid(
+            tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4 * dp, num_slices=dp, replicas=1,
+            ranks_per_host=NODE,
+        )  # fmt: skip
+
+    fresh = grid()
+    text, data = fresh.to_json(), encode(fresh)
+    count = len(fresh.ranks)
+    newcomers = {count + i: len(fresh.hosts) for i in range(NODE)}
+
+    def ask(layout: Layout) -> None:
+        layout.owner(0, 0, 0), layout.owned(0), layout.replicated(0), layout.holders(0), layout.contributors(0)
+        layout.stage_of(0), layout.sharers(0, 0), layout.host_of(0), layout.ranks, layout.chunks(0)
+
+    def measure(what: str, action: Callable[[], Any]) -> dict[str, float]:
+        return timed(f"{count} ranks: {what}", action, repeat)
+
+    def losing(ranks: Sequence[int]) -> dict[str, Any]:
+        held = Holdings.of(fresh).without(ranks)
+        new = lose(fresh, ranks, held, 1)
+        moves = transfers(new, held)
+        return {
+            "lose": measure(f"lose {len(ranks)}", lambda: lose(fresh, ranks, held, 1)),
+            "transfers": measure("transfers", lambda: transfers(new, held)),
+            "by_rank": measure("transfers by rank", lambda: by_rank(moves)),
+            "moves": len(moves),
+        }
+
+    return {
+        "ranks": count,
+        "json_bytes": len(text),
+        "bytes": len(data),
+        "grid": measure("grid", grid),
+        "to_json": measure("to_json", fresh.to_json),
+        "from_json": measure("from_json", lambda: Layout.from_json(text)),
+        "encode": measure("encode", lambda: encode(fresh)),
+        "decode": measure("decode", lambda: decode(data)),
+        "decode_and_look_up": measure("decode and look up", lambda: ask(decode(data))),
+        "validate": measure("validate", fresh.validate),
+        "rank_lost": losing([5]),
+        **({"node_lost": losing(range(NODE))} if count > 2 * NODE else {}),
+        "improve": measure("improve with a new node", lambda: improve(fresh, newcomers, 1)),
+    }
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="megatron-elastic bench planning", description=__doc__)
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="times of each (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=_sizes, default=[1000, 10_000, 100_000], metavar="N,...",
+        help="sizes of layouts that grow (default: 1000,10000,100000)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         parser.error(f"--repeat must be at least 1, got {options.repeat}")
     load = load_average()
-    figures = {"graph": graph(options.repeat), "layouts": [layout(*shape, options.repeat) for shape in SHAPES]}
+    figures = {
+        "graph": graph(options.repeat),
+        "layouts": [layout(*shape, options.repeat) for shape in SHAPES],
+        "sizes": [size(ranks, options.repeat) for ranks in options.ranks],
+    }
     emit("planning", arguments, {**figures, "load_before": load})
     return 0
 

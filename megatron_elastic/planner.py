@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_elastic.config import UsageError
-from megatron_elastic.layout import Held, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
+from megatron_elastic.layout import Holdings, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
 from megatron_elastic.pipeline.picture import LEGEND, Panel, draw, shown, svg
 from megatron_elastic.pipeline.simulate import Timeline, fastest
 from megatron_elastic.plan import NoLayout, lose, memory
@@ -80,7 +80,7 @@ def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> 
     lost = [int(rank) for rank in match[1].split(",")] if match[1] else []
     if unknown := set(lost) - {*layout.ranks, *layout.spares}:
         raise LayoutError(f"ranks {sorted(unknown)} are not in the layout of epoch {epoch}, or lost already")
-    held = _held(layout, lost)
+    held = Holdings.of(layout).without(lost)
     interim: Layout | None = layout
     if lost:
         try:
@@ -201,14 +201,6 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
             "assumed (a million parameters a layer); --profile gives measured ones",
         )
     return layout, Costs.from_json(path.read_bytes(), layout.units), str(path)
-
-
-def _held(layout: Layout, lost: Sequence[int]) -> Held:
-    return {
-        rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
-        for rank in layout.ranks
-        if rank not in lost
-    }
 
 
 def _step_ms(layout: Layout, costs: Costs) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Layout, gpt_units, transfers
+from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.plan import Costs, NoLayout, StateLost, improve, lose, replan
 from megatron_elastic.plan.growth import admit, approach, even
 
@@ -28,14 +28,6 @@ def make(tp: int, pp: int, dp: int, *, replicas: int = 1, slices: int | None = N
     )  # fmt: skip
 
 
-def roles(layout: Layout) -> dict[int, set[tuple[int, int, int]]]:
-    """What ranks hold once all copies are live."""
-    return {
-        rank: {(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))}
-        for rank in layout.ranks
-    }
-
-
 def to_stages(count: int, tied: bool = True) -> Rearrange:
     """What chooses ``count`` stages."""
     return lambda layout: replan(layout, Costs.assumed(layout.units), layout.epoch, stages={count}, tied=tied)
@@ -49,7 +41,7 @@ def converge(layout: Layout, newcomers: dict[int, int], rearrange: Rearrange | N
     while (found := improve(path[-1], waiting, path[-1].epoch + 1, goal, rearrange)) is not None:
         new, goal = found
         old = path[-1]
-        moves = transfers(new, roles(old))
+        moves = transfers(new, Holdings.of(old))
         assert all(move.role == "replica" for move in moves), "what a cell is to own was copied to it before"
         # Where more copies or shadows are all that is wanted, what leads to the goal is the goal itself.
         if goal is not None or moves or new.ranks != old.ranks:
@@ -77,7 +69,7 @@ def check_work_stays(old: Layout, new: Layout) -> None:
 
 def check_entered(old: Layout, new: Layout) -> None:
     """A goal needs nothing that is not there: neither state nor parameters."""
-    assert transfers(new, roles(old)) == ()
+    assert transfers(new, Holdings.of(old)) == ()
     for rank in new.ranks:
         assert set(new.held_by(rank)) <= set(old.held_by(rank))
 
@@ -128,7 +120,7 @@ def test_stages_of_one_cell_keep_copies_for_each_other() -> None:
 def test_a_rank_comes_back() -> None:
     """In two layouts: it follows while its slices are copied to it, and it takes part."""
     layout = make(1, 1, 4, slices=4)
-    small = lose(layout, [2], {r: parts for r, parts in roles(layout).items() if r != 2}, 1)
+    small = lose(layout, [2], Holdings.of(layout).without([2]), 1)
     found = improve(small, {4: 0}, 2)
     assert found is not None
     followed, goal = found
@@ -234,7 +226,7 @@ def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
     dead: set[int] = set()
     wanted: int | None = None
     next_rank = len(layout.ranks)
-    held = roles(layout)
+    held = Holdings.of(layout)
     for _ in range(6):
         newcomers: dict[int, int] = {}
         what = rng.choice(["lose", "lose", "join", "stages"])
@@ -242,8 +234,8 @@ def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
             alive = [*layout.ranks, *layout.spares]
             victims = set(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
             dead |= victims
-            held = {rank: parts for rank, parts in held.items() if rank not in dead}
-            parts_alive = {part for parts in held.values() for part in parts}
+            held = held.without(dead)
+            parts_alive = {part for rank in alive for part in held.of_rank(rank)}
             complete = len(parts_alive) == len(layout.units) * layout.num_slices * layout.cell_size
             try:
                 layout = lose(layout, victims, held, layout.epoch + 1)
@@ -271,8 +263,11 @@ def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
         stop = rng.randrange(len(path)) if rng.random() < 0.3 else len(path) - 1
         layout = path[stop]
         # What the last of these layouts asks for first may be on its way still.
-        before = roles(path[max(stop - 1, 0)])
-        held = {
-            rank: {part for part in parts if part in before.get(rank, ()) or rng.random() < 0.5}
-            for rank, parts in roles(layout).items()
-        }
+        before, asked = (Holdings.of(one) for one in (path[max(stop - 1, 0)], layout))
+        held = Holdings.reported(
+            layout,
+            {
+                rank: {part for part in asked.of_rank(rank) if part in before.of_rank(rank) or rng.random() < 0.5}
+                for rank in layout.ranks
+            },
+        )

@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_elastic.layout import Cell, Layout, LayoutError, SliceLost, Stage, Transfer, gpt_units, transfers
+from megatron_elastic.layout import (
+    Cell,
+    Holdings,
+    Layout,
+    LayoutError,
+    SliceLost,
+    SlicePart,
+    Stage,
+    Transfer,
+    by_rank,
+    gpt_units,
+    transfers,
+)
 
 
 def gpt_grid(
@@ -33,13 +45,6 @@ def gpt_grid(
         replicas=replicas,
         ranks_per_host=ranks_per_host,
     )
-
-
-def full_state(layout: Layout) -> dict[int, set[tuple[int, int, int]]]:
-    return {
-        rank: {(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))}
-        for rank in layout.ranks
-    }
 
 
 def test_gpt_units_name_what_moves() -> None:
@@ -266,16 +271,22 @@ def test_grid_refuses_what_does_not_fit(changes: dict[str, object], message: str
         Layout.grid(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
+def lacking(layout: Layout, *missing: tuple[int, SlicePart]) -> Holdings:
+    """All that the layout asks for, but a part at a rank."""
+    held = Holdings.of(layout)
+    for rank, part in missing:
+        held = held.replace(rank, held.of_rank(rank) - {part})
+    return held
+
+
 def test_nothing_to_transfer_where_all_hold_their_roles() -> None:
     layout = gpt_grid(2, 2, 2)
-    assert transfers(layout, full_state(layout)) == ()
+    assert transfers(layout, Holdings.of(layout)) == ()
 
 
 def test_a_missing_replica_comes_from_the_owner_and_a_missing_owner_from_the_replica() -> None:
     layout = gpt_grid(2, 2, 2)
-    held = full_state(layout)
-    held[2].remove((0, 0, 0))
-    held[1].remove((0, 0, 1))
+    held = lacking(layout, (2, (0, 0, 0)), (1, (0, 0, 1)))
     assert transfers(layout, held) == (Transfer(0, 0, 0, 0, 2, "replica"), Transfer(0, 0, 1, 3, 1, "owner"))
 
 
@@ -284,7 +295,7 @@ def test_other_holders_share_the_work_and_the_lost_are_no_source() -> None:
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=0)
     layout = replace(layout, spares=(5, 6), lost=(4,))
     everything = {(unit, 0, 0) for unit in range(3)}
-    found = transfers(layout, {0: set(), 1: set(), 4: everything, 5: everything, 6: everything})
+    found = transfers(layout, Holdings.reported(layout, {4: everything, 5: everything, 6: everything}))
     assert [(t.src, t.dst) for t in found] == [(5, 0), (6, 0), (5, 0)]
 
 
@@ -293,14 +304,24 @@ def test_the_owner_is_the_source_however_busy_it_is() -> None:
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=2, num_slices=1, replicas=1)
     everything = {(unit, 0, 0) for unit in range(3)}
     layout = replace(layout, spares=(5,))
-    assert [t.src for t in transfers(layout, {0: everything, 1: set(), 5: everything})] == [0, 0, 0]
-    assert [t.src for t in transfers(layout, {0: set(), 1: everything, 5: everything})] == [1, 1, 1]
+    for source in (0, 1):
+        held = Holdings.reported(layout, {source: everything, 5: everything})
+        assert [t.src for t in transfers(layout, held)] == [source] * 3
 
 
 def test_a_slice_that_nobody_holds_is_named() -> None:
     layout = gpt_grid(2, 2, 2)
-    held = full_state(layout)
-    held[1].remove((2, 0, 1))
-    held[3].remove((2, 0, 1))
+    held = lacking(layout, (1, (2, 0, 1)), (3, (2, 0, 1)))
     with pytest.raises(SliceLost, match="slice 0 of unit 2, tensor-parallel index 1"):
         transfers(layout, held)
+
+
+def test_each_rank_has_its_own_transfers_in_their_order() -> None:
+    layout = gpt_grid(1, 2, 3)
+    moves = transfers(layout, Holdings.of(layout).without([1, 4]))
+    own = by_rank(moves)
+    assert {move.dst for move in moves} == {1, 4}
+    assert list(own) == sorted({rank for move in moves for rank in (move.src, move.dst)})
+    for rank, of_rank in own.items():
+        assert of_rank == tuple(move for move in moves if rank in (move.src, move.dst))
+    assert by_rank(()) == {}

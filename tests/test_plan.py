@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Cell, Layout, LayoutError, Stage, gpt_units, transfers
+from megatron_elastic.layout import Cell, Holdings, Layout, LayoutError, Stage, gpt_units, transfers
 from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose, readable
 from megatron_elastic.plan.reroute import reroute
-
-Held = dict[int, set[tuple[int, int, int]]]
 
 
 def make(
     tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True
-) -> tuple[Layout, Held]:
+) -> tuple[Layout, Holdings]:
     units, stage_units = gpt_units(pp, pp, tied, positions=False)
     layout = Layout.grid(
         tp=tp,
@@ -32,25 +29,12 @@ def make(
         num_slices=slices,
         replicas=replicas,
     )
-    return layout, roles(layout)
-
-
-def roles(layout: Layout) -> Held:
-    """What ranks hold when they have just what the layout asks for."""
-    return {
-        rank: {(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))}
-        for rank in layout.ranks
-    }
-
-
-def without(held: Mapping[int, Collection[tuple[int, int, int]]], dead: Iterable[int]) -> Held:
-    gone = set(dead)
-    return {rank: set(parts) for rank, parts in held.items() if rank not in gone}
+    return layout, Holdings.of(layout)
 
 
 def test_a_dead_rank_takes_its_cell_out_and_no_more() -> None:
     layout, held = make(2, 2, 4, grains=8, slices=4, replicas=1)
-    new = lose(layout, [11], without(held, [11]), epoch=1)
+    new = lose(layout, [11], held.without([11]), epoch=1)
     assert (new.epoch, new.lost, new.spares) == (1, (11,), (10,))
     assert [[cell.leader for cell in stage.cells] for stage in new.stages] == [[0, 2, 4, 6], [8, 12, 14]]
     assert new.stages[0] == layout.stages[0], "the other stage works on as before"
@@ -63,8 +47,8 @@ def test_a_dead_rank_takes_its_cell_out_and_no_more() -> None:
 
 def test_the_same_loss_again_changes_nothing_but_the_epoch() -> None:
     layout, held = make(1, 2, 4, grains=8, slices=4, replicas=1)
-    once = lose(layout, [1], without(held, [1]), epoch=1)
-    twice = lose(once, [1], without(held, [1]), epoch=2)
+    once = lose(layout, [1], held.without([1]), epoch=1)
+    twice = lose(once, [1], held.without([1]), epoch=2)
     assert twice.epoch == 2
     assert twice.stages == once.stages
     assert (twice.owners, twice.replicas, twice.spares, twice.lost) == (
@@ -77,17 +61,17 @@ def test_the_same_loss_again_changes_nothing_but_the_epoch() -> None:
 
 def test_a_spare_that_dies_costs_nothing_more() -> None:
     layout, held = make(2, 1, 4, grains=8, slices=4, replicas=1)
-    once = lose(layout, [1], without(held, [1]), epoch=1)
+    once = lose(layout, [1], held.without([1]), epoch=1)
     assert once.spares == (0,)
-    twice = lose(once, [0], without(held, [0, 1]), epoch=2)
+    twice = lose(once, [0], held.without([0, 1]), epoch=2)
     assert twice.stages == once.stages
     assert (twice.spares, twice.lost) == ((), (0, 1))
 
 
 def test_a_spare_still_gives_its_state_to_a_new_owner() -> None:
     layout, held = make(2, 1, 2, grains=4, slices=2, replicas=0)
-    held = without(held, [3])
-    held[1] |= {(unit, 1, 1) for unit in range(len(layout.units))}
+    held = held.without([3])
+    held = held.replace(1, held.of_rank(1) | {(unit, 1, 1) for unit in range(len(layout.units))})
     new = lose(layout, [3], held, epoch=1)
     assert new.spares == (2,)
     assert {(t.src, t.dst) for t in transfers(new, held)} == {(2, 0)}
@@ -95,23 +79,22 @@ def test_a_spare_still_gives_its_state_to_a_new_owner() -> None:
 
 def test_a_promotion_needs_a_replica_that_holds_the_slice() -> None:
     layout, held = make(1, 1, 3, grains=3, slices=3, replicas=1)
-    held[2].discard((0, 1, 0))
-    held[0].add((0, 1, 0))
-    new = lose(layout, [1], without(held, [1]), epoch=1)
+    held = held.replace(2, held.of_rank(2) - {(0, 1, 0)}).replace(0, held.of_rank(0) | {(0, 1, 0)})
+    new = lose(layout, [1], held.without([1]), epoch=1)
     assert new.owners[0][1] == 0, "rank 2 was to be the replica, but never got the state; rank 0 has it"
     assert new.replicas[0][1] == (2,)
 
 
 def test_without_a_usable_replica_a_cell_that_holds_the_slice_takes_over() -> None:
     layout, held = make(1, 1, 4, grains=4, slices=4, replicas=0)
-    held[2] |= held[3]
-    new = lose(layout, [3], without(held, [3]), epoch=1)
+    held = held.replace(2, held.of_rank(2) | held.of_rank(3))
+    new = lose(layout, [3], held.without([3]), epoch=1)
     assert [row[3] for row in new.owners] == [2] * len(new.units)
 
 
 def test_new_replicas_are_spread() -> None:
     layout, held = make(1, 1, 4, grains=4, slices=4, replicas=1)
-    new = lose(layout, [1], without(held, [1]), epoch=1)
+    new = lose(layout, [1], held.without([1]), epoch=1)
     # For each unit slices 2 and 3 keep theirs at 3 and 0; slice 0 may go to 2 or 3, slice 1 to 0 or 3.
     assert Counter(at for row in new.replicas for copies in row for at in copies) == {0: 5, 2: 3, 3: 4}
 
@@ -126,31 +109,31 @@ def test_a_shadow_stays_one() -> None:
     grains = ((0, 1, 2), (3, 4, 5), ())
     cells = tuple(replace(cell, grains=g) for cell, g in zip(layout.stages[0].cells, grains, strict=True))
     layout = replace(layout, stages=(replace(layout.stages[0], cells=cells),))
-    new = lose(layout, [0], without(held, [0]), epoch=1)
+    new = lose(layout, [0], held.without([0]), epoch=1)
     assert [cell.grains for cell in new.stages[0].cells] == [tuple(range(6)), ()]
     with pytest.raises(NoLayout, match=r"no working cell is left \(dead: rank 0, rank 1\)"):
-        lose(layout, [0, 1], without(everything(layout), [0, 1]), epoch=1)
+        lose(layout, [0, 1], everything(layout).without([0, 1]), epoch=1)
 
 
 def test_a_stage_without_cells_is_dissolved() -> None:
     """Into those that have some, and only once somebody else has its state."""
     layout, held = make(1, 2, 2, grains=4, slices=2, replicas=1)
-    assert lose(layout, [0, 3], without(held, [0, 3]), epoch=1).ranks == (1, 2), "one of each stage is enough"
+    assert lose(layout, [0, 3], held.without([0, 3]), epoch=1).ranks == (1, 2), "one of each stage is enough"
     with pytest.raises(StateLost, match=r"slice 0 of unit layer\.1 .*dead: rank 2, rank 3\)\. Restart"):
-        lose(layout, [2, 3], without(held, [2, 3]), epoch=1)
-    narrow = lose(layout, [2], without(held, [2]), epoch=1)
+        lose(layout, [2, 3], held.without([2, 3]), epoch=1)
+    narrow = lose(layout, [2], held.without([2]), epoch=1)
     head = len(layout.units) - 1
     assert (narrow.owners[head], narrow.replicas[head]) == ((3, 3), ((0,), (1,))), "copies go to the other stage"
-    assert all(move.src == 3 for move in transfers(narrow, without(held, [2])) if move.unit == head)
-    held = roles(narrow)
-    wide = lose(narrow, [3], without(held, [3]), epoch=2)
+    assert all(move.src == 3 for move in transfers(narrow, held.without([2])) if move.unit == head)
+    held = Holdings.of(narrow)
+    wide = lose(narrow, [3], held.without([3]), epoch=2)
     assert (wide.pipeline_size, wide.stages[0].units, wide.ranks) == (1, tuple(range(len(layout.units))), (0, 1))
     assert [len(cell.grains) for cell in wide.stages[0].cells] == [2, 2]
 
 
 def test_two_stages_are_dissolved_at_once() -> None:
     layout, _ = make(1, 4, 1, grains=4, slices=1, replicas=0)
-    held = {1: {(unit, 0, 0) for unit in range(len(layout.units))}, 3: set()}
+    held = Holdings.reported(layout, {1: {(unit, 0, 0) for unit in range(len(layout.units))}})
     new = lose(layout, [0, 2], held, epoch=1)
     assert (new.pipeline_size, new.ranks, new.lost) == (2, (1, 3), (0, 2))
 
@@ -161,19 +144,19 @@ def test_what_cannot_help_a_dissolved_stage_becomes_spare() -> None:
     first, second = layout.stages
     cells = (replace(second.cells[0], grains=(0, 1, 2, 3)), replace(second.cells[1], grains=()))
     layout = replace(layout, stages=(first, replace(second, cells=cells)))
-    new = lose(layout, [4], without(held, [4]), epoch=1)
+    new = lose(layout, [4], held.without([4]), epoch=1)
     assert (new.pipeline_size, new.ranks, new.spares, new.lost) == (1, (0, 1, 2, 3), (5, 6, 7), (4,))
 
 
 def test_owner_and_replica_dead_at_once() -> None:
     layout, held = make(1, 1, 4, grains=4, slices=4, replicas=1)
     with pytest.raises(StateLost, match=r"slice 1 of unit embedding .*dead: rank 1, rank 2\).*Restart the job"):
-        lose(layout, [1, 2], without(held, [1, 2]), epoch=1)
+        lose(layout, [1, 2], held.without([1, 2]), epoch=1)
 
 
 def test_two_replicas_survive_two_deaths_at_once() -> None:
     layout, held = make(1, 1, 4, grains=4, slices=4, replicas=2)
-    new = lose(layout, [1, 2], without(held, [1, 2]), epoch=1)
+    new = lose(layout, [1, 2], held.without([1, 2]), epoch=1)
     assert new.owners[0] == (0, 3, 0, 3)
     assert all(len(copies) == 1 for row in new.replicas for copies in row), "there is room for one only"
 
@@ -183,7 +166,7 @@ def test_replicas_are_placed_anew_on_other_hosts() -> None:
     layout = Layout.grid(
         tp=1, pp=1, dp=6, stage_units=stage_units, units=units, num_grains=6, num_slices=6, replicas=1, ranks_per_host=2
     )
-    new = lose(layout, [2], without(roles(layout), [2]), epoch=1)
+    new = lose(layout, [2], Holdings.of(layout).without([2]), epoch=1)
     for owners, replicas in zip(new.owners, new.replicas, strict=True):
         for owner, (copy,) in zip(owners, replicas, strict=True):
             assert new.host_of(owner) != new.host_of(copy)
@@ -193,13 +176,13 @@ def test_everything_is_held_after_a_checkpoint() -> None:
     layout, _ = make(2, 2, 2, grains=4, slices=2, replicas=1)
     held = everything(layout)
     lost = [0, 1, 4]  # what column 0 of stage 0 and a rank of stage 1 owned
-    assert lose(layout, lost, without(held, lost), epoch=1).ranks == (2, 3, 6, 7)
+    assert lose(layout, lost, held.without(lost), epoch=1).ranks == (2, 3, 6, 7)
 
 
 def test_a_checkpoint_brings_a_dissolved_stage_back() -> None:
     layout, held = make(2, 2, 2, grains=4, slices=2, replicas=1)
     with pytest.raises(StateLost):
-        lose(layout, [4, 6], without(held, [4, 6]), epoch=1)
+        lose(layout, [4, 6], held.without([4, 6]), epoch=1)
     new = lose(layout, [4, 6], readable(layout), epoch=1)
     assert (new.pipeline_size, new.ranks, new.spares) == (1, (0, 1, 2, 3), (5, 7))
 
@@ -210,7 +193,7 @@ def test_a_rank_that_never_was_is_refused() -> None:
         lose(layout, [77], held, epoch=1)
 
 
-def check(old: Layout, new: Layout, held: Held, dead: set[int]) -> None:
+def check(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None:
     """Every invariant that a loss must keep, beyond those of ``validate`` (which ``lose`` calls)."""
     assert set(new.lost) == dead
     assert {*new.ranks, *new.spares, *new.lost} == {*old.ranks, *old.spares, *old.lost}
@@ -230,7 +213,7 @@ def working(stage: Stage, dead: set[int]) -> list[Cell]:
     return [cell for cell in stage.cells if dead.isdisjoint(cell.ranks)]
 
 
-def check_kept(old: Layout, new: Layout, held: Held, dead: set[int]) -> None:
+def check_kept(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None:
     """Every stage has cells left: nothing moves that need not."""
     for before, after in zip(old.stages, new.stages, strict=True):
         assert after.units == before.units
@@ -246,7 +229,7 @@ def check_kept(old: Layout, new: Layout, held: Held, dead: set[int]) -> None:
             holds = {
                 leader
                 for leader, cell in cells.items()
-                if all((unit, k, tp) in held[rank] for tp, rank in enumerate(cell.ranks))
+                if all((unit, k, tp) in held.of_rank(rank) for tp, rank in enumerate(cell.ranks))
             }
             owner, copies = new.owners[unit][k], new.replicas[unit][k]
             if old.owners[unit][k] in holds:
@@ -281,8 +264,8 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
     for epoch in range(1, 8):
         alive = [*layout.ranks, *layout.spares]
         dead |= set(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
-        held = without(held, dead)
-        parts = {part for parts in held.values() for part in parts}
+        held = held.without(dead)
+        parts = {part for rank in alive for part in held.of_rank(rank)}
         if not any(working(stage, dead) for stage in layout.stages):
             with pytest.raises(NoLayout):
                 lose(layout, dead, held, epoch)
@@ -297,12 +280,12 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
         assert moves == transfers(Layout.from_json(new.to_json()), held)
         for move in moves:
             part = (move.unit, move.slice, move.tp)
-            assert part in held[move.src]
-            assert part not in held[move.dst]
+            assert part in held.of_rank(move.src)
+            assert part not in held.of_rank(move.dst)
             assert new.tp_index(move.dst) == move.tp
         for move in moves:
             if rng.random() <= finish:
-                held[move.dst].add((move.unit, move.slice, move.tp))
+                held = held.replace(move.dst, held.of_rank(move.dst) | {(move.unit, move.slice, move.tp)})
         layout = new
 
 
@@ -320,7 +303,7 @@ def test_one_loss_at_a_time_never_loses_a_slice(shape: dict[str, int], seed: int
         victim = rng.choice(layout.ranks)
         dead.add(victim)
         # Spares and cells drop what they no longer have a role for: the copies that are asked for must be enough.
-        held = without(roles(layout), dead)
+        held = Holdings.of(layout).without(dead)
         if sum(stage.width for stage in layout.stages) == 1:
             with pytest.raises(NoLayout):
                 lose(layout, dead, held, layout.epoch + 1)
@@ -331,6 +314,6 @@ def test_one_loss_at_a_time_never_loses_a_slice(shape: dict[str, int], seed: int
 def test_owners_stay_balanced_when_no_replica_helps() -> None:
     layout, _ = make(1, 1, 4, grains=4, slices=12, replicas=0)
     all_state = {(unit, k, 0) for unit in range(3) for k in range(12)}
-    new = lose(layout, [3], {0: all_state, 1: all_state, 2: all_state}, epoch=1)
+    new = lose(layout, [3], Holdings.reported(layout, dict.fromkeys(range(3), all_state)), epoch=1)
     loads = Counter(owner for row in new.owners for owner in row)
     assert max(loads.values()) - min(loads.values()) <= 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Held, Layout, gpt_units, transfers
+from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.plan import NoLayout, lose
 from megatron_elastic.plan.cost import Costs, UnitCost
 from megatron_elastic.plan.growth import admit
@@ -35,13 +35,6 @@ def even(layout: Layout) -> Costs:
     )
 
 
-def holds(layout: Layout) -> Held:
-    return {
-        rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
-        for rank in layout.ranks
-    }
-
-
 def layers(layout: Layout) -> list[int]:
     return [sum(layout.units[unit].startswith("layer.") for unit in stage.units) for stage in layout.stages]
 
@@ -52,12 +45,12 @@ def widths(layout: Layout) -> list[int]:
 
 def test_a_stage_that_lost_a_cell_gives_layers_away() -> None:
     layout = make(1, 4, 2, layers=12, grains=16)
-    interim = lose(layout, [2], {rank: parts for rank, parts in holds(layout).items() if rank != 2}, 1)
+    interim = lose(layout, [2], Holdings.of(layout).without([2]), 1)
     new = replan(interim, even(layout), 2, cells_stay=True)
     assert (new.epoch, new.lost, widths(new)) == (2, (2,), [2, 1, 2, 2])
     assert layers(new) in ([4, 2, 3, 3], [3, 2, 4, 3])
     # Copies in other stages are asked for at once; here they have not arrived.
-    moves = transfers(new, {rank: [(*at, 0) for at in interim.owned(rank)] for rank in interim.ranks})
+    moves = transfers(new, Holdings.of(replace(interim, replicas=((((),) * 2),) * len(interim.units))))
     owners = [move for move in moves if move.role == "owner"]
     assert {interim.units[move.unit] for move in owners} in ({"layer.3"}, {"layer.5"})
     assert {move.src for move in owners} == {3}
@@ -67,7 +60,7 @@ def test_a_stage_that_lost_a_cell_gives_layers_away() -> None:
 def test_cells_move_too_where_that_is_better() -> None:
     """Two live activations are few for a narrow stage in the middle, but all that a last stage needs."""
     layout = make(1, 4, 2, layers=12, grains=16)
-    interim = lose(layout, [2], {rank: parts for rank, parts in holds(layout).items() if rank != 2}, 1)
+    interim = lose(layout, [2], Holdings.of(layout).without([2]), 1)
     costs = even(layout)
     free, stay = (replan(interim, costs, 2, cells_stay=stay) for stay in (False, True))
     assert widths(free) == [2, 2, 2, 1]
@@ -83,7 +76,7 @@ def test_a_whole_layer_moves_between_disjoint_pairs() -> None:
     costs = replace(heavy, units=(*heavy.units[:-1], replace(heavy.units[-1], forward_ms=4.0)))
     new = replan(layout, costs, 1)
     assert (layers(new), widths(new)) == ([3, 1], [4, 4])
-    pairs = [(move.src, move.dst) for move in transfers(new, holds(layout))]
+    pairs = [(move.src, move.dst) for move in transfers(new, Holdings.of(layout))]
     assert sorted(pairs) == [(4, 0), (5, 1), (6, 2), (7, 3)]
 
 
@@ -91,7 +84,7 @@ def test_what_cannot_be_better_stays_as_it_is() -> None:
     layout = make(2, 2, 2, layers=4, grains=8)
     new = replan(layout, even(layout), 1)
     assert replace(new, epoch=0) == layout
-    assert transfers(new, holds(layout)) == ()
+    assert transfers(new, Holdings.of(layout)) == ()
 
 
 def test_the_number_of_stages_changes_on_request_and_back() -> None:
@@ -102,7 +95,7 @@ def test_the_number_of_stages_changes_on_request_and_back() -> None:
         if stages != 3:
             assert layers(new) == shape
         assert (0 in new.stages[-1].units) and new.home(0) == 0
-        assert {rank for move in transfers(new, holds(layout)) for rank in (move.src, move.dst)} <= set(range(8))
+        assert {rank for move in transfers(new, Holdings.of(layout)) for rank in (move.src, move.dst)} <= set(range(8))
         layout = new
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
-from megatron_elastic.cluster.recovery import Decision, newest_complete
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import VoteResult
+from megatron_elastic.cluster.protocol.decision import newest_complete
+from megatron_elastic.cluster.protocol.job import Decided
 from tests.jobs import Jobs, inject
 
 PARTS = [(0, 0, 0), (0, 1, 0)]
 A, B = PARTS
 VOTE = VoteResult(step=5, loss=1.0, grad_norm=1.0, lr=1.0, consumed_samples=1, tokens=1)
-FORWARD, BACK = Decision("forward", 5, VOTE), Decision("back", 5, None)
+FORWARD, BACK = Decided("forward", 5, VOTE), Decided("back", 5, None)
 
 
 @pytest.mark.parametrize(
@@ -27,13 +28,13 @@ FORWARD, BACK = Decision("forward", 5, VOTE), Decision("back", 5, None)
         (FORWARD, {0: {5: [A], 4: [A, B]}}, (BACK, 4)),
         # Not voted, and all have the step before; or somebody died before that had arrived.
         (BACK, {0: {4: [A, B], 3: [A, B]}}, (BACK, 4)),
-        (BACK, {0: {5: [A], 4: [A], 3: [A, B]}}, (Decision("back", 4, None), 3)),
+        (BACK, {0: {5: [A], 4: [A], 3: [A, B]}}, (Decided("back", 4, None), 3)),
         # Nothing helps: what is missing is for the plan to tell.
         (BACK, {0: {4: [A], 3: [A]}}, (BACK, 4)),
     ],
 )  # fmt: skip
 def test_how_far_back(
-    decision: Decision, versions: dict[int, dict[int, list[tuple[int, int, int]]]], expected: tuple[Decision, int]
+    decision: Decided, versions: dict[int, dict[int, list[tuple[int, int, int]]]], expected: tuple[Decided, int]
 ) -> None:
     assert newest_complete(decision, PARTS, versions) == expected
 

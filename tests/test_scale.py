@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_elastic import cli
-from megatron_elastic.layout import Layout, gpt_units, transfers
+from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.plan import Costs, improve
 from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
 from tests.test_growth import to_stages
@@ -273,8 +273,7 @@ def test_the_benchmark_sends_as_many_bytes_the_usual_way(monkeypatch: pytest.Mon
         between, after = found
         assert after is not None
         pieces = migration.contiguous(before, between, after, parameters)
-        held = {rank: [(*at, 0) for at in (*before.owned(rank), *before.replicated(rank))] for rank in before.ranks}
-        state = sum(parameters[move.unit] / 8 * 12 for move in transfers(between, held))
+        state = sum(parameters[move.unit] / 8 * 12 for move in transfers(between, Holdings.of(before)))
         anew = sum(parameters[u] * 4 for r in after.ranks for u in set(after.held_by(r)) - set(before.held_by(r)))
         assert sum(piece.size for piece in pieces) == pytest.approx(state + anew, abs=len(pieces))
         assert all(piece.source != piece.target for piece in pieces)

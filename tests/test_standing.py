@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import VoteResult
-from megatron_elastic.cluster.recovery import Decision, decide
+from megatron_elastic.cluster.protocol.decision import decide
+from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.cluster.standing import Standing
 
 
@@ -157,7 +158,7 @@ class ModelJob:
 
     def recover(self) -> None:
         """Everybody is interrupted, reports, and gets a decision; perhaps again before all have made it true."""
-        decision = Decision("back", self.step, None)
+        decision = Decided("back", self.step, None)
         before = self.step
         while True:
             self.epoch += 1
@@ -166,12 +167,12 @@ class ModelJob:
             told = [each for report in working for each in (report.vote, report.last) if each is not None]
             self.votes |= {each.step: each for each in told}
             if decision.decision != "reload":
-                decision = decide(working, self.votes.get)
+                decision = decide(working, self.votes)
                 skipped = decision.step > before and before not in self.votes
                 assert decision.step >= before and not skipped, "a step is skipped, or a committed one done again"
                 before = decision.step
                 if self.random.random() < 0.1:
-                    decision = Decision("reload", self.random.randint(1, decision.step), None)
+                    decision = Decided("reload", self.random.randint(1, decision.step), None)
                     self.votes = {step: each for step, each in self.votes.items() if step < decision.step}
             gather = any(report.stale for report in working)
             for rank in self.random.sample(sorted(self.layout), self.random.randint(0, len(self.layout) - 1)):
@@ -191,15 +192,15 @@ class ModelJob:
         if decision.decision == "forward":
             self.entered = set(self.layout)
 
-    def adopt(self, rank: int, decision: Decision) -> None:
+    def adopt(self, rank: int, decision: Decided) -> None:
         """A rank's state is what was decided."""
         now = self.ranks[rank]
         match decision:
-            case Decision("forward", _, VoteResult() as result):
+            case Decided("forward", _, VoteResult() as result):
                 self.ranks[rank] = standing.forward(now, result)
-            case Decision("back", step):
+            case Decided("back", step):
                 self.ranks[rank] = standing.back(now, step)
-            case Decision("reload", step):
+            case Decided("reload", step):
                 self.ranks[rank] = standing.reload(now, step)
                 self.weights[rank] = None  # only what it owns was loaded
 

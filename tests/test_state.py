@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.tag import Channel
-from megatron_elastic.layout import Layout, transfers
+from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.copying import fetch, serve
@@ -309,8 +309,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> N
 
         layout = replace(_layout(), epoch=1)
         peer.transport.advance(1)
-        held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
-        moves = transfers(layout, held)
+        moves = transfers(layout, Holdings.of(bare))
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
         store.replicate(moves, layout, 1)
         store.copy_in_background()
@@ -371,12 +370,11 @@ def test_copies_under_way_can_be_abandoned() -> None:
         bare = _layout(replicas=0)
         units, store, _ = _rank_state(peer, bare)
         store.create(bare, units)
-        held = {rank: [(unit, k, 0) for unit, k in bare.owned(rank)] for rank in (0, 1)}
         for epoch in (1, 2):
             peer.transport.advance(epoch)
             store.abandon_loading()
             layout = replace(_layout(), epoch=epoch)
-            moves = transfers(layout, held)
+            moves = transfers(layout, Holdings.of(bare))
             for at in bare.owned(peer.rank):
                 store[at].moments[0].fill_(epoch)
             store.replicate(moves, layout, 0)

@@ -130,6 +130,7 @@ class Control:
         self._arrived = threading.Condition()
         self._over: str | None = None
         self._closing = False
+        self._asked = 0
         self._reader = threading.Thread(target=self._read, name="megatron-elastic-control", daemon=True)
         self._reader.start()
 
@@ -190,11 +191,11 @@ class Control:
 
     def find(self, ranks: Sequence[int], timeout: float) -> Mapping[int, bytes]:
         """Where the links of ranks start; those that are dead are left out. Raises as ``wait``."""
-        self.send(Where(rank=self.rank, ranks=list(ranks)))
-        while True:
-            found = self.wait((Addresses,), timeout).addresses
-            if found.keys() <= set(ranks):  # else it is the answer to a question whose asker was interrupted
-                return found
+        self._asked += 1
+        self.send(Where(rank=self.rank, ask=self._asked, ranks=list(ranks)))
+        while (answer := self.wait((Addresses,), timeout)).ask != self._asked:
+            pass  # to a question whose asker was interrupted
+        return answer.addresses
 
     def close(self) -> None:
         """Close the connection and end the reader thread."""

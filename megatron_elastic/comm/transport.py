@@ -126,6 +126,10 @@ class Transport:
         near = NearAddress(self._arena.address, self._mailbox.fd)
         return msgspec.msgpack.encode(PeerAddress(self._links.address, near))
 
+    def knows(self, peer: int) -> bool:
+        """Whether it is known where a rank is."""
+        return peer in self._peers or peer == self.rank
+
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
         with self._lock:

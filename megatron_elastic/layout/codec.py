@@ -1,15 +1,103 @@
-"""Codec: layouts as bytes."""
+"""Codec: layouts as bytes, for the wire. Short, and read without being checked for more than types and shape."""
 
 from __future__ import annotations
 
+import msgspec
+
+from megatron_elastic.layout.cell import Cell
+from megatron_elastic.layout.errors import LayoutError
 from megatron_elastic.layout.layout import Layout
+from megatron_elastic.layout.part import Part
+from megatron_elastic.layout.stage import Stage
+
+_Ints = tuple[int, ...]
+
+
+class _Cell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    ranks: _Ints
+    grains: _Ints
+    incoming: _Ints = ()
+    parts: tuple[Part, ...] = ()
+
+
+class _Stage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    units: _Ints
+    cells: tuple[_Cell, ...]
+
+
+class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    epoch: int
+    num_slices: int
+    num_replicas: int
+    num_grains: int
+    units: tuple[str, ...]
+    stages: tuple[_Stage, ...]
+    owners: tuple[_Ints, ...]
+    replicas: tuple[tuple[_Ints, ...], ...]
+    spares: _Ints
+    lost: _Ints
+    hosts: tuple[_Ints, ...]
+    samples: int
+
+
+_DECODER = msgspec.msgpack.Decoder(_Layout)
 
 
 def encode(layout: Layout) -> bytes:
-    """STAND-IN until merged."""
-    return layout.to_json().encode()
+    """A layout as MessagePack: the same bytes for equal layouts."""
+    return msgspec.msgpack.encode(
+        _Layout(
+            epoch=layout.epoch,
+            num_slices=layout.num_slices,
+            num_replicas=layout.num_replicas,
+            num_grains=layout.num_grains,
+            units=layout.units,
+            stages=tuple(
+                _Stage(stage.units, tuple(_Cell(at.ranks, at.grains, at.incoming, at.parts) for at in stage.cells))
+                for stage in layout.stages
+            ),
+            owners=layout.owners,
+            replicas=layout.replicas,
+            spares=layout.spares,
+            lost=layout.lost,
+            hosts=layout.hosts,
+            samples=layout.samples,
+        )
+    )
 
 
 def decode(data: bytes) -> Layout:
-    """STAND-IN until merged."""
-    return Layout.from_json(data)
+    """Read what ``encode`` wrote. Raises LayoutError for what is no layout.
+
+    Types are checked, and that each table has its rows and each cell its ranks. Who made the layout has validated it.
+    """
+    try:
+        read = _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LayoutError(f"this is no layout in MessagePack: {error}") from None
+    sizes = {len(cell.ranks) for stage in read.stages for cell in stage.cells}
+    if not read.stages or not all(stage.cells for stage in read.stages) or len(sizes) != 1 or 0 in sizes:
+        raise LayoutError("this is no layout in MessagePack: a stage has no cells, or a cell more ranks than another")
+    for table in (read.owners, read.replicas):
+        if len(table) != len(read.units) or any(len(row) != read.num_slices for row in table):
+            raise LayoutError(
+                f"this is no layout in MessagePack: owners and replicas must be {len(read.units)} rows of "
+                f"{read.num_slices} slices"
+            )
+    return Layout(
+        epoch=read.epoch,
+        num_slices=read.num_slices,
+        num_replicas=read.num_replicas,
+        num_grains=read.num_grains,
+        units=read.units,
+        stages=tuple(
+            Stage(stage.units, tuple(Cell(at.ranks, at.grains, at.incoming, at.parts) for at in stage.cells))
+            for stage in read.stages
+        ),
+        owners=read.owners,
+        replicas=read.replicas,
+        spares=read.spares,
+        lost=read.lost,
+        hosts=read.hosts,
+        samples=read.samples,
+    )

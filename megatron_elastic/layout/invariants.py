@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from megatron_elastic.layout.lookup import runs
 from megatron_elastic.layout.part import Part
-
-if TYPE_CHECKING:
-    from megatron_elastic.layout.layout import Layout
+from megatron_elastic.layout.tables import Tables
 
 
-def problems(layout: Layout) -> Iterator[str]:
+def problems(layout: Tables) -> Iterator[str]:
     """What is wrong with a layout, the fundamental first; nothing for a valid one."""
     if layout.epoch < 0 or layout.num_slices < 1 or layout.num_grains < 1:
         yield f"epoch {layout.epoch}, {layout.num_slices} slices, {layout.num_grains} grains: out of range"
@@ -23,19 +21,22 @@ def problems(layout: Layout) -> Iterator[str]:
         yield "there is a stage without cells" if layout.stages else "there are no stages"
         return
     members = [rank for stage in layout.stages for cell in stage.cells for rank in cell.ranks]
-    for rank, count in Counter([*members, *layout.spares, *layout.lost]).items():
-        if count > 1 or rank < 0:
-            yield f"rank {rank} is listed {count} times among cells, spares and lost"
+    known = sorted([*members, *layout.spares, *layout.lost])
+    if known[0] < 0 or len(set(known)) < len(known):
+        for rank, count in Counter([*members, *layout.spares, *layout.lost]).items():
+            if count > 1 or rank < 0:
+                yield f"rank {rank} is listed {count} times among cells, spares and lost"
     if list(layout.spares) != sorted(layout.spares) or list(layout.lost) != sorted(layout.lost):
         yield f"spares {layout.spares} and lost {layout.lost} must be ascending"
     sizes = {len(cell.ranks) for stage in layout.stages for cell in stage.cells}
     if len(sizes) != 1 or 0 in sizes:
         yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
-    if sorted(rank for host in layout.hosts for rank in host) != sorted([*members, *layout.spares, *layout.lost]):
+    if sorted(chain.from_iterable(layout.hosts)) != known:
         yield f"hosts {layout.hosts} must list each of the ranks in cells, the spares and the lost once"
     for index, stage in enumerate(layout.stages):
         parts = sorted(part for cell in stage.cells for part in cell.parts)
-        grains = sorted([*(g for cell in stage.cells for g in cell.grains), *{part.grain for part in parts}])
+        whole = chain.from_iterable(cell.grains for cell in stage.cells)
+        grains = sorted([*whole, *{part.grain for part in parts}])
         if grains != list(range(layout.num_grains)):
             yield f"stage {index} computes grains {grains}, not each of 0..{layout.num_grains - 1} once"
         yield from _part_problems(layout, index, parts)
@@ -45,7 +46,7 @@ def problems(layout: Layout) -> Iterator[str]:
     yield from _unit_problems(layout)
 
 
-def _part_problems(layout: Layout, stage: int, parts: Sequence[Part]) -> Iterator[str]:
+def _part_problems(layout: Tables, stage: int, parts: Sequence[Part]) -> Iterator[str]:
     """What is wrong with a stage's parts of grains, which ascend: those of a grain must follow one another."""
     reached = {part.grain: 0 for part in parts}
     for part in parts:
@@ -57,7 +58,7 @@ def _part_problems(layout: Layout, stage: int, parts: Sequence[Part]) -> Iterato
             yield f"stage {stage} computes {stop} samples of grain {grain}, which has {layout.samples}"
 
 
-def _unit_problems(layout: Layout) -> Iterator[str]:
+def _unit_problems(layout: Tables) -> Iterator[str]:
     seen: set[int] = set()
     chunks: list[list[list[int]]] = []
     for index, stage in enumerate(layout.stages):
@@ -81,20 +82,24 @@ def _unit_problems(layout: Layout) -> Iterator[str]:
             yield f"{what} must have {len(layout.units)} rows of {layout.num_slices} slices"
             return
     leaders = [{cell.leader for cell in stage.cells} for stage in layout.stages]
-    everywhere = set().union(*leaders)
     for index, stage in enumerate(layout.stages):
         for cell in stage.cells:
-            if list(cell.incoming) != sorted(set(cell.incoming) - set(stage.units)) or not seen.issuperset(
-                cell.incoming
-            ):
+            others = seen.difference(stage.units) if cell.incoming else ()
+            if list(cell.incoming) != sorted(set(cell.incoming).intersection(others)):
                 yield f"cell {cell.leader} of stage {index} lists incoming units {cell.incoming}: must be others'"
-    for unit, name in enumerate(layout.units):
-        home = leaders[layout.home(unit)]
-        for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
-            if owner not in home:
-                yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {layout.home(unit)}"
-            for copy in copies:
-                if copy not in everywhere:
-                    yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell"
-            if len({owner, *copies}) != 1 + len(copies):
-                yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"
+    everywhere = set().union(*leaders)
+    for unit in range(len(layout.units)):
+        yield from _slice_problems(layout, unit, leaders[layout.home(unit)], everywhere)
+
+
+def _slice_problems(layout: Tables, unit: int, home: Collection[int], everywhere: Collection[int]) -> Iterator[str]:
+    """What is wrong with a unit's owners and replicas. ``home``: leaders of its home stage; ``everywhere``: of all."""
+    name = layout.units[unit]
+    for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
+        if owner not in home:
+            yield f"slice {k} of {name} is owned by {owner}, who leads no cell of home stage {layout.home(unit)}"
+        for copy in copies:
+            if copy not in everywhere:
+                yield f"a replica of slice {k} of {name} is at {copy}, who leads no cell"
+        if owner in copies or len(set(copies)) < len(copies):
+            yield f"slice {k} of {name} has its owner {owner} and its replicas {copies} not in different cells"

@@ -1,73 +1,137 @@
-"""Lookup: maps derived from a layout."""
+"""Lookup: maps derived from the tables of a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
+from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.part import Part
+from megatron_elastic.layout.stage import Stage
 
-if TYPE_CHECKING:
-    from megatron_elastic.layout.layout import Cell, Layout, Stage
+_Pairs = dict[int, tuple[tuple[int, int], ...]]
 
 
 class Lookup:
-    """Maps of one layout. A layout makes them when it is first asked, because a step asks thousands of times."""
+    """Maps of one layout, because a step asks thousands of times. Each is made when it is first asked for.
 
-    __slots__ = (
-        "cells", "chunks", "contributors", "cut", "holders", "homes", "hosts", "owned", "places", "ranks", "replicated",
-        "whole",
-    )  # fmt: skip
+    ``owners``, ``replicas`` and ``hosts`` are those of the layout.
+    """
 
-    def __init__(self, layout: Layout) -> None:
-        self.places: dict[int, tuple[int, Cell, int]] = {}
-        self.cells: dict[int, Cell] = {}
-        self.whole: dict[int, dict[int, Cell]] = {}
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        owners: Sequence[Sequence[int]],
+        replicas: Sequence[Sequence[Sequence[int]]],
+        hosts: Sequence[Sequence[int]],
+    ) -> None:
+        self._stages = stages
+        self._owners = owners
+        self._replicas = replicas
+        self._hosts = hosts
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, Cell, int]]:
+        """[rank] = its stage, its cell, and its tensor-parallel index."""
+        return {
+            rank: (index, cell, tp)
+            for index, stage in enumerate(self._stages)
+            for cell in stage.cells
+            for tp, rank in enumerate(cell.ranks)
+        }
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All that are in cells, ascending."""
+        return tuple(sorted(self.places))
+
+    @cached_property
+    def cells(self) -> dict[int, Cell]:
+        """By their leaders."""
+        return {cell.leader: cell for stage in self._stages for cell in stage.cells}
+
+    @cached_property
+    def hosts(self) -> dict[int, int]:
+        """[rank] = index of its failure domain."""
+        return {rank: index for index, host in enumerate(self._hosts) for rank in host}
+
+    @cached_property
+    def whole(self) -> list[dict[int, Cell]]:
         """[stage][grain] = the cell that computes all of it."""
-        self.cut: dict[int, dict[int, tuple[tuple[Cell, Part], ...]]] = {}
+        return [{grain: cell for cell in stage.cells for grain in cell.grains} for stage in self._stages]
+
+    @cached_property
+    def cut(self) -> list[dict[int, tuple[tuple[Cell, Part], ...]]]:
         """[stage][grain] = the cells that share it, in the order of its samples."""
-        self.homes: dict[int, int] = {}
-        for index, stage in enumerate(layout.stages):
+        return [_cut(stage) for stage in self._stages]
+
+    @cached_property
+    def homes(self) -> dict[int, int]:
+        """[unit] = the first stage that holds it."""
+        found: dict[int, int] = {}
+        for index, stage in enumerate(self._stages):
             for unit in stage.units:
-                self.homes.setdefault(unit, index)
-            self.whole[index] = {grain: cell for cell in stage.cells for grain in cell.grains}
-            self.cut[index] = _cut(stage)
+                found.setdefault(unit, index)
+        return found
+
+    @cached_property
+    def chunks(self) -> list[tuple[tuple[int, ...], ...]]:
+        """[stage] = the units of each of its chunks."""
+        return [self._chunks(index, stage) for index, stage in enumerate(self._stages)]
+
+    @cached_property
+    def holders(self) -> dict[int, tuple[Cell, ...]]:
+        """[unit] = the cells of its stages, then those that it moves to."""
+        found: dict[int, list[Cell]] = {}
+        for stage in self._stages:
+            for unit in stage.units:
+                found.setdefault(unit, []).extend(stage.cells)
+        for stage in self._stages:
             for cell in stage.cells:
-                self.cells[cell.leader] = cell
-                self.places.update((rank, (index, cell, tp)) for tp, rank in enumerate(cell.ranks))
-        self.chunks = [self._chunks(index, stage) for index, stage in enumerate(layout.stages)]
-        self.ranks = tuple(sorted(self.places))
-        guests: dict[int, list[Cell]] = {}
-        for cell in (cell for stage in layout.stages for cell in stage.cells):
-            for unit in cell.incoming:
-                guests.setdefault(unit, []).append(cell)
-        self.holders: dict[int, tuple[Cell, ...]] = {}
-        self.contributors: dict[int, tuple[Cell, ...]] = {}
-        for unit in range(len(layout.units)):
-            at_home = [cell for stage in layout.stages if unit in stage.units for cell in stage.cells]
-            self.holders[unit] = (*at_home, *guests.get(unit, ()))
-            self.contributors[unit] = tuple(cell for cell in at_home if not cell.shadow)
-        self.hosts = {rank: index for index, host in enumerate(layout.hosts) for rank in host}
-        self.owned = self._by_rank([[(owner,) for owner in row] for row in layout.owners])
-        self.replicated = self._by_rank(layout.replicas)
+                for unit in cell.incoming:
+                    found.setdefault(unit, []).append(cell)
+        return {unit: tuple(cells) for unit, cells in found.items()}
+
+    @cached_property
+    def contributors(self) -> dict[int, tuple[Cell, ...]]:
+        """[unit] = the cells that compute it for some grains."""
+        found: dict[int, list[Cell]] = {}
+        for stage in self._stages:
+            working = [cell for cell in stage.cells if not cell.shadow]
+            for unit in stage.units:
+                found.setdefault(unit, []).extend(working)
+        return {unit: tuple(cells) for unit, cells in found.items()}
+
+    @cached_property
+    def owned(self) -> _Pairs:
+        """[rank] = (unit, slice) of all that it owns."""
+        by_leader: dict[int, list[tuple[int, int]]] = {}
+        for unit, row in enumerate(self._owners):
+            for k, owner in enumerate(row):
+                by_leader.setdefault(owner, []).append((unit, k))
+        return self._of_ranks(by_leader)
+
+    @cached_property
+    def replicated(self) -> _Pairs:
+        """[rank] = (unit, slice) of all that it keeps live copies of."""
+        by_leader: dict[int, list[tuple[int, int]]] = {}
+        for unit, row in enumerate(self._replicas):
+            for k, copies in enumerate(row):
+                for copy in copies:
+                    by_leader.setdefault(copy, []).append((unit, k))
+        return self._of_ranks(by_leader)
+
+    def _of_ranks(self, by_leader: dict[int, list[tuple[int, int]]]) -> _Pairs:
+        found: _Pairs = {}
+        for leader, pairs in by_leader.items():
+            if leader in self.cells:
+                found.update(dict.fromkeys(self.cells[leader].ranks, tuple(pairs)))
+        return found
 
     def _chunks(self, index: int, stage: Stage) -> tuple[tuple[int, ...], ...]:
         *others, last = runs(unit for unit in stage.units if self.homes[unit] == index) or [[]]
         also = [unit for unit in stage.units if self.homes[unit] != index]
         return (*map(tuple, others), (*also, *last))
-
-    def _by_rank(self, table: Iterable[Iterable[Iterable[int]]]) -> dict[int, tuple[tuple[int, int], ...]]:
-        by_leader: dict[int, list[tuple[int, int]]] = {}
-        for unit, row in enumerate(table):
-            for k, leaders in enumerate(row):
-                for leader in leaders:
-                    by_leader.setdefault(leader, []).append((unit, k))
-        return {
-            rank: tuple(pairs)
-            for leader, pairs in by_leader.items()
-            if leader in self.cells
-            for rank in self.cells[leader].ranks
-        }
 
 
 def runs(units: Iterable[int]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_elastic.layout.layout import LayoutError
+from megatron_elastic.layout.errors import LayoutError
 
 
 def gpt_units(

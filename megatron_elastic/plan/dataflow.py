@@ -9,6 +9,7 @@ scale and sample order stay what they were either way.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from megatron_elastic.layout import Cell, Layout, Part
@@ -23,9 +24,14 @@ def share(layout: Layout, cells: Sequence[Cell]) -> tuple[Cell, ...]:
     held = [cell.grains for cell in cells]
     if layout.samples == 1:
         grains = reroute(held, layout.num_grains)
-        return tuple(Cell(cell.ranks, whole) for cell, whole in zip(cells, grains, strict=True))
+        return tuple(_given(cell, whole, ()) for cell, whole in zip(cells, grains, strict=True))
     shares = resize(held, layout.num_grains, layout.samples)
-    return tuple(Cell(cell.ranks, whole, parts=parts) for cell, (whole, parts) in zip(cells, shares, strict=True))
+    return tuple(_given(cell, whole, parts) for cell, (whole, parts) in zip(cells, shares, strict=True))
+
+
+def _given(cell: Cell, whole: tuple[int, ...], parts: tuple[Part, ...]) -> Cell:
+    same = (cell.grains, cell.parts, cell.incoming) == (whole, parts, ())
+    return cell if same else Cell(cell.ranks, whole, parts=parts)
 
 
 def resize(
@@ -41,15 +47,21 @@ def resize(
     whole = [list(kept[:low]) for kept in grains]
     free = sorted(set(range(num_grains)).difference(*whole))
     cut = free[len(free) - extra :]
+    emptiest = [(len(kept), index) for index, kept in enumerate(whole)]
+    heapq.heapify(emptiest)
     for grain in free[: len(free) - extra]:
-        min(whole, key=len).append(grain)
+        _, index = emptiest[0]
+        whole[index].append(grain)
+        heapq.heapreplace(emptiest, (len(whole[index]), index))
     least, more = divmod(extra * samples, len(grains))
     shares, start = [], 0
     for index, kept in enumerate(whole):
         stop = start + least + (index < more)
         row = (
-            Part(grain, max(start - at * samples, 0), min(stop - at * samples, samples)) for at, grain in enumerate(cut)
+            Part(cut[at], max(start - at * samples, 0), min(stop - at * samples, samples))
+            for at in range(start // samples, -(-stop // samples))
+            if start < stop
         )
-        shares.append((tuple(sorted(kept)), tuple(part for part in row if part.size > 0)))
+        shares.append((tuple(sorted(kept)), tuple(row)))
         start = stop
     return shares

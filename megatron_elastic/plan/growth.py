@@ -190,11 +190,13 @@ def _fill(
     replicas: list[list[list[int]]],
 ) -> None:
     """Give every slice as many replicas as are wanted and possible, in other stages if this one has too few cells."""
-    load = Counter(copy for row in replicas for copies in row for copy in copies)
-    everywhere = [cell.leader for stage in layout.stages for cell in stage.cells]
-    for unit, k in slices:
+    everywhere = list(layout.cells)
+    wanted = min(layout.num_replicas, len(everywhere) - 1)
+    few = [(unit, k) for unit, k in slices if len(replicas[unit][k]) < wanted]
+    load = Counter(copy for row in replicas for copies in row for copy in copies) if few else Counter()
+    for unit, k in few:
         copies = replicas[unit][k]
-        while len(copies) < min(layout.num_replicas, len(everywhere) - 1):
+        while len(copies) < wanted:
             taken = (owners[unit][k], *copies)
             hosts = {layout.host_of(at) for at in taken}
             others = [leader for leader in leaders if leader not in taken] or [

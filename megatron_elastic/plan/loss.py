@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 
-from megatron_elastic.layout import Cell, Held, Layout, LayoutError, Stage
+from megatron_elastic.layout import Cell, Extent, Holdings, Layout, LayoutError, Stage
 from megatron_elastic.plan.cost import Costs
 from megatron_elastic.plan.dataflow import share
 from megatron_elastic.plan.errors import ADVICE, NoLayout, StateLost
 from megatron_elastic.plan.replan import replan
+from megatron_elastic.plan.spread import Spread
 
 
-def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layout:
+def lose(layout: Layout, lost: Collection[int], held: Holdings, epoch: int) -> Layout:
     """The layout of ``epoch``, after the ranks in ``lost`` died under ``layout``.
 
     Cells with a dead rank leave: their live ranks become spares, and their grains go to the other cells of the stage,
@@ -30,13 +32,14 @@ def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layou
             f"ranks {sorted(unknown)} are said to be lost, but the layout of epoch {layout.epoch} never had them"
         )
     dead = {*lost, *layout.lost}
-    live = {rank: set(parts) for rank, parts in held.items() if rank not in dead}
-    _check_alive(layout, live, dead)
+    live = held.without(dead)
+    unsure = live.unsure(layout)
+    _check_alive(layout, unsure, live, dead)
     if not all(_working(stage, dead) for stage in layout.stages):
         return _dissolve(layout, dead, epoch)
     stages = tuple(_without(layout, index, dead) for index in range(layout.pipeline_size))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
-    owners, replicas = _assign(layout, stages, live)
+    owners, replicas = _assign(layout, stages, unsure, live)
     new = replace(
         layout,
         epoch=epoch,
@@ -50,38 +53,30 @@ def lose(layout: Layout, lost: Collection[int], held: Held, epoch: int) -> Layou
     return new
 
 
-def everything(layout: Layout) -> Held:
+def everything(layout: Layout) -> Holdings:
     """What would be held if every rank held the state of every slice of its stage: as after loading a checkpoint."""
-    return {
-        rank: {(unit, k, tp) for unit in stage.units for k in range(layout.num_slices)}
-        for stage in layout.stages
-        for cell in stage.cells
-        for tp, rank in enumerate(cell.ranks)
-    }
+    return Holdings.of(layout, Extent.STAGE)
 
 
-def readable(layout: Layout) -> Held:
+def readable(layout: Layout) -> Holdings:
     """What could be held: every rank can read any slice from a checkpoint."""
-    return {
-        rank: {(unit, k, layout.tp_index(rank)) for unit in range(len(layout.units)) for k in range(layout.num_slices)}
-        for rank in layout.ranks
-    }
+    return Holdings.of(layout, Extent.ALL)
 
 
-def _without(layout: Layout, index: int, dead: Collection[int]) -> Stage:
+def _without(layout: Layout, index: int, dead: Set[int]) -> Stage:
     """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
     stage = layout.stages[index]
-    stay = [cell for cell in stage.cells if not any(rank in dead for rank in cell.ranks)]
+    stay = [cell for cell in stage.cells if dead.isdisjoint(cell.ranks)]
     given = {cell.leader: cell for cell in share(layout, _working(stage, dead))}
     return Stage(stage.units, tuple(given.get(cell.leader, Cell(cell.ranks, ())) for cell in stay))
 
 
-def _working(stage: Stage, dead: Collection[int]) -> list[Cell]:
+def _working(stage: Stage, dead: Set[int]) -> list[Cell]:
     """Cells that compute something and have no dead rank. Shadows may not have caught up."""
-    return [cell for cell in stage.cells if not cell.shadow and not any(rank in dead for rank in cell.ranks)]
+    return [cell for cell in stage.cells if not cell.shadow and dead.isdisjoint(cell.ranks)]
 
 
-def _dissolve(layout: Layout, dead: set[int], epoch: int) -> Layout:
+def _dissolve(layout: Layout, dead: Set[int], epoch: int) -> Layout:
     """The layout after a stage has lost all its cells: the working ones that are left hold all units."""
     stages = tuple(Stage(stage.units, tuple(_working(stage, dead))) for stage in layout.stages)
     if not any(stage.cells for stage in stages):
@@ -94,81 +89,56 @@ def _dissolve(layout: Layout, dead: set[int], epoch: int) -> Layout:
 
 
 def _assign(
-    layout: Layout, stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]]
+    layout: Layout, stages: Sequence[Stage], unsure: Collection[tuple[int, int]], held: Holdings
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], ...], ...]]:
-    """Owners and replicas of every slice, as leaders of cells of ``stages``."""
-    homes = [{cell.leader: cell for cell in stages[layout.home(unit)].cells} for unit in range(len(layout.units))]
-    everywhere = {cell.leader: cell for stage in stages for cell in stage.cells}
-    owning = Counter(owner for unit, row in enumerate(layout.owners) for owner in row if owner in homes[unit])
-    copying = Counter(
-        copy for row in layout.replicas for copies in row for copy in copies if copy in everywhere
-    )
+    """Owners and replicas of every slice, as leaders of cells of ``stages``.
+
+    Slices stay as they are but for those that are ``unsure``, and those that have too few replicas.
+    """
+    cells = [cell for stage in stages for cell in stage.cells]
+    homes = [{cell.leader: cell for cell in stage.cells} for stage in stages]
+    everywhere = {cell.leader for cell in cells}
+    wanted = min(layout.num_replicas, len(everywhere) - 1)
+    few = {(unit, k) for unit, row in enumerate(layout.replicas) for k, at in enumerate(row) if len(at) < wanted}
+    concerned = sorted(few.union(unsure))
+    complete = held.complete(cells, concerned)
+    owning = Counter(chain.from_iterable(layout.owners))
+    spread = Spread(layout, stages, Counter(chain.from_iterable(chain.from_iterable(layout.replicas))))
     owners = [list(row) for row in layout.owners]
     replicas = [list(row) for row in layout.replicas]
-    complete = _complete(stages, held)
-    for unit, home in enumerate(homes):
-        for k in range(layout.num_slices):
-            holds = complete.get((unit, k), [])
-            owner, copies = owners[unit][k], replicas[unit][k]
-            # An owner may have been chosen in a layout that not everybody had made true.
-            fit = [leader for leader in holds if leader in home]
-            if owner not in home or (owner not in fit and fit):
-                replacements = [copy for copy in copies if copy in fit] or fit
-                replacements = replacements or [leader for leader, cell in home.items() if not cell.shadow]
-                owner = min(replacements, key=lambda leader: (owning[leader], leader))
-                owning[owner] += 1
-            stay = [copy for copy in copies if copy in everywhere and copy != owner]
-            kept = [copy for copy in stay if copy in holds] or stay[: layout.num_replicas]
-            copying.subtract(copy for copy in copies if copy in everywhere and copy not in kept)
-            while len(kept) < min(layout.num_replicas, len(everywhere) - 1):
-                taken = {layout.host_of(owner), *(layout.host_of(copy) for copy in kept)}
-                others = [leader for leader in home if leader != owner and leader not in kept] or [
-                    leader for leader in everywhere if leader != owner and leader not in kept
-                ]
-                kept.append(
-                    min(
-                        others,
-                        # A cell that happens to hold the state already needs no transfer.
-                        key=lambda leader: (
-                            leader not in holds,
-                            everywhere[leader].shadow,
-                            layout.host_of(leader) in taken,
-                            copying[leader],
-                            leader,
-                        ),
-                    )
-                )
-                copying[kept[-1]] += 1
-            owners[unit][k], replicas[unit][k] = owner, tuple(kept)
+    for unit, k in concerned:
+        stage = layout.home(unit)
+        home, holds = homes[stage], complete[unit, k]
+        owner, copies = owners[unit][k], replicas[unit][k]
+        # An owner may have been chosen in a layout that not everybody had made true.
+        fit = [leader for leader in holds if leader in home]
+        if owner not in home or (owner not in fit and fit):
+            replacements = [copy for copy in copies if copy in fit] or fit
+            replacements = replacements or [leader for leader, cell in home.items() if not cell.shadow]
+            owner = min(replacements, key=lambda leader: (owning[leader], leader))
+            owning[owner] += 1
+        stay = [copy for copy in copies if copy in everywhere and copy != owner]
+        kept = [copy for copy in stay if copy in holds] or stay[: layout.num_replicas]
+        for copy in everywhere.intersection(copies).difference(kept):
+            spread.change(copy, -1)
+        while len(kept) < wanted:
+            kept.append(spread.next(stage, (owner, *kept), holds))
+            spread.change(kept[-1], 1)
+        owners[unit][k], replicas[unit][k] = owner, tuple(kept)
     return tuple(map(tuple, owners)), tuple(map(tuple, replicas))
 
 
-def _complete(
-    stages: Sequence[Stage], held: Mapping[int, set[tuple[int, int, int]]]
-) -> dict[tuple[int, int], list[int]]:
-    """For each slice, the leaders of the cells all of whose ranks hold their part of it, in the order of ``stages``."""
-    result: dict[tuple[int, int], list[int]] = {}
-    for stage in stages:
-        for cell in stage.cells:
-            parts = (
-                {(unit, k) for unit, k, part in held.get(rank, ()) if part == tp} for tp, rank in enumerate(cell.ranks)
-            )
-            for at in set.intersection(*parts):
-                result.setdefault(at, []).append(cell.leader)
-    return result
-
-
-def _check_alive(layout: Layout, held: Mapping[int, set[tuple[int, int, int]]], dead: Collection[int]) -> None:
+def _check_alive(
+    layout: Layout, unsure: Collection[tuple[int, int]], held: Holdings, dead: Collection[int]
+) -> None:
     """Raise StateLost unless every part of every slice is held by a live rank."""
-    alive = {part for parts in held.values() for part in parts}
-    for unit, name in enumerate(layout.units):
-        for k in range(layout.num_slices):
-            for tp in range(layout.cell_size):
-                if (unit, k, tp) not in alive:
-                    raise StateLost(
-                        f"slice {k} of unit {name} (tensor-parallel index {tp}) is held by no live rank: its owner and "
-                        f"every copy of it are dead (dead: {_list(dead)}). {ADVICE.capitalize()}"
-                    )
+    for unit, k in unsure:
+        for tp in range(layout.cell_size):
+            if not held.holders((unit, k, tp)):
+                raise StateLost(
+                    f"slice {k} of unit {layout.units[unit]} (tensor-parallel index {tp}) is held by no live rank: its "
+                    f"owner and every copy of it are dead (dead: {_list(dead)}). {ADVICE.capitalize()}"
+                )
 
 
 def _list(ranks: Collection[int]) -> str:

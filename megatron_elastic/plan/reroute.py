@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -19,7 +20,13 @@ def reroute(
     order = sorted(range(len(grains)), key=lambda index: (-len(grains[index]), -waits[index], index))
     room = {index: low + (place < extra) for place, index in enumerate(order)}
     kept = [list(share[: room[index]]) for index, share in enumerate(grains)]
+    emptiest = [(len(share), index) for index, share in enumerate(kept) if len(share) < room[index]]
+    heapq.heapify(emptiest)
     for grain in sorted(set(range(num_grains)).difference(*kept)):
-        index = min((i for i in room if len(kept[i]) < room[i]), key=lambda i: (len(kept[i]), i))
+        _, index = emptiest[0]
         kept[index].append(grain)
+        if len(kept[index]) < room[index]:
+            heapq.heapreplace(emptiest, (len(kept[index]), index))
+        else:
+            heapq.heappop(emptiest)
     return [tuple(sorted(share)) for share in kept]

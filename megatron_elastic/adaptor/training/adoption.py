@@ -7,7 +7,7 @@ becomes what was decided, and the rank's ``Standing`` with it. Then copies are m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from megatron_elastic.adaptor.model import groups
@@ -15,9 +15,17 @@ from megatron_elastic.adaptor.training import building, intermission, step
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
-from megatron_elastic.cluster.messages import Commit, Recovered, Settled, Switched
-from megatron_elastic.layout import Layout, Transfer, transfers
-from megatron_elastic.plan import everything
+from megatron_elastic.cluster.messages import (
+    Back,
+    Decision,
+    Enter,
+    Forward,
+    Recovered,
+    Reload,
+    Settled,
+    Switched,
+)
+from megatron_elastic.layout import Transfer, decode
 from megatron_elastic.state.copying import SliceId
 from megatron_elastic.state.store import StateStore
 
@@ -26,74 +34,74 @@ class _Edit(NamedTuple):
     """A layout that has become the present one."""
 
     store: StateStore
+    moves: Sequence[Transfer]
+    """Copies from or to this rank."""
+    kept: Collection[SliceId]
+    """What of this rank's states is live."""
     began: float
     ended: float
     """``time.time()``."""
 
 
-def adopt(trainer: Trainer, commit: Commit) -> None:
-    """Make the committed layout true on this rank; afterwards it trains under it, or is a spare."""
-    match commit.decision:
-        case "forward":
-            forward(trainer, commit)
-        case "back":
-            back(trainer, commit)
-        case "reload":
-            reload(trainer, commit)
-        case "switch":
-            enter(trainer, commit)
+def adopt(trainer: Trainer, decision: Decision) -> None:
+    """Make the decided layout true on this rank; afterwards it trains under it, or is a spare."""
+    match decision:
+        case Forward():
+            forward(trainer, decision)
+        case Back():
+            back(trainer, decision)
+        case Reload():
+            reload(trainer, decision)
 
 
-def forward(trainer: Trainer, commit: Commit) -> None:
+def forward(trainer: Trainer, decision: Forward) -> None:
     """Somebody was past the vote of the step: finish it with that vote."""
-    vote = commit.vote
-    assert vote is not None
-    edit = _edit(trainer, commit)
+    vote = decision.vote
+    edit = _edit(trainer, decision, decision.gather)
     if edit is None:
         return
-    edit.store.return_to(vote.step, _sound(trainer, commit))
+    edit.store.return_to(vote.step, edit.kept)
     edit.store.apply(trainer.update(vote))
     trainer.standing = standing.forward(trainer.standing, vote)
-    _copy(trainer, edit.store, _moves(trainer, commit), vote.step)
+    _copy(trainer, edit, vote.step)
     tenure = _resume(trainer, edit)
     if tenure is not None:
         step.complete(trainer, tenure, vote)
 
 
-def back(trainer: Trainer, commit: Commit) -> None:
+def back(trainer: Trainer, decision: Back) -> None:
     """Nobody was: do the step again from its start."""
-    edit = _edit(trainer, commit)
+    edit = _edit(trainer, decision, decision.gather)
     if edit is None:
         return
-    edit.store.return_to(commit.step - 1, _sound(trainer, commit))
-    trainer.standing = standing.back(trainer.standing, commit.step)
-    _copy(trainer, edit.store, _moves(trainer, commit), commit.step - 1)
+    edit.store.return_to(decision.step - 1, edit.kept)
+    trainer.standing = standing.back(trainer.standing, decision.step)
+    _copy(trainer, edit, decision.step - 1)
     _resume(trainer, edit)
 
 
-def reload(trainer: Trainer, commit: Commit) -> None:
+def reload(trainer: Trainer, decision: Reload) -> None:
     """State is lost: go back to a checkpoint."""
-    edit = _edit(trainer, commit)
+    edit = _edit(trainer, decision, False)
     if edit is None:
         return
-    trainer.standing = standing.reload(trainer.standing, commit.step)
+    trainer.standing = standing.reload(trainer.standing, decision.step)
     trainer.hooks.at("reload")
     edit.store.retire(())
     if trainer.standing.member:
-        building.load(trainer, edit.store, commit.step - 1)
-    _copy(trainer, edit.store, _moves(trainer, commit), commit.step - 1)
+        building.load(trainer, edit.store, decision.step - 1)
+    _copy(trainer, edit, decision.step - 1)
     _resume(trainer, edit)
 
 
-def enter(trainer: Trainer, commit: Commit) -> None:
+def enter(trainer: Trainer, decision: Enter) -> None:
     """The layout was planned, and the step is the first one under it."""
-    edit = _edit(trainer, commit)
+    edit = _edit(trainer, decision, False)
     assert edit is not None, f"rank {trainer.rank} is let in before it was ready"
     # At once: from now on this rank reports as a member.
-    trainer.standing = standing.enter(trainer.standing, commit.step)
-    # What a spare holds has been overtaken by the steps it did not take part in.
-    edit.store.return_to(commit.step - 1, _sound(trainer, commit))
-    _copy(trainer, edit.store, _moves(trainer, commit), commit.step - 1)
+    trainer.standing = standing.enter(trainer.standing, decision.step)
+    edit.store.return_to(decision.step - 1, edit.kept)
+    _copy(trainer, edit, decision.step - 1)
     edit.store.copy_in_background()
 
 
@@ -105,46 +113,31 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
     tenure.replay.finish()
     trainer.await_parameters(tenure)
     trainer.hooks.at("switch")
-    trainer.transport.add_peers(plan.addresses)
     first = trainer.standing.step
     enter(
         trainer,
-        Commit(
-            epoch=plan.epoch, layout=plan.layout, decision="switch", step=first, vote=None, held=plan.held,
-            shapes=plan.shapes, gather=False, saved=trainer.saving.first - 1,
-        ),
-    )  # fmt: skip
+        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.first - 1),
+    )
     if trainer.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         trainer.control.send(Switched(rank=trainer.rank, epoch=plan.epoch, step=first))
-
-
-# ---- what a commit says to this rank -----------------------------------------------------------
-
-
-def _sound(trainer: Trainer, commit: Commit) -> Iterator[SliceId]:
-    """What this rank holds that may be used."""
-    return ((unit, k) for unit, k, _ in commit.held.get(trainer.rank, ()))
-
-
-def _moves(trainer: Trainer, commit: Commit) -> Sequence[Transfer]:
-    """The copies to be made. After a reload all is there but what stages keep for each other."""
-    layout = trainer.layout
-    return transfers(layout, everything(layout) if commit.decision == "reload" else commit.held)
 
 
 # ---- what all decisions share ------------------------------------------------------------------
 
 
-def _edit(trainer: Trainer, commit: Commit) -> _Edit | None:
+def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     """Make the layout the present one. None if this rank has nothing yet, and so nothing more to do."""
     began = time.time()
     trainer.hooks.at("edit")
-    layout, store = Layout.from_json(commit.layout), trainer.store
+    layout, store = decode(decision.layout), trainer.store
+    own = trainer.control.moves(decision.epoch)
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
-    trainer.standing = standing.edited(trainer.standing, layout.epoch, member, commit.gather)
-    trainer.transport.advance(layout.epoch, layout.lost)
-    trainer.saving.abandon(commit.saved)
+    trainer.standing = standing.edited(trainer.standing, layout.epoch, member, gather)
+    # Who died before it was let in is lost to this rank, but never was in a layout.
+    trainer.transport.advance(layout.epoch, {*layout.lost, *trainer.control.interrupt.lost})
+    trainer.meet(layout)
+    trainer.saving.abandon(decision.saved)
     if member:
         groups.edit(layout, trainer.rank)
     if store is None:
@@ -152,20 +145,21 @@ def _edit(trainer: Trainer, commit: Commit) -> _Edit | None:
             _tell_free(trainer)
         return None
     if member:
-        trainer.stage.learn(commit.shapes, layout)
+        trainer.stage.learn(decision.shapes, layout)
         trainer.stage.hold(layout)
         trainer.tenure = trainer.begin_tenure(layout, store)
     ended = time.time()
     trainer.hooks.at("promote")
-    return _Edit(store, began, ended)
+    kept = store.held() if own.kept is None else own.kept
+    return _Edit(store, own.moves, [(unit, k) for unit, k, _ in kept], began, ended)
 
 
-def _copy(trainer: Trainer, store: StateStore, moves: Sequence[Transfer], done: int) -> None:
+def _copy(trainer: Trainer, edit: _Edit, done: int) -> None:
     """Begin to make copies, of states after ``done`` steps; what this rank is to own is here when this returns.
 
     A spare has given away what it was asked for, and has nothing any more.
     """
-    tenure, layout = trainer.tenure, trainer.layout
+    tenure, layout, store, moves = trainer.tenure, trainer.layout, edit.store, edit.moves
     trainer.hooks.at("replicate")
     store.replicate(moves, layout, done)
     if tenure is not None:

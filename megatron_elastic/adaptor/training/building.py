@@ -6,7 +6,7 @@ from megatron_elastic.adaptor.checkpoints import folder, sliced
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, decode
 from megatron_elastic.state.store import StateStore
 
 
@@ -28,8 +28,7 @@ def build(trainer: Trainer) -> None:
 
 def prepare(trainer: Trainer, invite: Invite) -> None:
     """Build this rank's part of the layout it is invited into, without the others, who are training."""
-    layout, stage = Layout.from_json(invite.layout), trainer.stage
-    trainer.transport.add_peers(invite.addresses)
+    layout, stage = decode(invite.layout), trainer.stage
     if trainer.store is None or not stage.fits(layout):
         trainer.store = None
         trainer.make_groups(layout)

@@ -9,7 +9,7 @@ from megatron_elastic.adaptor.training.adoption import adopt
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Commit, Suspect
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Suspect
 from megatron_elastic.plan import everything
 
 
@@ -38,7 +38,7 @@ def _suspect(trainer: Trainer, suspects: tuple[int, ...]) -> None:
     trainer.control.wait((), timeout=trainer.config.wait_timeout)
 
 
-def _report(trainer: Trainer) -> Commit:
+def _report(trainer: Trainer) -> Decision:
     flag = trainer.control.interrupt
     epoch = flag.epoch
     flag.acknowledge(epoch)
@@ -48,14 +48,14 @@ def _report(trainer: Trainer) -> Commit:
     held, versions = _held(trainer), _versions(trainer)
     trainer.control.send(standing.report(trainer.standing, epoch, held, versions, time.time()))
     trainer.hooks.at("report")
-    return trainer.control.wait((Commit,), timeout=trainer.config.wait_timeout)
+    return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)
 
 
 def _held(trainer: Trainer) -> list[standing.Part]:
     if trainer.store is not None:
         return trainer.store.held()
     # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
-    return sorted(everything(trainer.layout).get(trainer.rank, ()))
+    return sorted(everything(trainer.layout).of_rank(trainer.rank))
 
 
 def _versions(trainer: Trainer) -> dict[int, list[standing.Part]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+
+import msgspec
 
 from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Commit, Finished, Hello, Invite, SliceDigest, Start, Stop
+from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
+from megatron_elastic.layout import encode
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
@@ -37,28 +41,31 @@ def live(trainer: Trainer) -> None:
 
 
 def _join(trainer: Trainer) -> None:
-    args = trainer.args
+    args, layout = trainer.args, encode(trainer.layout)
+    flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _OWN_FLAGS}
+    likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags))).digest()
     trainer.control.send(
         Hello(
             rank=trainer.rank, pid=os.getpid(), host=socket.gethostname(), address=trainer.transport.address,
-            layout=trainer.layout.to_json(), start_step=trainer.standing.step - 1, train_iters=args.train_iters,
-            flags={name: str(value) for name, value in vars(args).items() if name not in _OWN_FLAGS},
+            layout=layout if trainer.rank == 0 else b"",
+            start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=not args.untie_embeddings_and_output_weights,
         )
     )  # fmt: skip
     if trainer.standing.member:
         start = trainer.control.wait((Start,), timeout=trainer.config.start_timeout)
         trainer.transport.add_peers(start.addresses)
+        trainer.meet(trainer.layout)
 
 
 def _stand_by(trainer: Trainer) -> bool:
     """In no cell: wait to be invited into one, and be let in. Returns whether the job is over."""
-    message = trainer.control.wait((Stop, Invite, Commit), timeout=float("inf"))
+    message = trainer.control.wait((Stop, Invite, Enter), timeout=float("inf"))
     match message:
         case Invite():
             building.prepare(trainer, message)
-        case Commit():
-            adoption.adopt(trainer, message)
+        case Enter():
+            adoption.enter(trainer, message)
     return isinstance(message, Stop)
 
 

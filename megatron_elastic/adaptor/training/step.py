@@ -59,9 +59,10 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     if not trainer.args.overlap_param_gather or tenure.verification is not None:
         trainer.await_parameters(tenure)
     trainer.hooks.at("commit")
-    if trainer.rank == tenure.layout.ranks[0]:
+    if trainer.rank == tenure.speaker:
+        first = trainer.rank == tenure.layout.ranks[0]
         trainer.control.send(
-            Committed(rank=trainer.rank, epoch=tenure.layout.epoch, vote=result, time=time.time())
+            Committed(rank=trainer.rank, epoch=tenure.layout.epoch, vote=result, time=time.time(), first=first)
         )
     if tenure.verification is not None:
         tenure.replay.finish()

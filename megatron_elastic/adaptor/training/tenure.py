@@ -34,6 +34,8 @@ class Tenure:
     grains: GrainModel
     executor: Executor
     vote_group: Group
+    speaker: int
+    """The lowest rank of the layout on this host: it tells the agent of each step."""
     plan: Plan | None = None
     """The layout to switch to that it was told of last."""
     copying: bool = False

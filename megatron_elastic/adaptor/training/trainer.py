@@ -149,6 +149,12 @@ class Trainer:
 
     # ---- one layout --------------------------------------------------------------------------
 
+    def meet(self, layout: Layout) -> None:
+        """Learn where the ranks of a layout are."""
+        unknown = [rank for rank in layout.ranks if not self.transport.knows(rank)]
+        if unknown:
+            self.transport.add_peers(self.control.find(unknown, self.config.wait_timeout))
+
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""
         timeout = timedelta(seconds=self.config.wait_timeout)
@@ -165,6 +171,7 @@ class Trainer:
             if self.config.replay == "state"
             else GradientReplay(layout, self.transport, store, self.accumulator.mean_dtype)
         )
+        neighbours = layout.hosts[layout.host_of(self.rank)]
         stage.meter = Meter([unit.params for unit in stage.units.values()])
         last = layout.stage_of(self.rank) == layout.pipeline_size - 1
         sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -180,6 +187,7 @@ class Trainer:
                 torch.bfloat16 if args.bf16 else torch.float32, stage.meter,
             ),
             vote_group=Group(self.transport, _VOTE_GROUP, layout.ranks),
+            speaker=min(rank for rank in neighbours if rank in layout.places),
         )  # fmt: skip
 
     def await_parameters(self, tenure: Tenure) -> None:

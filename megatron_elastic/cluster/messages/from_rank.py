@@ -37,6 +37,8 @@ class Where(Message, frozen=True):
     """Where are these ranks? The answer is ``Addresses``."""
 
     rank: int
+    ask: int
+    """Number of the question."""
     ranks: list[int]
 
 

@@ -17,6 +17,7 @@ class Start(Message, frozen=True):
 class Addresses(Message, frozen=True):
     """Answer to ``Where``: where the links of ranks start. Ranks that are not there any more are left out."""
 
+    ask: int
     addresses: dict[int, bytes]
 
 

@@ -15,7 +15,6 @@ from megatron_elastic.cluster.messages import (
     Answer,
     Enter,
     Invite,
-    Part,
     Plan,
     Profile,
     Ready,
@@ -29,7 +28,7 @@ from megatron_elastic.cluster.protocol.events import Asked
 from megatron_elastic.cluster.protocol.job import Change, Job
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Layout, encode, transfers
+from megatron_elastic.layout import Holdings, Layout, encode, transfers
 from megatron_elastic.plan import NoLayout, improve
 
 
@@ -132,14 +131,8 @@ def _announce_if_ready(turn: Turn) -> None:
     turn.set(change=replace(change, announced=True))
     new = change.layout
     # Everything that the present layout asks for is live: nobody needs to report.
-    send_moves(turn, transfers(new, _live(job.layout)), new.epoch, {})
+    send_moves(turn, transfers(new, Holdings.of(job.layout)), new.epoch, {})
     turn.send(Plan(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes)), job.layout.ranks)
-
-
-def _live(layout: Layout) -> dict[int, list[Part]]:
-    """What every rank holds when all of a layout is live."""
-    return {rank: [(unit, k, layout.tp_index(rank)) for unit, k in (*layout.owned(rank), *layout.replicated(rank))]
-            for rank in layout.ranks}
 
 
 def switched(turn: Turn, message: Switched) -> None:

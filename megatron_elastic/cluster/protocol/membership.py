@@ -22,7 +22,7 @@ def where(turn: Turn, message: Where) -> None:
     """A rank wants to talk to others."""
     known = ((rank, turn.job.ranks.get(rank)) for rank in message.ranks)
     addresses = {rank: each.hello.address for rank, each in known if each is not None and each.hello and not each.lost}
-    turn.send(Addresses(addresses=addresses), [message.rank])
+    turn.send(Addresses(ask=message.ask, addresses=addresses), [message.rank])
 
 
 def came(turn: Turn, event: NodeCame) -> None:

@@ -6,16 +6,13 @@ from collections.abc import Collection, Mapping
 
 from megatron_elastic.cluster.messages import Moves, Part
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Transfer
+from megatron_elastic.layout import Transfer, by_rank
 
 
 def send_moves(turn: Turn, moves: Collection[Transfer], epoch: int, kept: Mapping[int, list[Part]]) -> None:
     """Tell each rank its own part of ``moves`` under the layout of ``epoch``, if it has any, and what of its states is
     live if that is not all that it has reported (``kept``). To be sent before the message that has the layout.
     """
-    concerned: dict[int, list[Transfer]] = {rank: [] for rank in kept}
-    for move in moves:
-        for rank in {move.src, move.dst}:
-            concerned.setdefault(rank, []).append(move)
-    for rank, own in sorted(concerned.items()):
-        turn.send(Moves(epoch=epoch, moves=own, kept=kept.get(rank)), [rank])
+    own = by_rank(moves)
+    for rank in sorted({*own, *kept}):
+        turn.send(Moves(epoch=epoch, moves=list(own.get(rank, ())), kept=kept.get(rank)), [rank])

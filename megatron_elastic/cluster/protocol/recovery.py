@@ -30,7 +30,7 @@ from megatron_elastic.cluster.protocol.events import Sent
 from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Layout, encode, transfers
+from megatron_elastic.layout import Holdings, Layout, encode, transfers
 from megatron_elastic.plan import NoLayout, StateLost, everything, lose, readable
 
 
@@ -150,7 +150,7 @@ def _send(turn: Turn, decided: Decided, held: Mapping[int, Collection[Part]], la
     job = turn.job
     assert job.recovery is not None
     # After a reload all is there but copies that stages keep for each other.
-    source = everything(layout) if decided.decision == "reload" else held
+    source = everything(layout) if decided.decision == "reload" else Holdings.reported(layout, held)
     send_moves(turn, transfers(layout, source), layout.epoch, _kept(job, held))
     common: dict[str, Any] = {"epoch": layout.epoch, "layout": encode(layout), "step": decided.step,
                               "shapes": dict(job.shapes), "saved": job.trust.newest_save}
@@ -181,7 +181,7 @@ def _plan(
     lost = [rank for rank in job.lost if rank in known]
     if decided.decision != "reload":
         try:
-            return decided, held, lose(old, lost, held, job.epoch)
+            return decided, held, lose(old, lost, Holdings.reported(old, held), job.epoch)
         except StateLost as lost_state:
             decided = _fall_back(turn, decided, damage.undecided(job.trust) or str(lost_state))
     # Those who have not gone back yet have told of votes that are not cast any more.

@@ -1,0 +1,148 @@
+"""Holdings: what state each rank holds, told by a layout and by the ranks that differ from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+
+from megatron_elastic.layout.cell import Cell
+from megatron_elastic.layout.layout import Layout
+
+SlicePart = tuple[int, int, int]
+"""(unit, slice, tensor-parallel index): what one rank of a cell holds of a slice."""
+_NOTHING: frozenset[SlicePart] = frozenset()
+
+
+class Extent(Enum):
+    """Which slices it is that a rank in a cell holds its part of."""
+
+    ROLES = "those that its cell owns or replicates"
+    STAGE = "all of its stage"
+    ALL = "all there are"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What every live rank holds, spares too.
+
+    Ranks in cells of ``standard`` hold what ``extent`` says, others nothing; but those in ``exceptions`` hold just what
+    is said there. Time and room are taken by the ranks that differ, which are few. Made by ``of`` or ``reported``.
+    """
+
+    standard: Layout
+    exceptions: Mapping[int, Set[SlicePart]] = field(default_factory=dict)
+    extent: Extent = Extent.ROLES
+
+    @classmethod
+    def of(cls, layout: Layout, extent: Extent = Extent.ROLES) -> Holdings:
+        """Everything that ``layout`` asks for is live, or more, as ``extent`` says."""
+        return cls(layout, extent=extent)
+
+    @classmethod
+    def reported(cls, layout: Layout, held: Mapping[int, Iterable[SlicePart]]) -> Holdings:
+        """What ranks say, most of which hold what ``layout`` asks for. Whoever is not in ``held`` has nothing."""
+        asked = cls(layout)
+        said = {rank: frozenset(held.get(rank, ())) for rank in {*layout.ranks, *held}}
+        return cls(layout, {rank: parts for rank, parts in said.items() if parts != asked.of_rank(rank)})
+
+    def without(self, ranks: Iterable[int]) -> Holdings:
+        """These, but ``ranks`` hold nothing."""
+        return replace(self, exceptions={**self.exceptions, **dict.fromkeys(ranks, _NOTHING)})
+
+    def replace(self, rank: int, parts: Iterable[SlicePart]) -> Holdings:
+        """These, but ``rank`` holds just ``parts``."""
+        return replace(self, exceptions={**self.exceptions, rank: frozenset(parts)})
+
+    def of_rank(self, rank: int) -> Set[SlicePart]:
+        """All that a rank holds."""
+        if rank in self.exceptions:
+            return self.exceptions[rank]
+        if rank not in self.standard.places:
+            return _NOTHING
+        stage, _, tp = self.standard.places[rank]
+        if self.extent is Extent.ROLES:
+            slices = (*self.standard.owned(rank), *self.standard.replicated(rank))
+            return frozenset((unit, k, tp) for unit, k in slices)
+        units = self.standard.stages[stage].units if self.extent is Extent.STAGE else range(len(self.standard.units))
+        return frozenset((unit, k, tp) for unit in units for k in range(self.standard.num_slices))
+
+    def holders(self, part: SlicePart) -> tuple[int, ...]:
+        """The ranks that hold a part of a slice, ascending."""
+        unit, k, tp = part
+        asked = (self.standard.cells[leader].ranks[tp] for leader in self._leaders(unit, k))
+        return tuple(sorted([*(rank for rank in asked if rank not in self.exceptions), *self._told.get(part, ())]))
+
+    def complete(
+        self, cells: Collection[Cell], slices: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], Set[int]]:
+        """For each (unit, slice) of ``slices`` the leaders of those ``cells`` all of whose ranks hold their part."""
+        standard = {cell.leader for cell in cells if self._as_asked(cell)}
+        more: dict[tuple[int, int], set[int]] = {}
+        for cell in cells:
+            if cell.leader not in standard:
+                of_ranks = (
+                    {(unit, k) for unit, k, part in self.of_rank(rank) if part == tp}
+                    for tp, rank in enumerate(cell.ranks)
+                )
+                for at in set.intersection(*of_ranks):
+                    more.setdefault(at, set()).add(cell.leader)
+        found: dict[tuple[int, int], Set[int]] = {}
+        for unit, k in slices:
+            found[unit, k] = standard.intersection(self._leaders(unit, k)) | more.get((unit, k), set())
+        return found
+
+    def unsure(self, layout: Layout) -> list[tuple[int, int]]:
+        """(unit, slice), ascending: of all others the owner and the replicas that ``layout`` names hold every part."""
+        doubtful = {cell.leader for cell in layout.cells.values() if not self._as_asked(cell)}
+        found = []
+        for unit, rows in enumerate(zip(layout.owners, layout.replicas, strict=True)):
+            named = list(zip(*rows, strict=True))
+            differs = self._differ(unit, named)
+            found += [
+                (unit, k)
+                for k, (owner, copies) in enumerate(named)
+                if k in differs or owner in doubtful or not doubtful.isdisjoint(copies)
+            ]
+        return found
+
+    def _differ(self, unit: int, named: list[tuple[int, tuple[int, ...]]]) -> Set[int]:
+        """The slices of a unit for which leaders are ``named`` who, if they differ in nothing, need not hold it."""
+        if self.extent is Extent.ROLES:
+            asked = list(zip(self.standard.owners[unit], self.standard.replicas[unit], strict=True))
+            return {k for k, at in enumerate(named) if at != asked[k]} if named != asked else set()
+        holding = self._of_unit[unit]
+        return {k for k, (owner, copies) in enumerate(named) if not holding.issuperset((owner, *copies))}
+
+    def _leaders(self, unit: int, slice: int) -> Iterable[int]:
+        """Leaders of the cells of ``standard`` that hold the slice, if they differ in nothing."""
+        if self.extent is Extent.ROLES:
+            return self.standard.owners[unit][slice], *self.standard.replicas[unit][slice]
+        return self._of_unit[unit]
+
+    def _as_asked(self, cell: Cell) -> bool:
+        """Whether it is a cell of ``standard``, and none of its ranks differs."""
+        known = self.standard.cells.get(cell.leader)
+        return known is not None and known.ranks == cell.ranks and self.exceptions.keys().isdisjoint(cell.ranks)
+
+    @cached_property
+    def _of_unit(self) -> list[set[int]]:
+        """[unit] = leaders of the cells that hold all of its slices, where ranks hold more than their roles."""
+        everywhere = set(self.standard.cells)
+        if self.extent is Extent.ALL:
+            return [everywhere] * len(self.standard.units)
+        cells: list[set[int]] = [set() for _ in self.standard.units]
+        for stage in self.standard.stages:
+            for unit in stage.units:
+                cells[unit].update(cell.leader for cell in stage.cells)
+        return cells
+
+    @cached_property
+    def _told(self) -> dict[SlicePart, list[int]]:
+        """Which of the exceptions hold a part."""
+        found: dict[SlicePart, list[int]] = {}
+        for rank, parts in self.exceptions.items():
+            for part in parts:
+                found.setdefault(part, []).append(rank)
+        return found

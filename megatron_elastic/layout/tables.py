@@ -1,0 +1,191 @@
+"""Tables: what a layout says, and what can be looked up in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_elastic.layout.cell import Cell
+from megatron_elastic.layout.errors import LayoutError
+from megatron_elastic.layout.lookup import Lookup
+from megatron_elastic.layout.part import Part
+from megatron_elastic.layout.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Who computes and who owns what, at one epoch: the content of a ``Layout``.
+
+    ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` are those of the cells with a
+    live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
+    live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain. A grain can
+    be cut between any of its ``samples``; if it is 1, grains stay whole.
+    """
+
+    epoch: int
+    num_slices: int
+    num_replicas: int
+    num_grains: int
+    units: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    owners: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+    spares: tuple[int, ...]
+    lost: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
+    samples: int = 1
+    _lookup: Lookup | None = field(default=None, init=False, repr=False, compare=False)
+
+    # ---- sizes and membership --------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks in cells, ascending."""
+        return self._index().ranks
+
+    @property
+    def cells(self) -> Mapping[int, Cell]:
+        """All cells, by their leaders."""
+        return self._index().cells
+
+    @property
+    def places(self) -> Mapping[int, tuple[int, Cell, int]]:
+        """For all ranks in cells: the index of the stage, the cell, and the tensor-parallel index."""
+        return self._index().places
+
+    @property
+    def cell_size(self) -> int:
+        """Ranks in a cell: the tensor-parallel size."""
+        return len(self.stages[0].cells[0].ranks)
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each stage; one but for virtual pipeline stages."""
+        return len(self.chunks(0))
+
+    def chunks(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The units of each chunk of a stage. What it holds of another stage, a tied embedding, is in the last one."""
+        return self._index().chunks[stage]
+
+    def stage_of(self, rank: int) -> int:
+        """Index of the stage that ``rank`` computes. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[0]
+
+    def cell_of(self, rank: int) -> Cell:
+        """The cell that ``rank`` is in. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[1]
+
+    def tp_index(self, rank: int) -> int:
+        """Tensor-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[2]
+
+    def host_of(self, rank: int) -> int:
+        """Index of the failure domain that ``rank`` is in. Raises LayoutError for a rank that never was here."""
+        try:
+            return self._index().hosts[rank]
+        except KeyError:
+            raise LayoutError(f"rank {rank} is on no host at epoch {self.epoch}") from None
+
+    # ---- grains and their parts --------------------------------------------------------------
+
+    def sharers(self, stage: int, grain: int) -> tuple[tuple[Cell, Part], ...]:
+        """The cells of ``stage`` that compute ``grain``, and what of it, in the order of its samples.
+
+        Raises LayoutError if there are none.
+        """
+        if not 0 <= grain < self.num_grains or not 0 <= stage < self.pipeline_size:
+            raise LayoutError(f"no cell of stage {stage} computes grain {grain} at epoch {self.epoch}")
+        cell = self._index().whole[stage].get(grain)
+        return self._index().cut[stage][grain] if cell is None else ((cell, self.whole(grain)),)
+
+    def part(self, rank: int, grain: int) -> Part:
+        """What the rank's cell computes of ``grain``. Raises LayoutError if that is nothing."""
+        stage, cell, _ = self._place(rank)
+        for other, part in self.sharers(stage, grain):
+            if other.leader == cell.leader:
+                return part
+        raise LayoutError(f"rank {rank} computes nothing of grain {grain} at epoch {self.epoch}")
+
+    def common(self, stage: int, part: Part) -> tuple[tuple[Cell, Part], ...]:
+        """The cells of ``stage`` that compute samples of ``part``, and which, in their order.
+
+        They are whom a cell of a neighbouring stage that computes ``part`` exchanges activations with.
+        """
+        shared = ((cell, other.common(part)) for cell, other in self.sharers(stage, part.grain))
+        return tuple((cell, both) for cell, both in shared if both is not None)
+
+    def whole(self, grain: int) -> Part:
+        """All of a grain."""
+        return Part(grain, 0, self.samples)
+
+    def load(self, cell: Cell) -> float:
+        """How many grains a cell computes; parts count by their samples."""
+        return len(cell.grains) + sum(part.size for part in cell.parts) / self.samples
+
+    # ---- units and slices ------------------------------------------------------------------
+
+    def home(self, unit: int) -> int:
+        """The first stage that holds ``unit``; the owners of its slices are cells of this stage."""
+        try:
+            return self._index().homes[unit]
+        except KeyError:
+            raise LayoutError(f"no stage holds unit {unit} at epoch {self.epoch}") from None
+
+    def holders(self, unit: int) -> tuple[Cell, ...]:
+        """Cells that hold ``unit``'s parameters: of its stages (a tied embedding has two), then those it moves to."""
+        return self._index().holders[unit]
+
+    def contributors(self, unit: int) -> tuple[Cell, ...]:
+        """The cells that compute ``unit`` for some grains."""
+        return self._index().contributors[unit]
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """Units whose parameters ``rank`` holds, ascending. Raises LayoutError for a rank in no cell."""
+        stage, cell, _ = self._place(rank)
+        return tuple(sorted({*self.stages[stage].units, *cell.incoming}))
+
+    def owner(self, unit: int, slice: int, tp: int) -> int:
+        """The rank that owns part ``tp`` of the slice."""
+        return self._index().cells[self.owners[unit][slice]].ranks[tp]
+
+    def copies(self, unit: int, slice: int, tp: int) -> tuple[int, ...]:
+        """The ranks with live copies of part ``tp`` of the slice, besides its owner."""
+        return tuple(self._index().cells[leader].ranks[tp] for leader in self.replicas[unit][slice])
+
+    def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(unit, slice) of everything ``rank`` owns, ascending; empty for ranks in no cell."""
+        return self._index().owned.get(rank, ())
+
+    def replicated(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(unit, slice) of everything ``rank`` keeps a live copy of, ascending; empty for ranks in no cell."""
+        return self._index().replicated.get(rank, ())
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(unit, slice, tensor-parallel index) of all there is."""
+        return tuple(
+            (unit, k, tp)
+            for unit in range(len(self.units))
+            for k in range(self.num_slices)
+            for tp in range(self.cell_size)
+        )
+
+    # ---- lookups ---------------------------------------------------------------------------
+
+    def _index(self) -> Lookup:
+        if self._lookup is None:
+            object.__setattr__(self, "_lookup", Lookup(self.stages, self.owners, self.replicas, self.hosts))
+        assert self._lookup is not None
+        return self._lookup
+
+    def _place(self, rank: int) -> tuple[int, Cell, int]:
+        try:
+            return self._index().places[rank]
+        except KeyError:
+            what = "is a spare" if rank in self.spares else "is lost" if rank in self.lost else "is unknown"
+            raise LayoutError(f"rank {rank} is in no cell at epoch {self.epoch}: it {what}") from None
