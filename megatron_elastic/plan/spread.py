@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from megatron_elastic.layout import Cell, Layout, Stage
 
@@ -37,15 +37,21 @@ class Spread:
     def next(self, home: int, taken: Collection[int], ready: Collection[int]) -> int:
         """The cell of stage ``home`` to keep a copy besides those of ``taken``; of any stage if it has no other.
 
-        One of the ``ready``, which have the state already, is taken before all others. There must be a cell left.
+        So too if all would be on one host otherwise. One of the ``ready``, which have the state already, is taken
+        before all others. There must be a cell left.
         """
         hosts = {self._host_of(leader) for leader in taken}
-        for stages in ([home], range(len(self._order))):
-            least = (self._least(stage, taken, hosts) for stage in stages)
-            turns = list(self._ready(stages, taken, hosts, ready)) or [turn for turn in least if turn is not None]
-            if turns:
-                return min(turns)[-1]
-        raise ValueError(f"all cells are taken: {sorted(taken)}")
+        if at_hand := list(self._ready([home], taken, hosts, ready)):
+            return min(at_hand)[-1]
+        here = self._least(home, taken, hosts)
+        if here is not None and not (here[1] and len(hosts) == 1):
+            return here[-1]
+        stages = range(len(self._order))
+        least = (self._least(stage, taken, hosts) for stage in stages)
+        turns = list(self._ready(stages, taken, hosts, ready)) or [turn for turn in least if turn is not None]
+        if here is not None:
+            turns = [turn for turn in turns if not turn[1]] or [here]
+        return min(turns)[-1]
 
     def _ready(
         self, stages: Collection[int], taken: Collection[int], hosts: Collection[int], ready: Collection[int]
@@ -72,3 +78,9 @@ class Spread:
 
     def _entry(self, cell: Cell) -> tuple[bool, int, int]:
         return cell.shadow, self._keeping[cell.leader], cell.leader
+
+
+def away(layout: Layout, leaders: Iterable[int], everywhere: Iterable[int]) -> list[int]:
+    """If the cells of a stage, which these lead, are on one host: those of ``everywhere`` that are on others."""
+    hosts = {layout.host_of(leader) for leader in leaders}
+    return [leader for leader in everywhere if layout.host_of(leader) not in hosts] if len(hosts) == 1 else []
