@@ -90,7 +90,10 @@ def check_even(layout: Layout) -> None:
             owner, copies = layout.owners[unit][k], layout.replicas[unit][k]
             assert len({owner, *copies}) == 1 + min(layout.num_replicas, len(cells) - 1) == 1 + len(copies)
             elsewhere = set(copies) - set(leaders)
-            assert not elsewhere or stage.width <= layout.num_replicas, "only where the own stage is too narrow"
+            narrow = stage.width <= layout.num_replicas
+            assert not elsewhere or narrow or len(hosts) == 1, "only where the own stage is too narrow, or on one host"
+            if copies and len({layout.host_of(cell.leader) for cell in cells}) > 1:
+                assert len({layout.host_of(at) for at in (owner, *copies)}) > 1, "no host has all there is of a slice"
             if not elsewhere:
                 apart = {layout.host_of(at) for at in (owner, *copies)}
                 assert len(apart) == min(len(hosts), 1 + len(copies)), "copies are on as many hosts as there are"

@@ -60,7 +60,7 @@ def test_holdings_say_what_each_rank_holds(
     for part in layout.parts:
         assert held.holders(part) == tuple(sorted(rank for rank, parts in plain.items() if part in parts))
     every = [(unit, k) for unit in range(len(layout.units)) for k in range(slices)]
-    complete = held.complete(layout.cells.values(), every)
+    complete = held.complete(layout.cells, every)
     unsure = held.unsure(layout)
     assert unsure == sorted(set(unsure))
     for unit, k in every:

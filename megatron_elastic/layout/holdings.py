@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -75,27 +75,28 @@ class Holdings:
         return tuple(sorted([*(rank for rank in asked if rank not in self.exceptions), *self._told.get(part, ())]))
 
     def complete(
-        self, cells: Collection[Cell], slices: Iterable[tuple[int, int]]
-    ) -> dict[tuple[int, int], Set[int]]:
-        """For each (unit, slice) of ``slices`` the leaders of those ``cells`` all of whose ranks hold their part."""
-        standard = {cell.leader for cell in cells if self._as_asked(cell)}
-        more: dict[tuple[int, int], set[int]] = {}
-        for cell in cells:
-            if cell.leader not in standard:
-                of_ranks = (
-                    {(unit, k) for unit, k, part in self.of_rank(rank) if part == tp}
-                    for tp, rank in enumerate(cell.ranks)
-                )
-                for at in set.intersection(*of_ranks):
-                    more.setdefault(at, set()).add(cell.leader)
-        found: dict[tuple[int, int], Set[int]] = {}
-        for unit, k in slices:
-            found[unit, k] = standard.intersection(self._leaders(unit, k)) | more.get((unit, k), set())
+        self, cells: Mapping[int, Cell], slices: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, int], set[int]]:
+        """For each (unit, slice) of ``slices`` the leaders of those cells all of whose ranks hold their part.
+
+        ``cells``: by their leaders, as in ``Layout.cells``.
+        """
+        doubtful = self._doubtful(cells)
+        found = {
+            (unit, k): {at for at in self._leaders(unit, k) if at in cells and at not in doubtful} for unit, k in slices
+        }
+        for leader in doubtful:
+            of_ranks = (
+                {(unit, k) for unit, k, part in self.of_rank(rank) if part == tp}
+                for tp, rank in enumerate(cells[leader].ranks)
+            )
+            for at in set.intersection(*of_ranks).intersection(found):
+                found[at].add(leader)
         return found
 
     def unsure(self, layout: Layout) -> list[tuple[int, int]]:
         """(unit, slice), ascending: of all others the owner and the replicas that ``layout`` names hold every part."""
-        doubtful = {cell.leader for cell in layout.cells.values() if not self._as_asked(cell)}
+        doubtful = self._doubtful(layout.cells)
         found = []
         for unit, rows in enumerate(zip(layout.owners, layout.replicas, strict=True)):
             named = list(zip(*rows, strict=True))
@@ -121,10 +122,18 @@ class Holdings:
             return self.standard.owners[unit][slice], *self.standard.replicas[unit][slice]
         return self._of_unit[unit]
 
-    def _as_asked(self, cell: Cell) -> bool:
-        """Whether it is a cell of ``standard``, and none of its ranks differs."""
-        known = self.standard.cells.get(cell.leader)
-        return known is not None and known.ranks == cell.ranks and self.exceptions.keys().isdisjoint(cell.ranks)
+    def _doubtful(self, cells: Mapping[int, Cell]) -> Set[int]:
+        """Leaders of those that are no cells of ``standard``, or have a rank that differs."""
+        known, places = self.standard.cells, self.standard.places
+        differing = {places[rank][1].leader for rank in self.exceptions if rank in places}
+        if cells is known:
+            return differing
+        others = {
+            leader
+            for leader, cell in cells.items()
+            if (was := known.get(leader)) is not cell and (was is None or was.ranks != cell.ranks)
+        }
+        return others.union(differing & cells.keys())
 
     @cached_property
     def _of_unit(self) -> list[set[int]]:

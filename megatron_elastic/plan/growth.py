@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.spread import away
 
 
 def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
@@ -58,8 +59,9 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
 def even(layout: Layout, epoch: int) -> Layout:
     """The layout of ``epoch`` in which the cells share the grains and slices of their stage evenly, shadows too.
 
-    A replica is in another cell of its unit's home stage, or of any stage where that one has too few. Few things move;
-    what is even stays as it is.
+    A replica is in another cell of its unit's home stage, or of any stage where that one has too few, or all of its
+    cells are on one host and others are not: then one replica of each slice is on another. Few things move; what is
+    even stays as it is.
     """
     goal = _goal(layout)
     stages = tuple(Stage(stage.units, share(layout, stage.cells)) for stage in layout.stages)
@@ -143,9 +145,9 @@ def _goal(layout: Layout) -> _Goal:
         slices = [(unit, k) for unit in stage.units if layout.home(unit) == index for k in range(layout.num_slices)]
         leaders = [cell.leader for cell in stage.cells]
         if len(leaders) > layout.num_replicas:
-            here = set(leaders)
+            fit = {*leaders, *away(layout, leaders, layout.cells)}
             for unit, k in slices:
-                replicas[unit][k] = [at for at in replicas[unit][k] if at in here]
+                replicas[unit][k] = [at for at in replicas[unit][k] if at in fit]
         _even_owners(slices, leaders, owners, replicas)
         _fill(layout, slices, leaders, owners, replicas)
         _separate(layout, slices, leaders, owners, replicas)
@@ -213,15 +215,20 @@ def _separate(
     owners: Sequence[Sequence[int]],
     replicas: list[list[list[int]]],
 ) -> None:
-    """Move replicas that share a host with the owner or with another replica to hosts that have none of them yet."""
+    """Move replicas that share a host with the owner or with another replica to hosts that have none of them yet.
+
+    They stay in the stage, if it is not the only way to have one on another host.
+    """
     load = Counter(copy for unit, k in slices for copy in replicas[unit][k])
+    elsewhere = away(layout, leaders, layout.cells)
     for unit, k in slices:
         copies = replicas[unit][k]
         for i in reversed(range(len(copies))):
             taken = {layout.host_of(at) for at in (owners[unit][k], *copies[:i], *copies[i + 1 :])}
             if layout.host_of(copies[i]) not in taken:
                 continue
-            if free := [leader for leader in leaders if layout.host_of(leader) not in taken]:
+            free = [leader for leader in leaders if layout.host_of(leader) not in taken]
+            if free := free or (elsewhere if len(taken) == 1 else []):
                 load[copies[i]] -= 1
                 copies[i] = min(free, key=lambda leader: (load[leader], leader))
                 load[copies[i]] += 1

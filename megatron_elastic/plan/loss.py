@@ -95,15 +95,14 @@ def _assign(
 
     Slices stay as they are but for those that are ``unsure``, and those that have too few replicas.
     """
-    cells = [cell for stage in stages for cell in stage.cells]
     homes = [{cell.leader: cell for cell in stage.cells} for stage in stages]
-    everywhere = {cell.leader for cell in cells}
+    everywhere = dict(chain.from_iterable(home.items() for home in homes))
     wanted = min(layout.num_replicas, len(everywhere) - 1)
     few = {(unit, k) for unit, row in enumerate(layout.replicas) for k, at in enumerate(row) if len(at) < wanted}
     concerned = sorted(few.union(unsure))
-    complete = held.complete(cells, concerned)
+    complete = held.complete(everywhere, concerned)
     owning = Counter(chain.from_iterable(layout.owners))
-    spread = Spread(layout, stages, Counter(chain.from_iterable(chain.from_iterable(layout.replicas))))
+    spread = Spread(layout, homes, Counter(chain.from_iterable(chain.from_iterable(layout.replicas))))
     owners = [list(row) for row in layout.owners]
     replicas = [list(row) for row in layout.replicas]
     for unit, k in concerned:
@@ -119,7 +118,7 @@ def _assign(
             owning[owner] += 1
         stay = [copy for copy in copies if copy in everywhere and copy != owner]
         kept = [copy for copy in stay if copy in holds] or stay[: layout.num_replicas]
-        for copy in everywhere.intersection(copies).difference(kept):
+        for copy in everywhere.keys() & set(copies).difference(kept):
             spread.change(copy, -1)
         while len(kept) < wanted:
             kept.append(spread.next(stage, (owner, *kept), holds))

@@ -16,6 +16,7 @@ from megatron_elastic.plan.cost import Costs, own
 from megatron_elastic.plan.dataflow import share
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
+from megatron_elastic.plan.spread import away
 
 WORTH = 0.02
 """A plan that moves more than another must make the step shorter by this fraction."""
@@ -205,11 +206,15 @@ def _slices(
 def _row(
     layout: Layout, unit: int, leaders: Sequence[int], everywhere: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Owners and replicas of a unit at home with ``leaders``. If those are too few, other stages hold replicas too."""
+    """Owners and replicas of a unit at home with ``leaders``.
+
+    If those are too few, or all on one host, other stages hold replicas too.
+    """
     here = set(leaders)
+    elsewhere = away(layout, leaders, everywhere)
     enough = len(leaders) > layout.num_replicas
     wanted = min(layout.num_replicas, len(everywhere) - 1)
-    fit = here if enough else set(everywhere)
+    fit = here.union(elsewhere) if enough else set(everywhere)
     owners, replicas = [], []
     for k, (owner, copies) in enumerate(zip(layout.owners[unit], layout.replicas[unit], strict=True)):
         if owner not in here:
@@ -217,7 +222,8 @@ def _row(
         kept = [copy for copy in copies if copy in fit and copy != owner][:wanted]
         while len(kept) < wanted:
             taken = (owner, *kept)
-            kept.append(_next_cell(layout, everywhere if here.issubset(taken) else leaders, k, taken))
+            others = elsewhere if here.issuperset(taken) else []
+            kept.append(_next_cell(layout, others or (everywhere if here.issubset(taken) else leaders), k, taken))
         owners.append(owner)
         replicas.append(tuple(kept))
     return tuple(owners), tuple(replicas)
