@@ -41,6 +41,9 @@ class ElasticConfig:
     heartbeat_timeout: float = 2.5
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
 
     def __post_init__(self) -> None:
         limits = {
@@ -67,6 +70,11 @@ class ElasticConfig:
             raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
+        tls = {"cert": self.tls_cert, "key": self.tls_key, "ca": self.tls_ca}
+        missing = [f"--elastic-tls-{name}" for name, path in tls.items() if path is None]
+        if 0 < len(missing) < len(tls):
+            raise UsageError(f"{' and '.join(missing)} must be given as well: a certificate needs its key, and the "
+                             "certificate of the authority that signed those of all nodes")
 
     @property
     def cut_off(self) -> float:
@@ -144,4 +152,12 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
     group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,
                        help="limit of any single wait inside a step (default: %(default)s)")
+    group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
+                       help="this node's certificate for control connections (PEM), for both servers and clients; "
+                       "needs the other two. Without them the coordinator makes one for itself, and the job's token "
+                       "alone says who belongs to it")
+    group.add_argument("--elastic-tls-key", type=Path, metavar="FILE", default=None,
+                       help="the key of --elastic-tls-cert (PEM, without a passphrase)")
+    group.add_argument("--elastic-tls-ca", type=Path, metavar="FILE", default=None,
+                       help="certificate of the authority that signed the certificates of all nodes (PEM)")
     return parser

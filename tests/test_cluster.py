@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import selectors
@@ -26,6 +27,7 @@ from megatron_elastic.cluster.control import (
     JobStopped,
 )
 from megatron_elastic.cluster.messages import (
+    AnyMessage,
     Commit,
     Committed,
     Hello,
@@ -35,8 +37,10 @@ from megatron_elastic.cluster.messages import (
     Start,
     Stop,
     VoteResult,
+    any_message,
 )
 from megatron_elastic.cluster.recovery import decide
+from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.observe.records import read_digest, read_metrics
 from tests.launches import PROGRAMS, TOKEN, Launch, free_port, launches, start_nodes
 
@@ -208,13 +212,14 @@ def test_strangers_do_not_disturb(launch: Launch) -> None:
                        flags=("--nproc-per-node", "2", "--master-port", str(port)))
     run.read_until("step   1/4")
     with pytest.raises(wire.WireError, match="job token"):
-        wire.connect("127.0.0.1", port, "another token", timeout=10, silence=10)
+        wire.connect("127.0.0.1", port, wire.Credentials("another token"), limit=10, silence=10)
     for garbage in (b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", wire.frame(b"x" * 32) + wire.frame(b"y" * 32)):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
             sock.sendall(garbage)
             sock.shutdown(socket.SHUT_WR)
-            while sock.recv(4096):  # until the coordinator closes
-                pass
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(4096):  # until the coordinator closes
+                    pass
     launch.go()
     assert "closed a connection from" in run.finish()
 
@@ -299,6 +304,7 @@ def test_a_used_port_is_named(launch: Launch) -> None:
         ("plain.py", ("--elastic-heartbeat-timeout", "60"), (), "--elastic-heartbeat-timeout (60 s) must be below"),
         ("plain.py", ("--elastic-suspect-timeout", "0"), (), "--elastic-suspect-timeout must be positive"),
         ("plain.py", (), ("-m",), "there is no module"),
+        ("plain.py", ("--elastic-tls-cert", "a.pem"), (), "--elastic-tls-key and --elastic-tls-ca must be given"),
     ],
 )
 def test_bad_commands(
@@ -352,24 +358,25 @@ class Server:
     """The coordinator's side of one connection, on a thread: sends ``messages`` and closes."""
 
     def __init__(self, *messages: Message) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._port = free_port()
         self._messages = messages
         self.env = {"RANK": "3", wire.TOKEN_VARIABLE: TOKEN, SILENCE_VARIABLE: "10",
-                    COORDINATOR_VARIABLE: f"127.0.0.1:{self._server.getsockname()[1]}"}
+                    COORDINATOR_VARIABLE: f"127.0.0.1:{self._port}"}
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = await wire.AsyncWire.accept(reader, writer, TOKEN, silence=10)
+        async def greet(connection: wire.AsyncWire[AnyMessage]) -> None:
             for message in self._messages:
                 connection.send(message)
             connection.close()
             done.set()
 
         async def serve() -> None:
-            async with await asyncio.start_server(accept, sock=self._server):
-                await done.wait()
+            door = Door(wire.Credentials(TOKEN), any_message, greet, silence=10, say=print)
+            door.open("127.0.0.1", self._port)
+            await done.wait()
+            await door.close(10)
 
         done = asyncio.Event()
         asyncio.run(serve())
@@ -422,9 +429,9 @@ def test_messages_survive_the_wire() -> None:
         Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout="{}", start_step=0, train_iters=4, flags={},
               tied=True),
     ):
-        assert wire.decode(wire.encode(message)[4:]) == message
+        assert wire.decode(wire.encode(message)[4:], any_message) == message
     with pytest.raises(wire.WireError):
-        wire.decode(b"\xc1 no message")
+        wire.decode(b"\xc1 no message", any_message)
 
 
 def test_reports_that_contradict_each_other_are_refused() -> None:

@@ -74,7 +74,8 @@ from megatron_elastic.state.vote import Ballot, vote
 
 _VOTE_GROUP = (1 << 14) - 1
 """Group id of the vote, beyond any that Megatron's groups reach."""
-_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
+_OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "elastic_tls_cert", "elastic_tls_key",
+                        "elastic_tls_ca", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
 _PROFILED = 10
 """Steps over which a stage's times are averaged."""

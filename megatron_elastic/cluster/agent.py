@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import COORDINATOR_VARIABLE, SILENCE_VARIABLE
+from megatron_elastic.cluster.control import CERTIFICATES_VARIABLE, COORDINATOR_VARIABLE, SILENCE_VARIABLE
 from megatron_elastic.cluster.deathwatch import Deathwatch
 from megatron_elastic.cluster.messages import RankDying, RankExited, RankNews, RankResumed, RankStopped
 from megatron_elastic.cluster.standstill import standstill
@@ -58,7 +58,7 @@ class Job:
     host: str
     """Address of the coordinator, as every rank can reach it."""
     port: int
-    token: str
+    credentials: wire.Credentials
     silence: float
     """Seconds after which a machine that does not answer counts as gone, for the connections of the ranks."""
     look_every: float
@@ -98,14 +98,15 @@ class Job:
             "MEGATRON_ELASTIC_RUN_DIR": str(self.run_dir),
             COORDINATOR_VARIABLE: f"{self.host}:{self.port}",
             SILENCE_VARIABLE: str(self.silence),
-            wire.TOKEN_VARIABLE: self.token,
+            wire.TOKEN_VARIABLE: self.credentials.token,
+            CERTIFICATES_VARIABLE: msgspec.json.encode(self.credentials.certificates).decode(),
         }
 
 
 class Agent:
     """One node's ranks. ``tell`` is called with whatever happens to their processes; each end is told once."""
 
-    def __init__(self, job: Job, tell: Callable[[RankNews], None]) -> None:
+    def __init__(self, job: Job, tell: Callable[[RankNews], object]) -> None:
         self.job = job
         self._tell = tell
         self._deathwatch = Deathwatch(job.ranks_per_node)
@@ -222,11 +223,8 @@ class Agent:
 
     async def _receive(self) -> _Answer | None:
         assert self._reader is not None
-        try:
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            return _answers.decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            return None
+        payload = await wire.read_frame(self._reader)
+        return None if payload is None else wire.decode(payload, _answers)
 
     async def _listen(self) -> None:
         while (answer := await self._receive()) is not None:

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-import struct
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
+
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import AnyMessage, Commit, Failed, Interrupt, Message, Stop
+from megatron_elastic.cluster.messages import AnyMessage, Commit, Failed, Interrupt, Message, Stop, any_message
 
 COORDINATOR_VARIABLE = "MEGATRON_ELASTIC_COORDINATOR"
 """Environment variable with the coordinator's ``host:port``."""
+CERTIFICATES_VARIABLE = "MEGATRON_ELASTIC_CERTIFICATES"
+"""Environment variable with the paths of the user's certificates as JSON."""
 SILENCE_VARIABLE = "MEGATRON_ELASTIC_SILENCE"
 """Environment variable with the seconds after which a coordinator's machine that does not answer is gone."""
 _CONNECT_LIMIT = 30.0
-_SEND_LIMIT = 60
+_SEND_LIMIT = 60.0
 
 M = TypeVar("M", bound=Message)
 
@@ -107,15 +112,54 @@ class InterruptFlag:
                 os.eventfd_read(self.fd)
 
 
+class _Line:
+    """A TLS socket that one thread reads while others write: OpenSSL does one of both at a time."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._lock = threading.Lock()
+
+    def recv(self, size: int) -> bytes:
+        """As of a blocking socket."""
+        while True:
+            with self._lock, contextlib.suppress(ssl.SSLWantReadError):
+                return self._sock.recv(size)
+            self._wait(select.POLLIN, None)
+
+    def send(self, data: bytes) -> None:
+        """As ``sendall``. Raises TimeoutError if the other end takes nothing for long."""
+        with self._lock:
+            while data:
+                try:
+                    data = data[self._sock.send(data):]
+                except ssl.SSLWantWriteError:
+                    self._wait(select.POLLOUT, _SEND_LIMIT)
+
+    def cut(self) -> None:
+        """End reads and writes of all threads."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # ssl's own would go on without encryption
+
+    def close(self) -> None:
+        """Release the socket."""
+        self._sock.close()
+
+    def _wait(self, event: int, timeout: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        if not poll.poll(None if timeout is None else timeout * 1e3):
+            raise TimeoutError("it takes nothing")
+
+
 class Control:
     """A rank's connection to the coordinator. ``send`` may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, rank: int, where: str) -> None:
+    def __init__(self, sock: ssl.SSLSocket, rank: int, where: str) -> None:
         self.rank = rank
         self.interrupt = InterruptFlag()
-        self._sock = sock
+        self._line = _Line(sock)
         self._where = where
-        self._send_lock = threading.Lock()
         self._inbox: deque[AnyMessage] = deque()
         self._arrived = threading.Condition()
         self._over: str | None = None
@@ -134,8 +178,7 @@ class Control:
     def send(self, message: Message) -> None:
         """Send ``message``. Raises JobStopped when the coordinator is gone."""
         try:
-            with self._send_lock:
-                self._sock.sendall(wire.encode(message))
+            self._line.send(wire.encode(message))
         except OSError as error:
             self._end(f"coordinator at {self._where} is gone ({error})")
             raise JobStopped(self._over) from None
@@ -169,10 +212,9 @@ class Control:
     def close(self) -> None:
         """Close the connection and end the reader thread."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._line.cut()
         self._reader.join()
-        self._sock.close()
+        self._line.close()
         self.interrupt.close()
 
     def _take(self, types: tuple[type[M], ...]) -> M | None:
@@ -186,8 +228,8 @@ class Control:
 
     def _read(self) -> None:
         try:
-            while (payload := wire.receive_frame(self._sock)) is not None:
-                self._handle(wire.decode(payload))
+            while (payload := wire.receive_frame(self._line)) is not None:
+                self._handle(wire.decode(payload, any_message))
             reason = "it closed the connection"
         except (OSError, wire.WireError) as error:
             reason = str(error)
@@ -224,22 +266,21 @@ def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
         with _connect(env) as sock:
             sock.settimeout(_CONNECT_LIMIT)
             sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
-            sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):  # the coordinator closes when it has read the message
                 pass
     except (OSError, JobStopped):
         return
 
 
-def _connect(env: Mapping[str, str]) -> socket.socket:
+def _connect(env: Mapping[str, str]) -> ssl.SSLSocket:
     names = ("RANK", COORDINATOR_VARIABLE, SILENCE_VARIABLE, wire.TOKEN_VARIABLE)
     missing = [name for name in names if name not in env]
     if missing:
         raise JobStopped(f"{', '.join(missing)} not set: start this program with `megatron-elastic run`")
     host, _, port = env[COORDINATOR_VARIABLE].rpartition(":")
+    certificates = msgspec.json.decode(env.get(CERTIFICATES_VARIABLE, "null"), type=wire.Certificates | None)
+    credentials = wire.Credentials(env[wire.TOKEN_VARIABLE], certificates)
     try:
-        sock = wire.connect(host, int(port), env[wire.TOKEN_VARIABLE], _CONNECT_LIMIT, float(env[SILENCE_VARIABLE]))
+        return wire.connect(host, int(port), credentials, _CONNECT_LIMIT, float(env[SILENCE_VARIABLE]))
     except (OSError, wire.WireError) as error:
         raise JobStopped(f"rank {env['RANK']} cannot reach the coordinator at {host}:{port}: {error}") from None
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_LIMIT, 0))
-    return sock

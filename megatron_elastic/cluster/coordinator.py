@@ -158,7 +158,7 @@ class Coordinator:
 
     # ---- ranks and agents come and go ------------------------------------------------------
 
-    def rank_connected(self, hello: Hello, wire: AsyncWire) -> None:
+    def rank_connected(self, hello: Hello, wire: AsyncWire[AnyMessage]) -> None:
         """A rank introduces itself. Raises WireError if there is no such rank, or it has been here before."""
         state = self._ranks.get(hello.rank)
         if state is None or state.hello is not None:

@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import runpy
-import secrets
 import shlex
 import signal
 import socket
@@ -26,11 +25,13 @@ from megatron_elastic import argument_file, support
 from megatron_elastic.cluster.agent import GRACE, Agent, AgentError, Job
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.messages import AgentHello, Fence, Heartbeat, Launch, Stop
+from megatron_elastic.cluster.messages import AgentHello, AnyMessage, Fence, Heartbeat, Launch, Stop, any_message
 from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.scale import leave_address, remove_address
 from megatron_elastic.cluster.server import Server
-from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError
+from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
+from megatron_elastic.cluster.wire.tls import certificates_of
+from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.observe.records import RunRecords
@@ -75,6 +76,7 @@ class _Command:
     host: str
     port: int
     config: ElasticConfig
+    credentials: Credentials
 
 
 def _parser() -> _Parser:
@@ -125,8 +127,11 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
         raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}; only "
                          "to an --elastic job further nodes can come")
     host, port = _endpoint(options, nodes)
+    several = nodes > 1 or options.node_rank > 0
+    token = given_token(os.environ) if several else token_of(os.environ) or make_token()
     program = Program(options.script, options.module, options.arguments)
-    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config)
+    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config,
+                       Credentials(token, certificates_of(config)))
     _check_script(command)
     return command
 
@@ -166,9 +171,6 @@ def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
         return host or "127.0.0.1", port or 0
     if not host:
         raise UsageError("several nodes need --master-addr: the address of node 0, as every node can reach it")
-    if not os.environ.get(TOKEN_VARIABLE):
-        raise UsageError(f"several nodes need the environment variable {TOKEN_VARIABLE}: the same secret on every "
-                         "node, for instance from `openssl rand -hex 32`")
     return host, port or 29500
 
 
@@ -288,20 +290,19 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
 async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Node 0: coordinate, and run this node's ranks."""
     records = RunRecords(run_dir) if command.config.elastic else None
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
     world_size = command.nodes * command.ranks_per_node
     coordinator = Coordinator(command.config, world_size, records, _say)
-    server = Server(coordinator, command.config, token, _say)
+    server = Server(coordinator, command.config, command.credentials, _say)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: coordinator.stop(
         Outcome(False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}")))
     agent: Agent | None = None
     try:
-        port = await _listen(server, command)
+        port = _listen(server, command)
         if command.config.elastic:
-            leave_address(run_dir, command.host, port, token)
+            leave_address(run_dir, Address(command.host, port, command.credentials))
         _say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
-        agent = Agent(_job(command, run_dir, port, token), coordinator.rank_news)
+        agent = Agent(_job(command, run_dir, port), coordinator.rank_news)
         exit_signal.pass_on = agent.kill_all
         coordinator.begin(_free_port())
         await _prepare(agent, command.config)
@@ -325,11 +326,11 @@ async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> in
     return 0 if outcome.ok else 1
 
 
-async def _listen(server: Server, command: _Command) -> int:
+def _listen(server: Server, command: _Command) -> int:
     # To a job of one node others can come only if it was started with an address that they can reach.
     address = "127.0.0.1" if command.nodes == 1 and command.host == "127.0.0.1" else "0.0.0.0"
     try:
-        return await server.listen(address, command.port)
+        return server.listen(address, command.port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise AgentError(f"cannot listen on {address}:{command.port}: {error.strerror}") from None
@@ -340,12 +341,12 @@ async def _listen(server: Server, command: _Command) -> int:
 async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Another node: run its ranks as node 0's coordinator says."""
     agent: Agent | None = None
-    wire: AsyncWire | None = None
+    wire: AsyncWire[AnyMessage] | None = None
     outcome = Outcome(False, f"lost the coordinator at {command.host}:{command.port}")
     try:
-        async with asyncio.timeout(command.config.start_timeout):
-            wire = await _reach(command)
-        agent = Agent(_job(command, run_dir, command.port, os.environ[TOKEN_VARIABLE]), wire.send)
+        wire = await AsyncWire.connect(command.host, command.port, command.credentials, command.config.cut_off,
+                                       any_message, command.config.start_timeout)
+        agent = Agent(_job(command, run_dir, command.port), wire.send)
         exit_signal.pass_on = agent.kill_all
         await _prepare(agent, command.config)
         wire.send(AgentHello(node_rank=command.node_rank, ranks=agent.job.ranks, host=socket.gethostname(),
@@ -353,9 +354,8 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
         outcome = await _obey(wire, agent, command.config) or outcome
     except asyncio.CancelledError:
         outcome = Outcome(False, "interrupted; ending this node's ranks")
-    except TimeoutError:
-        outcome = Outcome(False, f"no coordinator at {command.host}:{command.port} within "
-                                 f"{command.config.start_timeout:g} s; is node 0 started, and its address right?")
+    except TimeoutError as error:
+        outcome = Outcome(False, f"{error}; is node 0 started, and its address right?")
     except (AgentError, WireError) as error:
         outcome = Outcome(False, str(error))
     if not outcome.ok:
@@ -369,16 +369,7 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
     return 0 if outcome.ok else 1
 
 
-async def _reach(command: _Command) -> AsyncWire:
-    while True:
-        try:
-            return await AsyncWire.connect(command.host, command.port, os.environ[TOKEN_VARIABLE],
-                                           command.config.cut_off)
-        except OSError:
-            await asyncio.sleep(0.2)  # node 0 may be started after this one
-
-
-async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome | None:
+async def _obey(wire: AsyncWire[AnyMessage], agent: Agent, config: ElasticConfig) -> Outcome | None:
     """Do what the coordinator says until the job is over for this node; None when its connection ended."""
     silent = False
 
@@ -398,7 +389,7 @@ async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome
     return outcome
 
 
-async def _follow_orders(wire: AsyncWire, agent: Agent, pulse: Pulse) -> Outcome | None:
+async def _follow_orders(wire: AsyncWire[AnyMessage], agent: Agent, pulse: Pulse) -> Outcome | None:
     while (message := await wire.receive()) is not None:
         pulse.heard()
         match message:
@@ -426,10 +417,11 @@ async def _prepare(agent: Agent, config: ElasticConfig) -> None:
               "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
 
 
-def _job(command: _Command, run_dir: Path, port: int, token: str) -> Job:
+def _job(command: _Command, run_dir: Path, port: int) -> Job:
     return Job(program=command.program, nodes=command.nodes, node_rank=command.node_rank,
-               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port, token=token,
-               silence=command.config.cut_off, look_every=command.config.suspect_timeout / 4)
+               ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host, port=port,
+               credentials=command.credentials, silence=command.config.cut_off,
+               look_every=command.config.suspect_timeout / 4)
 
 
 def _free_port() -> int:

@@ -364,5 +364,7 @@ AnyMessage = (
     | Scale | Answer
 )
 
+any_message: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
 RankNews = RankDying | RankExited | RankStopped | RankResumed
 """What an agent tells about the processes of its ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatron_elastic.cluster.messages import Fence, Launch, Stop
+from megatron_elastic.cluster.messages import AnyMessage, Fence, Launch, Stop
 from megatron_elastic.cluster.wire import AsyncWire
 
 
@@ -22,7 +22,7 @@ class Node(Protocol):
 class RemoteNode:
     """The agent at the other end of a connection."""
 
-    def __init__(self, wire: AsyncWire, world_size: int) -> None:
+    def __init__(self, wire: AsyncWire[AnyMessage], world_size: int) -> None:
         self._wire = wire
         self._world_size = world_size
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from megatron_elastic.cluster.messages import Heartbeat
+from megatron_elastic.cluster.messages import AnyMessage, Heartbeat
 from megatron_elastic.cluster.wire import AsyncWire
 
 _TICKS = 8
@@ -26,7 +26,8 @@ class Pulse:
         on_silent: what to do then.
     """
 
-    def __init__(self, wire: AsyncWire, timeout: float, limit: float, on_silent: Callable[[], None]) -> None:
+    def __init__(self, wire: AsyncWire[AnyMessage], timeout: float, limit: float,
+                 on_silent: Callable[[], None]) -> None:
         self.heard_at = time.time()
         """When the other end was last heard."""
         self._wire = wire

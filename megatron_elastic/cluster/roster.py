@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_elastic.cluster.messages import Finished, Hello, Message
+from megatron_elastic.cluster.messages import AnyMessage, Finished, Hello, Message
 from megatron_elastic.cluster.nodes import Node
-from megatron_elastic.cluster.wire import AsyncWire
+from megatron_elastic.cluster.wire import AsyncWire, Unsendable
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Member:
     """It has had a part in training, if only as a spare."""
     standby: bool = False
     """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
-    wire: AsyncWire | None = None
+    wire: AsyncWire[AnyMessage] | None = None
     hello: Hello | None = None
     returncode: int | None = None
     lost: bool = False
@@ -102,4 +102,6 @@ class Roster(Mapping[int, Member]):
         """Send to every one of ``ranks`` that is connected."""
         for rank in ranks:
             if (wire := self[rank].wire) is not None:
-                wire.send(message)
+                problem = wire.send(message)
+                if isinstance(problem, Unsendable):  # ours, not that rank's
+                    raise RuntimeError(str(problem))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from megatron_elastic.cluster.coordinator import Coordinator, Outcome
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    AnyMessage,
     Failed,
     Heartbeat,
     Hello,
@@ -18,13 +19,13 @@ from megatron_elastic.cluster.messages import (
     RankResumed,
     RankStopped,
     Scale,
+    any_message,
 )
 from megatron_elastic.cluster.nodes import RemoteNode
 from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.wire import AsyncWire, WireError
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError
+from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig
-
-_HANDSHAKE_LIMIT = 10.0
 
 
 class Server:
@@ -33,55 +34,35 @@ class Server:
     Args:
         coordinator: what is told of everything that comes.
         config: limits.
-        token: the job token that every client must know.
+        credentials: what every client must show.
         say: prints one line for people.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ElasticConfig, token: str, say: Callable[[str], None]) -> None:
+    def __init__(self, coordinator: Coordinator, config: ElasticConfig, credentials: Credentials,
+                 say: Callable[[str], None]) -> None:
         self._coordinator = coordinator
         self._config = config
-        self._token = token
         self._say = say
-        self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._door = Door(credentials, any_message, self._serve_guest, config.cut_off, say)
 
-    async def listen(self, host: str, port: int) -> int:
+    def listen(self, host: str, port: int) -> int:
         """Listen for ranks and agents; 0 takes a free port. Returns the port. Raises OSError if it is in use."""
-        self._server = await asyncio.start_server(self._connected, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._door.open(host, port)
 
     async def close(self, timeout: float) -> None:
         """Stop listening, and wait until all connections have ended; those left after ``timeout`` seconds are cut."""
-        if self._server is not None:
-            self._server.close()
-        if self._connections:
-            await asyncio.wait(set(self._connections), timeout=timeout)
-        for task, writer in list(self._connections.items()):
-            writer.close()
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._door.close(timeout)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[task] = writer
+    async def _serve_guest(self, wire: AsyncWire[AnyMessage]) -> None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_LIMIT):
-                wire = await AsyncWire.accept(reader, writer, self._token, self._config.cut_off)
             await self._serve(wire)
         except (WireError, TimeoutError) as error:
-            peer = writer.get_extra_info("peername")
-            self._say(f"closed a connection from {peer}: {error or 'it said nothing'}")
-        except asyncio.CancelledError:
-            pass  # close() ends connections that outlast the job
+            self._say(f"closed a connection: {error or 'it did not introduce itself'}")
         except Exception:
             self._coordinator.stop(
                 Outcome(False, f"error in the coordinator, please report it:\n{traceback.format_exc()}"))
-        finally:
-            writer.close()
-            del self._connections[task]
 
-    async def _serve(self, wire: AsyncWire) -> None:
+    async def _serve(self, wire: AsyncWire[AnyMessage]) -> None:
         # An agent connects before it imports what its ranks need, and introduces itself after.
         async with asyncio.timeout(self._config.start_timeout):
             first = await wire.receive()
@@ -99,7 +80,7 @@ class Server:
             case _:
                 raise WireError(f"it began with {type(first).__name__} instead of Hello, AgentHello or Failed")
 
-    async def _serve_rank(self, wire: AsyncWire, hello: Hello) -> None:
+    async def _serve_rank(self, wire: AsyncWire[AnyMessage], hello: Hello) -> None:
         self._coordinator.rank_connected(hello, wire)
         try:
             while (message := await wire.receive()) is not None:
@@ -109,7 +90,7 @@ class Server:
         finally:
             self._coordinator.rank_disconnected(hello.rank)
 
-    async def _serve_agent(self, wire: AsyncWire, hello: AgentHello) -> None:
+    async def _serve_agent(self, wire: AsyncWire[AnyMessage], hello: AgentHello) -> None:
         def silent() -> None:
             node.stop(False, f"this node was silent for {limit:g} s and counts as lost (--elastic-heartbeat-timeout); "
                              "its ranks must end")
