@@ -10,7 +10,7 @@ import time
 from megatron_elastic.cluster.wire import proof
 from megatron_elastic.cluster.wire.framing import frame, receive_frame
 from megatron_elastic.cluster.wire.tcp import tune
-from megatron_elastic.cluster.wire.tls import Credentials, client_context, refusal
+from megatron_elastic.cluster.wire.tls import CLOSED, Credentials, client_context, refusal
 
 _PAUSE = 0.2
 
@@ -60,5 +60,5 @@ def _connect(host: str, port: int, context: ssl.SSLContext, token: str, deadline
 def _expect(sock: socket.socket) -> bytes:
     payload = receive_frame(sock, proof.LONGEST)
     if payload is None:
-        raise ConnectionResetError("the connection was closed in the handshake")
+        raise ConnectionResetError(CLOSED)
     return payload

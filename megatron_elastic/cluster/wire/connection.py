@@ -14,7 +14,7 @@ import msgspec
 from megatron_elastic.cluster.wire import proof
 from megatron_elastic.cluster.wire.framing import Unsendable, WireError, decode, encode, frame, read_frame
 from megatron_elastic.cluster.wire.tcp import tune
-from megatron_elastic.cluster.wire.tls import Credentials, ServerSide, client_context, refusal
+from megatron_elastic.cluster.wire.tls import CLOSED, Credentials, ServerSide, client_context, refusal
 
 UNSENT_LIMIT = 4 * (64 << 20)
 """Bytes that may wait for the other end to read them; a connection with more is cut."""
@@ -112,7 +112,7 @@ class AsyncWire(Generic[T]):
         """The next frame of the proof. Raises OSError if the connection has ended instead."""
         payload = await read_frame(self._reader, proof.LONGEST)
         if payload is None:
-            raise self._reader.exception() or ConnectionResetError("the connection was closed in the handshake")
+            raise self._reader.exception() or ConnectionResetError(CLOSED)
         return payload
 
     async def receive(self) -> T | None:

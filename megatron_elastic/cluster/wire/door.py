@@ -17,7 +17,7 @@ from megatron_elastic.cluster.wire.tally import Tally
 from megatron_elastic.cluster.wire.tls import Credentials, server_side, server_side_of
 
 STRANGERS = 64
-"""Connections at a time that have not proven the token."""
+"""Connections at a time that have not proven the token; fewer where the process may open few files."""
 _LIMIT = 5.0
 """Seconds that a stranger has to prove it."""
 _SILENT, _SPEAKING = 0.1, 1.0
@@ -58,11 +58,12 @@ class Door(Generic[T]):
         self._strangers: dict[asyncio.Task[None], float] = {}
         """With the time until which each may stay even if others come."""
         self._guests: dict[asyncio.Task[None], AsyncWire[T]] = {}
+        self._places = STRANGERS
         self._room = asyncio.Event()
 
     def open(self, host: str, port: int, clients: int = 0) -> int:
         """Listen for about ``clients`` of them; port 0 takes a free one. Returns the port. Raises OSError."""
-        _raise_open_files()
+        self._places = min(STRANGERS, max(1, _raise_open_files() // 4))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=max(_BACKLOG, clients))
         self._listener.setblocking(False)
@@ -103,9 +104,9 @@ class Door(Generic[T]):
             await asyncio.sleep(0)  # accepting may succeed for ever without letting anybody else run
 
     async def _make_room(self) -> None:
-        """Wait until one more stranger may come in; the one who has been longest is sent away for it."""
+        """Wait until one more stranger may come in; for it the one is sent away that may stay no longer."""
         loop = asyncio.get_running_loop()
-        while len(self._strangers) >= STRANGERS:
+        while len(self._strangers) >= self._places:
             task, until = min(self._strangers.items(), key=lambda item: item[1])
             if until <= loop.time():
                 del self._strangers[task]
@@ -173,8 +174,10 @@ async def _readable(sock: socket.socket) -> None:
         loop.remove_reader(sock)
 
 
-def _raise_open_files() -> None:
-    """Let this process open as many files as it may: every client is one."""
+def _raise_open_files() -> int:
+    """Let this process open as many files as it may, for every client is one; returns how many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a container may forbid what its limits promise
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return STRANGERS * 4 if soft == resource.RLIM_INFINITY else soft

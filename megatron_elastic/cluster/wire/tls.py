@@ -14,6 +14,9 @@ from megatron_elastic.cluster.wire.framing import WireError
 from megatron_elastic.cluster.wire.proof import fingerprint
 from megatron_elastic.config import ElasticConfig, UsageError
 
+CLOSED = "the coordinator closed the connection in the handshake; do all nodes have the same --elastic-tls flags?"
+"""What a client says that was sent away in a crowd, again and again, or had no certificate that was accepted."""
+
 
 class Certificates(msgspec.Struct, frozen=True):
     """The user's certificate, its key and who signed both ends' certificates: paths of PEM files."""
