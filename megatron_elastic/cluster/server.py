@@ -57,7 +57,7 @@ class Server:
         try:
             await self._serve(wire)
         except (WireError, TimeoutError) as error:
-            self._say(f"closed a connection: {error or 'it did not introduce itself'}")
+            self._say(f"closed a connection: {str(error) or 'it did not introduce itself'}")
         except Exception:
             self._coordinator.stop(
                 Outcome(False, f"error in the coordinator, please report it:\n{traceback.format_exc()}"))

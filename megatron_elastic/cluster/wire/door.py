@@ -27,6 +27,7 @@ A client speaks at once. Whoever fails keeps its place for as long, so that nobo
 handshakes a second, while those who know the token are let in as fast as we can.
 """
 _BACKLOG = 1024
+_LATE = f"it had not proven that it knows the job token within {_LIMIT:g} s"
 
 T = TypeVar("T")
 
@@ -126,7 +127,7 @@ class Door(Generic[T]):
                              "others came")
             return
         except Exception as error:  # whatever a stranger may provoke, it ends with the stranger
-            self._tally.note(f"closed a connection from {peer}: {error or 'it said nothing'}")
+            self._tally.note(f"closed a connection from {peer}: {str(error) or _LATE}")
             await self._keep_place(task)
             return
         self._leave(task)
