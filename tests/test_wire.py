@@ -46,8 +46,8 @@ class DoorProcess:
     """A process with a door, and what it says."""
 
     def __init__(self, files: int = 0, certificates: Certificates | None = None) -> None:
-        paths = [] if certificates is None else [certificates.cert, certificates.key, certificates.ca]
-        command = [sys.executable, str(PROGRAMS / "door.py"), str(files), *paths]
+        tls = () if certificates is None else flags(certificates)
+        command = [sys.executable, str(PROGRAMS / "door.py"), str(files), *tls]
         env = {**os.environ, wire.TOKEN_VARIABLE: TOKEN, "PYTHONPATH": str(PROGRAMS.parents[1])}
         self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, text=True)
@@ -177,7 +177,7 @@ def test_guests_are_served_and_nothing_is_readable(door: DoorProcess) -> None:
 
 
 def test_many_clients_at_once_are_all_let_in(door: DoorProcess) -> None:
-    """Ten times as many as may be strangers at a time: nobody who belongs to the job is refused for others that do."""
+    """Ten times as many as may be strangers at a time."""
     async def client(number: int) -> str:
         line = await wire.AsyncWire.connect(HOST, door.port, OURS, 10, any_message, LIMIT)
         assert line.send(Scale(stages=number)) is None

@@ -16,16 +16,18 @@ _PAUSE = 0.2
 
 
 def connect(host: str, port: int, credentials: Credentials, limit: float, silence: float) -> ssl.SSLSocket:
-    """As ``AsyncWire.connect``. The socket's timeout is what was left of ``limit`` seconds.
+    """As ``AsyncWire.connect``, but it is not tried again where nobody listens: a command asks a job that runs.
 
-    One thread at a time may use the socket: OpenSSL does not read and write at once.
-    Raises WireError if who answers is not this job's coordinator, OSError if nobody does within the limit.
+    The socket's timeout is what was left of ``limit`` seconds. One thread at a time may use it: OpenSSL does not read
+    and write at once. Raises WireError if who answers is not this job's coordinator, OSError if nobody does in time.
     """
     context = client_context(credentials.certificates)
     deadline = time.monotonic() + limit
     while True:
         try:
             return _connect(host, port, context, credentials.token, deadline, silence)
+        except ConnectionRefusedError:
+            raise
         except OSError as error:
             if (final := refusal(error)) is not None:
                 raise final from None
