@@ -42,6 +42,9 @@ class ElasticConfig:
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
     end_timeout: float = 60.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
 
     def __post_init__(self) -> None:
         limits = {
@@ -69,6 +72,11 @@ class ElasticConfig:
             raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
+        tls = {"cert": self.tls_cert, "key": self.tls_key, "ca": self.tls_ca}
+        missing = [f"--elastic-tls-{name}" for name, path in tls.items() if path is None]
+        if 0 < len(missing) < len(tls):
+            raise UsageError(f"{' and '.join(missing)} must be given as well: a certificate needs its key, and the "
+                             "certificate of the authority that signed those of all nodes")
 
     @property
     def cut_off(self) -> float:
@@ -149,4 +157,12 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-end-timeout", type=float, metavar="S", default=d.end_timeout,
                        help="how long a script may take to end after training, for loggers and the like, before its "
                        "rank is killed (default: %(default)s)")
+    group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
+                       help="this node's certificate for control connections (PEM), for both servers and clients; "
+                       "needs the other two. Without them the coordinator makes one for itself, and the job's token "
+                       "alone says who belongs to it")
+    group.add_argument("--elastic-tls-key", type=Path, metavar="FILE", default=None,
+                       help="the key of --elastic-tls-cert (PEM, without a passphrase)")
+    group.add_argument("--elastic-tls-ca", type=Path, metavar="FILE", default=None,
+                       help="certificate of the authority that signed the certificates of all nodes (PEM)")
     return parser

@@ -17,7 +17,7 @@ from megatron_elastic.observe.records import read_events, read_metrics
 
 PROGRAMS = Path(__file__).parent / "cluster_programs"
 MARK = "MEGATRON_ELASTIC_TEST_MARK"
-TOKEN = "a token for tests"
+TOKEN = "a token for tests that nobody would guess"
 
 
 class Run:

@@ -126,7 +126,7 @@ class Agent:
             all that the rank said.
     """
 
-    def __init__(self, job: Job, tell: Callable[[FromAgent], None]) -> None:
+    def __init__(self, job: Job, tell: Callable[[FromAgent], object]) -> None:
         self.job = job
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         """How the job ended for this node, when the coordinator has said so."""
@@ -301,11 +301,8 @@ class Agent:
 
     async def _receive(self) -> _Answer | None:
         assert self._reader is not None
-        try:
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            return _answers.decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            return None
+        payload = await wire.read_frame(self._reader)
+        return None if payload is None else wire.decode(payload, _answers)
 
     async def _listen(self) -> None:
         while (answer := await self._receive()) is not None:

@@ -38,6 +38,7 @@ from megatron_elastic.cluster.protocol.effects import (
 from megatron_elastic.cluster.protocol.events import Costed, Ended, Event, Expired, Sent, Troubled
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.timers import Timers
+from megatron_elastic.cluster.wire import Unsendable
 from megatron_elastic.plan import Costs, ProfileError
 
 _encoder = msgspec.msgpack.Encoder()
@@ -118,6 +119,8 @@ class Coordinator:
         for effect in effects:
             try:
                 self._do(effect)
+            except Unsendable as error:
+                self.trouble(str(error), fatal=True)
             except Exception:
                 self._broken()
 

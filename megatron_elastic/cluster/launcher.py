@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import runpy
-import secrets
 import shlex
 import signal
 import socket
@@ -34,9 +33,11 @@ from megatron_elastic.cluster.protocol import Job, Outcome, Settings
 from megatron_elastic.cluster.protocol.events import Begun, NodeCame
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.recorder import Recorder, Screen
-from megatron_elastic.cluster.scale import leave_address, remove_address
 from megatron_elastic.cluster.server import Server, hear
-from megatron_elastic.cluster.wire import TOKEN_VARIABLE, AsyncWire, WireError
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError
+from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
+from megatron_elastic.cluster.wire.tls import certificates_of
+from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 
@@ -82,6 +83,7 @@ class _Command:
     host: str
     port: int
     config: ElasticConfig
+    credentials: Credentials
 
 
 def _parser() -> _Parser:
@@ -132,8 +134,11 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
         raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}; only "
                          "to an --elastic job further nodes can come")
     host, port = _endpoint(options, nodes)
+    several = nodes > 1 or options.node_rank > 0
+    token = given_token(os.environ) if several else token_of(os.environ) or make_token()
     program = Program(options.script, options.module, options.arguments)
-    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config)
+    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config,
+                       Credentials(token, certificates_of(config)))
     _check_script(command)
     return command
 
@@ -173,9 +178,6 @@ def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
         return host or "127.0.0.1", port or 0
     if not host:
         raise UsageError("several nodes need --master-addr: the address of node 0, as every node can reach it")
-    if not os.environ.get(TOKEN_VARIABLE):
-        raise UsageError(f"several nodes need the environment variable {TOKEN_VARIABLE}: the same secret on every "
-                         "node, for instance from `openssl rand -hex 32`")
     return host, port or 29500
 
 
@@ -294,21 +296,20 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
 
 async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Node 0: coordinate, and run this node's ranks."""
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
     world_size = command.nodes * command.ranks_per_node
     screen = Screen()
     coordinator: Coordinator | None = None
     records = Recorder(run_dir, lambda what: coordinator.trouble(what) if coordinator else None) \
         if command.config.elastic else None
     coordinator = Coordinator(Job.new(_settings(command.config), world_size), records, screen.say)
-    server = Server(coordinator, command.config, token, screen.say)
+    server = Server(coordinator, command.config, command.credentials, screen.say)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: coordinator.end(
         False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}"))
     agent: Agent | None = None
     try:
-        port = await _listen(server, command)
+        port = _listen(server, command)
         if command.config.elastic:
-            leave_address(run_dir, command.host, port, token)
+            leave_address(run_dir, Address(command.host, port, command.credentials))
         screen.say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
         agent = Agent(_agents_job(command, run_dir), lambda message: hear(coordinator, node, message))
         node = coordinator.name(agent)
@@ -345,11 +346,11 @@ def _settings(config: ElasticConfig) -> Settings:
     )  # fmt: skip
 
 
-async def _listen(server: Server, command: _Command) -> int:
+def _listen(server: Server, command: _Command) -> int:
     # To a job of one node others can come only if it was started with an address that they can reach.
     address = "127.0.0.1" if command.nodes == 1 and command.host == "127.0.0.1" else "0.0.0.0"
     try:
-        return await server.listen(address, command.port)
+        return server.listen(address, command.port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise AgentError(f"cannot listen on {address}:{command.port}: {error.strerror}") from None
@@ -360,11 +361,11 @@ async def _listen(server: Server, command: _Command) -> int:
 async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
     """Another node: run its ranks as node 0's coordinator says."""
     agent: Agent | None = None
-    wire: AsyncWire | None = None
+    wire: AsyncWire[ToAgent] | None = None
     outcome = Outcome(False, f"lost the coordinator at {command.host}:{command.port}")
     try:
-        async with asyncio.timeout(command.config.start_timeout):
-            wire = await _reach(command)
+        wire = await AsyncWire.connect(command.host, command.port, command.credentials, command.config.cut_off,
+                                       _orders, command.config.start_timeout)
         agent = Agent(_agents_job(command, run_dir), wire.send)
         exit_signal.pass_on = agent.kill_all
         await _prepare(agent, command.config)
@@ -372,9 +373,8 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
         outcome = await _obey(wire, agent, command.config) or outcome
     except asyncio.CancelledError:
         outcome = Outcome(False, "interrupted; ending this node's ranks")
-    except TimeoutError:
-        outcome = Outcome(False, f"no coordinator at {command.host}:{command.port} within "
-                                 f"{command.config.start_timeout:g} s; is node 0 started, and its address right?")
+    except TimeoutError as error:
+        outcome = Outcome(False, f"{error}; is node 0 started, and its address right?")
     except (AgentError, WireError) as error:
         outcome = Outcome(False, str(error))
     if not outcome.ok:
@@ -389,16 +389,7 @@ async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> 
     return 0 if outcome.ok else 1
 
 
-async def _reach(command: _Command) -> AsyncWire:
-    while True:
-        try:
-            return await AsyncWire.connect(command.host, command.port, os.environ[TOKEN_VARIABLE],
-                                           command.config.cut_off)
-        except OSError:
-            await asyncio.sleep(0.2)  # node 0 may be started after this one
-
-
-async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome | None:
+async def _obey(wire: AsyncWire[ToAgent], agent: Agent, config: ElasticConfig) -> Outcome | None:
     """Do what the coordinator says until the job is over for this node; None when its connection ended."""
     silent = False
 
@@ -409,7 +400,7 @@ async def _obey(wire: AsyncWire, agent: Agent, config: ElasticConfig) -> Outcome
 
     pulse = Pulse(lambda: wire.send(Heartbeat()), config.heartbeat_timeout, config.cut_off, cut_off)
     try:
-        while not agent.over.done() and (message := await wire.receive(_orders)) is not None:
+        while not agent.over.done() and (message := await wire.receive()) is not None:
             pulse.heard()
             agent.obey(message)
     finally:

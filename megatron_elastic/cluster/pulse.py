@@ -24,7 +24,7 @@ class Pulse:
     """
 
     def __init__(
-        self, beat: Callable[[], None], timeout: float, limit: float, on_silent: Callable[[], None]
+        self, beat: Callable[[], object], timeout: float, limit: float, on_silent: Callable[[], None]
     ) -> None:
         self.heard_at = time.time()
         """When the other end was last heard."""

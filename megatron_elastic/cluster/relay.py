@@ -42,7 +42,7 @@ class Post:
         tell: tells the coordinator.
     """
 
-    def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], None]) -> None:
+    def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object]) -> None:
         self.layout = b""
         """The newest that was sent to the ranks of this node."""
         self.committed: deque[Committed] = deque(maxlen=_KEPT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,28 +12,10 @@ import msgspec
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import Answer, Scale
+from megatron_elastic.cluster.wire.address import FILE, Address, read_address
 
-_FILE = "coordinator.json"
 _LIMIT = 10.0
 _decoder = msgspec.msgpack.Decoder(Answer)
-
-
-class _Address(msgspec.Struct):
-    host: str
-    port: int
-    token: str
-
-
-def leave_address(run_dir: Path, host: str, port: int, token: str) -> None:
-    """Write down where a job can be asked, for its owner alone to read."""
-    descriptor = os.open(run_dir / _FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(_Address(host, port, token)))
-
-
-def remove_address(run_dir: Path) -> None:
-    """The job cannot be asked any more."""
-    (run_dir / _FILE).unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
     options = parser.parse_args(argv)
     try:
-        address = msgspec.json.decode((options.run_dir / _FILE).read_bytes(), type=_Address)
-    except (OSError, msgspec.DecodeError):
-        print(f"megatron-elastic: error: no elastic job runs in {options.run_dir} (there is no readable {_FILE})",
+        address = read_address(options.run_dir)
+    except (OSError, ValueError):
+        print(f"megatron-elastic: error: no elastic job runs in {options.run_dir} (there is no readable {FILE})",
               file=sys.stderr)
         return 2
     try:
@@ -63,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     return 0 if answer.ok else 1
 
 
-def _ask(address: _Address, message: Scale) -> Answer:
-    with wire.connect(address.host, address.port, address.token, _LIMIT, _LIMIT) as sock:
+def _ask(address: Address, message: Scale) -> Answer:
+    with wire.connect(address.host, address.port, address.credentials, _LIMIT, _LIMIT) as sock:
         sock.settimeout(_LIMIT)
         sock.sendall(wire.encode(message))
         payload = wire.receive_frame(sock)

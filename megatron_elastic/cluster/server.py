@@ -13,11 +13,12 @@ from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, 
 from megatron_elastic.cluster.protocol.events import Asked, News, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.wire import AsyncWire, WireError
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, Unsendable, WireError
+from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig
 
-_HANDSHAKE_LIMIT = 10.0
-_decoder: msgspec.msgpack.Decoder[FromAgent | Scale] = msgspec.msgpack.Decoder(FromAgent | Scale)
+FromOutside = FromAgent | Scale
+_decoder: msgspec.msgpack.Decoder[FromOutside] = msgspec.msgpack.Decoder(FromOutside)
 
 
 class Server:
@@ -26,56 +27,35 @@ class Server:
     Args:
         coordinator: what is told of everything that comes.
         config: limits.
-        token: the job token that every client must know.
+        credentials: what every client must show.
         say: prints one line for people.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ElasticConfig, token: str, say: Callable[[str], None]) -> None:
+    def __init__(self, coordinator: Coordinator, config: ElasticConfig, credentials: Credentials,
+                 say: Callable[[str], None]) -> None:
         self._coordinator = coordinator
         self._config = config
-        self._token = token
         self._say = say
-        self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._door: Door[FromOutside] = Door(credentials, _decoder, self._serve_guest, config.cut_off, say)
 
-    async def listen(self, host: str, port: int) -> int:
-        """Listen for agents and people; 0 takes a free port. Returns the port. Raises OSError if it is in use."""
-        self._server = await asyncio.start_server(self._connected, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
+    def listen(self, host: str, port: int, clients: int = 0) -> int:
+        """Listen for agents and people, about so many; 0 takes a free port. Returns the port. Raises OSError."""
+        return self._door.open(host, port, clients)
 
     async def close(self, timeout: float) -> None:
         """Stop listening, and wait until all connections have ended; those left after ``timeout`` seconds are cut."""
-        if self._server is not None:
-            self._server.close()
-        if self._connections:
-            await asyncio.wait(set(self._connections), timeout=timeout)
-        for task, writer in list(self._connections.items()):
-            writer.close()
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._door.close(timeout)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[task] = writer
+    async def _serve_guest(self, wire: AsyncWire[FromOutside]) -> None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_LIMIT):
-                wire = await AsyncWire.accept(reader, writer, self._token, self._config.cut_off)
-            await self.serve(wire)
+            await self._serve(wire)
         except (WireError, TimeoutError) as error:
-            peer = writer.get_extra_info("peername")
-            self._say(f"closed a connection from {peer}: {error or 'it said nothing'}")
-        except asyncio.CancelledError:
-            pass  # close() ends connections that outlast the job
-        finally:
-            writer.close()
-            del self._connections[task]
+            self._say(f"closed a connection: {str(error) or 'it did not introduce itself'}")
 
-    async def serve(self, wire: AsyncWire) -> None:
-        """Serve one authenticated connection to its end. Raises WireError if what comes makes no sense."""
+    async def _serve(self, wire: AsyncWire[FromOutside]) -> None:
         # An agent connects before it imports what its ranks need, and introduces itself after.
         async with asyncio.timeout(self._config.start_timeout):
-            first = await wire.receive(_decoder)
+            first = await wire.receive()
         match first:
             case AgentHello():
                 await self._serve_agent(wire, first)
@@ -88,9 +68,9 @@ class Server:
             case _:
                 raise WireError(f"it began with {type(first).__name__} instead of AgentHello or Scale")
 
-    async def _serve_agent(self, wire: AsyncWire, hello: AgentHello) -> None:
+    async def _serve_agent(self, wire: AsyncWire[FromOutside], hello: AgentHello) -> None:
         coordinator = self._coordinator
-        agent = RemoteAgent(wire)
+        agent = RemoteAgent(wire, coordinator)
         node = coordinator.name(agent)
 
         def silent() -> None:
@@ -106,7 +86,7 @@ class Server:
                       limit, silent)
         try:
             coordinator.post(NodeCame(now=time.time(), node=node, hello=hello))
-            while (message := await wire.receive(_decoder)) is not None:
+            while (message := await wire.receive()) is not None:
                 pulse.heard()
                 hear(coordinator, node, message)
         finally:
@@ -119,15 +99,18 @@ class Server:
 class RemoteAgent:
     """The agent at the other end of a connection."""
 
-    def __init__(self, wire: AsyncWire) -> None:
+    def __init__(self, wire: AsyncWire[FromOutside], coordinator: Coordinator) -> None:
         self._wire = wire
+        self._coordinator = coordinator
 
     def obey(self, message: ToAgent) -> None:
         """Send it a message."""
-        self._wire.send(message)
+        problem = self._wire.send(message)
+        if isinstance(problem, Unsendable):  # ours, not that agent's
+            self._coordinator.trouble(str(problem), fatal=True)
 
 
-def hear(coordinator: Coordinator, node: int, message: FromAgent | Scale) -> None:
+def hear(coordinator: Coordinator, node: int, message: FromOutside) -> None:
     """The agent of ``node`` says something after it has introduced itself. Raises WireError if it may not say that."""
     match message:
         case Heartbeat():
