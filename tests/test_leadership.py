@@ -57,10 +57,9 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 class Setting:
-    """A store with so many places at it, in this process."""
+    """A store, and all who use it in this process."""
 
-    def __init__(self, places: int, make_all: Callable[[], list[Store]]) -> None:
-        self.places = places
+    def __init__(self, make_all: Callable[[], list[Store]]) -> None:
         self.make_all = make_all
 
     @contextlib.asynccontextmanager
@@ -80,24 +79,27 @@ def embedded_stores(members: int = 3) -> list[Store]:
             for me, sock in zip(addresses, sockets, strict=True)]
 
 
-@pytest.fixture(params=["alone", "embedded", "etcd", "kubernetes"])
+SHARED = ("embedded", "etcd", "kubernetes")
+
+
+@pytest.fixture(params=("alone", *SHARED))
 def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     # What must not be asked about machines that are near.
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     match request.param:
         case "alone":
-            yield Setting(1, lambda: [make(Choice("alone"), "test", LIMIT)])
+            yield Setting(lambda: [make(Choice("alone"), "test", LIMIT)])
         case "embedded":
-            yield Setting(3, embedded_stores)
+            yield Setting(embedded_stores)
         case "etcd":
             server = request.getfixturevalue("etcd")
-            yield Setting(3, lambda: [make(parse(server.url, 3), "test", LEASE) for _ in range(3)])
+            yield Setting(lambda: [make(parse(server.url, 3), "test", LEASE) for _ in range(3)])
         case "kubernetes":
             api = KubernetesApi(tmp_path)
             monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
             try:
-                yield Setting(3, lambda: [make(parse("kubernetes://there/job", 3), "test", 1.0) for _ in range(3)])
+                yield Setting(lambda: [make(parse("kubernetes://there/job", 3), "test", 1.0) for _ in range(3)])
             finally:
                 api.close()
 
@@ -152,8 +154,8 @@ def test_what_is_recorded_is_seen_by_all(setting: Setting) -> None:
         async with setting.opened() as stores, campaigning(stores) as campaigns:
             place, term = await won(campaigns)
             assert await stores[place].recall() is None
-            for step in range(1, 4):
-                durable = Durable(term, 7, step, '{"cells": []}' * 1000)
+            for step, layout in enumerate(("", '{"cells": []}' * 1000, os.urandom(100_000).hex())):
+                durable = Durable(term, 7, step, layout)
                 await stores[place].record(durable)
                 for store in stores:
                     assert await store.recall() == durable
@@ -176,10 +178,8 @@ def test_only_the_newest_term_records(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("setting", SHARED, indirect=True)
 def test_a_leader_that_leaves_is_followed_by_another(setting: Setting) -> None:
-    if setting.places == 1:
-        return  # nobody follows one that is alone
-
     async def test() -> None:
         async with setting.opened() as stores, campaigning(stores) as campaigns:
             place, term = await won(campaigns)
@@ -231,17 +231,17 @@ def test_those_who_follow_one_alone_know_it_from_the_start() -> None:
     run(test)
 
 
-@given(st.lists(st.one_of(st.just("claim"), st.tuples(st.integers(0, 6), st.binary(max_size=4))), max_size=40))
-def test_the_replicated_book_takes_records_of_the_newest_term_alone(operations: list[str | tuple[int, bytes]]) -> None:
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 6), st.binary(max_size=4))), max_size=40))
+def test_the_replicated_book_takes_records_of_the_newest_term_alone(operations: list[tuple[int, bytes] | None]) -> None:
     book, term, newest = Book(lambda: None), 0, b""
     for operation in operations:
-        if operation == "claim":
+        if operation is None:
             term += 1
             assert book.claim("a:1", _doApply=True) == term
         else:
             writer, data = operation
             assert book.record(writer, data, _doApply=True) == (writer == term)
-            newest = data if writer == term else newest  # type: ignore[assignment]
+            newest = data if writer == term else newest
         assert book.recall(_doApply=True) == newest
     copy = Book(lambda: None)
     copy._deserialize(book._serialize())

@@ -1,9 +1,9 @@
-"""One agent as far as leadership goes: campaigns whenever it can, and does what it reads on stdin, one JSON object a line.
+"""One agent as far as leadership goes: campaigns whenever it can, and does what it reads on stdin.
 
-Prints what happens as JSON objects: ``port`` first, then ``opened``, ``led``, ``follows``, ``deposed``, ``did``, each with
-the system's monotonic clock (``at``).
+Orders are JSON objects, one a line. So is what happens: ``port`` first, then ``opened``, ``led``, ``follows``,
+``deposed``, ``did``, each with the system's monotonic clock (``at``).
 
-    python -m tests.cluster_programs.candidate '{"store": "etcd://...", "nodes": 3, "job": "a", "limit": 1, "address": "a:1"}'
+    python -m tests.cluster_programs.candidate '{"store": "auto", "nodes": 1, "job": "a", "limit": 1, "address": "a:1"}'
 """
 
 from __future__ import annotations

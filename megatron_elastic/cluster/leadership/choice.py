@@ -17,6 +17,7 @@ from megatron_elastic.config import UsageError
 FLAG = "--elastic-store"
 _FEWEST = 3
 """Nodes among which a majority survives a loss."""
+_ENDPOINT = re.compile(r"([-.\w]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
@@ -55,15 +56,14 @@ def parse(flag: str, nodes: int) -> Choice:
     if separator and scheme == "etcd":
         endpoints = tuple(rest.rstrip("/").split(","))
         for endpoint in endpoints:
-            host, colon, port = endpoint.rpartition(":")
-            if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16) or "/" in endpoint or "@" in endpoint:
+            if not _ENDPOINT.fullmatch(endpoint) or not 0 < int(endpoint.rpartition(":")[2]) < 1 << 16:
                 raise UsageError(f"{FLAG} {flag}: {endpoint!r} is no HOST:PORT; write etcd://HOST:PORT[,HOST:PORT...]")
         return Choice("etcd", endpoints=endpoints)
     if separator and scheme == "kubernetes":
         namespace, slash, name = rest.partition("/")
         if not slash or not _NAME.fullmatch(namespace) or not _NAME.fullmatch(name):
-            raise UsageError(f"{FLAG} {flag}: write kubernetes://NAMESPACE/NAME, as Kubernetes spells names; the Lease NAME "
-                             "is made if it is not there")
+            raise UsageError(f"{FLAG} {flag}: write kubernetes://NAMESPACE/NAME, as Kubernetes spells names; the "
+                             "Lease NAME is made if it is not there")
         return Choice("kubernetes", namespace=namespace, name=name)
     raise UsageError(f"{FLAG} {flag}: choose auto, alone, embedded, etcd://HOST:PORT[,HOST:PORT...] or "
                      "kubernetes://NAMESPACE/NAME")

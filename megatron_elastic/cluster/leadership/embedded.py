@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ class Member:
         while True:
             await self._until(lambda: raft.leading)
             reign = raft.reign
+            # A claim that gets lost with Raft's leadership can still come in, late, under the next leader. That one is
+            # deposed by it then, and claims again.
             term = await self._apply(raft.book.claim, address)
             if term is not None and raft.leading and raft.reign == reign:
                 self._reign, self._term = reign, term
@@ -110,9 +113,11 @@ class Member:
         # First out, then in: the majority of those that live never needs more of them than before.
         for address, change, wanted in ((lost, self._raft.dismiss, False), (by, self._raft.admit, True)):
             while address is not None and (address in self._raft.members()) != wanted:
-                if not self._leads(self._term):
-                    raise Deposed(f"term {self._term} does not lead any more")
-                await self._ask(lambda done, change=change, address=address: change(address, done))
+                self._check()
+                await self._ask(functools.partial(change, address))
+        # A change is seen here before it is committed. What comes after it in the order is committed after it.
+        while await self._apply(self._raft.book.recall) is None:
+            self._check()
 
     async def close(self) -> None:
         if self._opened is None:
@@ -124,6 +129,10 @@ class Member:
     def _raft(self) -> Raft:
         assert self._opened is not None, "open() comes first"
         return self._opened
+
+    def _check(self) -> None:
+        if not self._leads(self._term):
+            raise Deposed(f"term {self._term} does not lead any more")
 
     def _leads(self, term: int) -> bool:
         raft = self._raft
@@ -222,7 +231,7 @@ class Observer:
         pause = self._limit / 8
         while True:
             for member in random.sample(self._members, len(self._members)):
-                answer = await self._in_thread(lambda member=member: self._ask(member, question))
+                answer = await self._in_thread(functools.partial(self._ask, member, question))
                 if answer is None:
                     continue
                 self._learn(answer)

@@ -26,7 +26,9 @@ try:
         InternalServerError,
     )
 except ImportError as error:
-    raise StoreError(f"--elastic-store etcd://... needs a client: pip install 'megatron-elastic[etcd]' ({error})") from None
+    raise StoreError(
+        f"--elastic-store etcd://... needs a client: pip install 'megatron-elastic[etcd]' ({error})"
+    ) from None
 
 _SHORTEST_LEASE = 2
 """Seconds; etcd makes shorter ones this long, with the timing that it comes with."""
@@ -67,7 +69,7 @@ class Etcd:
             self._post("lease/revoke", {"ID": lease})
             return None
         term = int(taken["header"]["revision"])
-        self._leases = {term: lease}
+        self._leases[term] = lease
         return term
 
     def renew(self, term: int) -> bool:

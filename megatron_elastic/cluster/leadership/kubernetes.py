@@ -168,8 +168,8 @@ def _configuration() -> Any:
             # The client reads the variable once, when it is imported.
             config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     except config.ConfigException as error:
-        raise StoreError(f"--elastic-store kubernetes://...: no access to a cluster ({error}); run in a pod with a service "
-                         "account, or set KUBECONFIG") from None
+        raise StoreError(f"--elastic-store kubernetes://...: no access to a cluster ({error}); run in a pod with a "
+                         "service account, or set KUBECONFIG") from None
     configuration.retries = False
     return configuration
 

@@ -111,8 +111,8 @@ class Raft:
             connectionTimeout=4 * limit,
             connectionRetryTime=limit / 4,
             appendEntriesUseBatch=False,  # send at once
-            # All in one message: its way to cut up long entries loses the last bytes of some, and followers drop what they
-            # have beyond a message before they add what is in it, which is safe if that is all that the leader has.
+            # All in one message: its way to cut up long entries loses the last bytes of some, and followers drop what
+            # they have beyond a message before they add what is in it: safe only if that is all that the leader has.
             appendEntriesBatchSizeBytes=1 << 30,
             dnsFailCacheTime=limit,
             commandsWaitLeader=False,  # what waited might reach a later leader
