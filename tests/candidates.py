@@ -1,0 +1,263 @@
+"""Stand-ins for agents that campaign for leadership, and the stores that they do it in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PATIENCE = 60.0
+"""Seconds after which something that must happen counts as not happening, on a busy machine too."""
+TOKEN = "a token of the tests that is long enough"
+
+
+class Candidate:
+    """One process that runs ``cluster_programs/candidate.py``."""
+
+    def __init__(self, store: str, nodes: int, address: str, limit: float, token: str = TOKEN) -> None:
+        self.address = address
+        self.told: list[dict[str, Any]] = []
+        given = {"store": store, "nodes": nodes, "job": "test", "limit": limit, "address": address, "token": token}
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.cluster_programs.candidate", json.dumps(given)],
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._rest = b""
+        self.raft = ""
+        if store == "embedded":
+            self.raft = f"127.0.0.1:{self.hear(lambda told: 'port' in told)['port']}"
+
+    def order(self, what: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Order something, and return what it tells when that is done."""
+        before = len(self.told)
+        self.order({"do": do, **arguments})
+        return self.hear(lambda told: told.get("did") == do, since=before)
+
+    def hear(self, wanted: Callable[[dict[str, Any]], bool], since: int = 0) -> dict[str, Any]:
+        """The first of the things told from number ``since`` on that is ``wanted``; waits for it."""
+        deadline = time.monotonic() + PATIENCE
+        seen = since
+        while True:
+            for told in self.told[seen:]:
+                seen += 1
+                if wanted(told):
+                    return told
+            assert self._read(max(0.0, deadline - time.monotonic())), f"{self.address} told only {self.told}"
+
+    def drain(self) -> list[dict[str, Any]]:
+        """All that it has told by now."""
+        while self._read(0):
+            pass
+        return self.told
+
+    def _read(self, timeout: float) -> bool:
+        out = self._process.stdout
+        assert out is not None
+        if not select.select([out], [], [], timeout)[0]:
+            return False
+        data = os.read(out.fileno(), 1 << 20)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.told += [json.loads(line) for line in lines]
+        return bool(data)
+
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> int:
+        """Let it end by itself; return its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        code = self._process.wait(PATIENCE)
+        self._process.stdout.close()
+        return code
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Group:
+    """Candidates for the leadership of one job."""
+
+    def __init__(self, store: str, nodes: int, limit: float) -> None:
+        self._store, self._nodes, self._limit = store, nodes, limit
+        self.all: list[Candidate] = []
+        self.members: list[str] = []
+
+    def start(self, members: int) -> None:
+        """Start all nodes; with an embedded store the first ``members`` are members."""
+        self.all = [self.candidate() for _ in range(self._nodes)]
+        if self._store == "embedded":
+            self.members = [candidate.raft for candidate in self.all[:members]]
+            for candidate in self.all:
+                candidate.order(self.members)
+        for candidate in self.all:
+            candidate.hear(lambda told: "opened" in told)
+
+    def candidate(self, token: str = TOKEN) -> Candidate:
+        candidate = Candidate(self._store, self._nodes, f"node{len(self.all)}:1", self._limit, token)
+        self.all.append(candidate)
+        return candidate
+
+    def followed(self, by: Candidate, after: int = 0) -> tuple[int, Candidate]:
+        """(term, leader) once ``by`` knows of a term above ``after`` and its leader is sure of it, too."""
+        told = by.hear(lambda told: told.get("follows", 0) > after)
+        leader = next(candidate for candidate in self.all if candidate.address == told["address"])
+        leader.hear(lambda said: said.get("led") == told["follows"])
+        return told["follows"], leader
+
+    def terms(self) -> list[int]:
+        """All terms in which somebody has led, in the order of time."""
+        led = [told for candidate in self.all for told in candidate.drain() if "led" in told]
+        return [told["led"] for told in sorted(led, key=lambda told: float(told["at"]))]
+
+    def close(self) -> None:
+        for candidate in self.all:
+            candidate.close()
+
+
+@contextlib.contextmanager
+def group(store: str, nodes: int, limit: float, members: int = 3) -> Iterator[Group]:
+    """Start candidates, and kill those that are left."""
+    group = Group(store, nodes, limit)
+    try:
+        group.start(members)
+        yield group
+    finally:
+        group.close()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class EtcdServer:
+    """A real etcd of one member on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("etcd") is None:
+            pytest.skip("no etcd on this machine; install it: apt-get install etcd-server")
+        self._folder = folder
+        self._client, self._peer = free_port(), free_port()
+        self.url = f"etcd://127.0.0.1:{self._client}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, with what was stored before. Clients wait for it."""
+        client, peer = f"http://127.0.0.1:{self._client}", f"http://127.0.0.1:{self._peer}"
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                ["etcd", "--name", "one", "--data-dir", str(self._folder / "etcd"),
+                 "--listen-client-urls", client, "--advertise-client-urls", client,
+                 "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                 "--initial-cluster", f"one={peer}"], stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class KubernetesApi:
+    """A stand-in for the part of Kubernetes's API that deals with Leases, over HTTP: get, create, and replace with the
+    resource version as the guard, with the errors and their bodies that the real one sends. In memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._leases: dict[str, dict[str, Any]] = {}
+        self._version = 0
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        self.kubeconfig = folder / "kubeconfig"
+        self.kubeconfig.write_text(yaml.safe_dump({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "users": [{"name": "test", "user": {}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}]}))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with self._lock:
+            key = f"{path}/{body['metadata']['name']}" if method == "POST" else path
+            found = self._leases.get(key)
+            if "/namespaces/there/leases" not in path:
+                return self._error(403, "Forbidden")
+            if method == "POST" and found is not None:
+                return self._error(409, "AlreadyExists")
+            if method != "POST" and found is None:
+                return self._error(404, "NotFound")
+            if method == "GET":
+                assert found is not None
+                return 200, found
+            if found is not None and body["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
+                return self._error(409, "Conflict")
+            if sum(len(text) for text in body["metadata"].get("annotations", {}).values()) > 256 << 10:
+                return self._error(422, "Invalid")
+            self._version += 1
+            body["metadata"]["resourceVersion"] = str(self._version)
+            self._leases[key] = body
+            return 200 if found is not None else 201, body
+
+    @staticmethod
+    def _error(code: int, reason: str) -> tuple[int, dict[str, Any]]:
+        return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 5
+
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, answer = api.answer(self.command, self.path, json.loads(body or b"{}"))
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_POST = do_PUT = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        return Handler
