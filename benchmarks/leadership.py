@@ -60,7 +60,9 @@ def told(pipes: Sequence[Connection]) -> tuple[int, int, float, list[float]]:
 
 def once(options: argparse.Namespace, choice: Choice) -> tuple[float, list[float]]:
     """(seconds from the kill to the next leader, each record's ms)."""
-    job, token, places, sockets = secrets.token_hex(8), secrets.token_hex(32), [None] * options.nodes, []
+    job, token = secrets.token_hex(8), secrets.token_hex(32)
+    places: list[Place | None] = [None] * options.nodes
+    sockets: list[socket.socket] = []
     if choice.kind == "embedded":
         sockets = [reserve() for _ in range(options.nodes)]
         members = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
