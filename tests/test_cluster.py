@@ -362,8 +362,10 @@ class Server:
         self._messages = messages
         self.env = {"RANK": "3", wire.TOKEN_VARIABLE: TOKEN, SILENCE_VARIABLE: "10",
                     COORDINATOR_VARIABLE: f"127.0.0.1:{self._port}"}
+        self._open = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
+        self._open.wait(timeout=10)
 
     def _serve(self) -> None:
         async def greet(connection: wire.AsyncWire[AnyMessage]) -> None:
@@ -375,6 +377,7 @@ class Server:
         async def serve() -> None:
             door = Door(wire.Credentials(TOKEN), any_message, greet, silence=10, say=print)
             door.open("127.0.0.1", self._port)
+            self._open.set()
             await done.wait()
             await door.close(10)
 
