@@ -178,7 +178,7 @@ def test_guests_are_served_and_nothing_is_readable(door: DoorProcess) -> None:
 
 
 def test_many_clients_at_once_are_all_let_in(door: DoorProcess) -> None:
-    """Ten times as many as may be strangers at a time."""
+    """Twenty times as many as may be strangers at a time."""
     async def client(number: int) -> str:
         line = await wire.AsyncWire.connect(HOST, door.port, OURS, 10, any_message, LIMIT)
         assert line.send(Scale(stages=number)) is None

@@ -16,7 +16,7 @@ from megatron_elastic.cluster.wire.connection import AsyncWire
 from megatron_elastic.cluster.wire.tally import Tally
 from megatron_elastic.cluster.wire.tls import Credentials, server_side, server_side_of
 
-STRANGERS = 64
+STRANGERS = 32
 """Connections at a time that have not proven the token; fewer where the process may open few files."""
 _LIMIT = 5.0
 """Seconds that a stranger has to prove it."""

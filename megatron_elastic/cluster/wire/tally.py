@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 _EVERY = 10.0
@@ -17,7 +18,7 @@ class Tally:
     """
 
     def __init__(self, say: Callable[[str], None], what: str) -> None:
-        self._say = say
+        self._print = say
         self._what = what
         self._count = 0
         self._last = ""
@@ -40,6 +41,10 @@ class Tally:
         if self._count:
             self._say(f"{self._count} more {self._what}; the last one: {self._last}")
             self._count = 0
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # nobody may be there to read it; that is no reason to stop counting
+            self._print(line)
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_EVERY, self._pass)
