@@ -42,6 +42,7 @@ class ElasticConfig:
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
     end_timeout: float = 60.0
+    store: str = "auto"
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
@@ -157,6 +158,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-end-timeout", type=float, metavar="S", default=d.end_timeout,
                        help="how long a script may take to end after training, for loggers and the like, before its "
                        "rank is killed (default: %(default)s)")
+    group.add_argument("--elastic-store", metavar="WHAT", default=d.store,
+                       help="what decides which node coordinates: auto (embedded from three nodes on, else alone), "
+                       "alone, embedded, etcd://HOST:PORT[,HOST:PORT...] or kubernetes://NAMESPACE/NAME; the same on "
+                       "every node (default: %(default)s)")
     group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
                        help="this node's certificate for control connections (PEM), for both servers and clients; "
                        "needs the other two. Without them the coordinator makes one for itself, and the job's token "

@@ -14,19 +14,26 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import (
+    Built,
     Committed,
     Decision,
+    Event,
     FromAgent,
     FromRank,
     Hello,
+    Interrupt,
+    Past,
     Plan,
     Recall,
     Relay,
     Running,
     Said,
+    Settled,
     Start,
+    Switched,
     ToRank,
 )
+from megatron_elastic.layout import UnitShape
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
@@ -39,36 +46,58 @@ class Post:
 
     Args:
         deliver: sends a frame to a rank.
-        tell: tells the coordinator.
+        tell: tells the coordinator, if there is one.
     """
 
     def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object]) -> None:
-        self.layout = b""
-        """The newest that was sent to the ranks of this node."""
-        self.committed: deque[Committed] = deque(maxlen=_KEPT)
-        """Steps that may not be on record."""
         self._deliver = deliver
         self._tell = tell
         self._hellos: dict[int, Hello] = {}
+        self._layouts: dict[int, bytes] = {}
+        """By epoch, the newest that the ranks are in, and what is planned after it."""
+        self._in_force = -1
+        """Epoch of the layout that they are in."""
+        self._epoch = 0
+        """The highest one that was begun, as far as they have been told."""
+        self._shapes: dict[int, UnitShape] = {}
+        self._saved = 0
+        self._committed: deque[Committed] = deque(maxlen=_KEPT)
+
+    def running(self, slots: dict[int, int]) -> list[Running]:
+        """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
+        return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
+
+    def past(self, torch_port: int, alone_since: float) -> Past:
+        """What is known here of the job, for a new coordinator."""
+        return Past(
+            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
+            shapes=self._shapes, saved=self._saved, committed=list(self._committed), alone_since=alone_since,
+        )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
 
     def heard(self, rank: int, message: FromRank) -> None:
         """A rank says something to the coordinator."""
-        if isinstance(message, Hello):
-            first = next(iter(self._hellos.values()), message)
-            self._hellos[rank] = message
-            if first is not message and message.likeness == first.likeness:
-                message = replace(message, flags={})
-        elif isinstance(message, Committed):
-            self.committed.append(message)
-            if not message.first:
-                return
+        match message:
+            case Hello():
+                first = next(iter(self._hellos.values()), message)
+                self._hellos[rank] = message
+                if first is not message and message.likeness == first.likeness:
+                    message = replace(message, flags={})
+            case Built():
+                self._shapes |= message.shapes
+            case Settled() | Switched():
+                self._enter(message.epoch)
+            case Event():
+                step = message.fields.get("step")
+                if message.kind == "saved" and isinstance(step, int):
+                    self._saved = max(self._saved, step)
+            case Committed():
+                self._enter(message.epoch)
+                self._committed.append(message)
+                if not message.first:
+                    return
         self._tell(Said(message=message))
-
-    def running(self, slots: dict[int, int]) -> list[Running]:
-        """The ranks of this node, given with their local ranks, as a new coordinator has to know them."""
-        return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
     def gone(self, rank: int) -> None:
         """A rank's process has ended."""
@@ -80,22 +109,38 @@ class Post:
         """Pass a message on to ranks."""
         payload = bytes(message.message)
         content = _decoder.decode(payload)
-        if isinstance(content, Start | Plan | Decision):
-            self.layout = content.layout
-        if isinstance(content, Start):
-            near = {rank: hello.address for rank, hello in self._hellos.items()}
-            payload = msgspec.msgpack.encode(replace(content, addresses=near))
+        match content:
+            case Start():
+                self._layouts[0] = content.layout
+                self._enter(0)
+                near = {rank: hello.address for rank, hello in self._hellos.items()}
+                payload = msgspec.msgpack.encode(replace(content, addresses=near))
+            case Plan():
+                self._layouts[content.epoch] = content.layout
+            case Decision():
+                self._layouts[content.epoch] = content.layout
+                self._saved = max(self._saved, content.saved)
+                self._enter(content.epoch)
+            case Interrupt():
+                self._epoch = max(self._epoch, content.epoch)
         frame = wire.frame(payload)
         for rank in message.ranks:
             self._deliver(rank, frame)
 
     def recall(self, message: Recall) -> None:
         """The coordinator lacks steps."""
-        for each in self.committed:
+        for each in self._committed:
             if each.vote.step > message.after:
                 self._tell(Said(message=each))
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""
-        while self.committed and self.committed[0].vote.step <= step:
-            self.committed.popleft()
+        while self._committed and self._committed[0].vote.step <= step:
+            self._committed.popleft()
+
+    def _enter(self, epoch: int) -> None:
+        """A rank is in the layout of ``epoch``, or is about to be."""
+        self._epoch = max(self._epoch, epoch)
+        if epoch > self._in_force and epoch in self._layouts:
+            self._in_force = epoch
+            self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}

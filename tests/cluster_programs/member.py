@@ -43,7 +43,8 @@ class Member:
         self.control = control
         self.rank = control.rank
         self.layout = Layout.grid(tp=1, pp=1, dp=world_size, stage_units=[[0]], units=["all"],
-                                  num_grains=8, num_slices=world_size, replicas=1)
+                                  num_grains=8, num_slices=world_size, replicas=1,
+                                  ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.step = 1
         self.vote: VoteResult | None = None
         self.last: VoteResult | None = None

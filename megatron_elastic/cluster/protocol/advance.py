@@ -31,6 +31,7 @@ from megatron_elastic.cluster.protocol import (
     recovery,
     start,
     suspicion,
+    takeover,
 )
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
@@ -40,11 +41,16 @@ from megatron_elastic.cluster.protocol.events import (
     Ended,
     Event,
     Expired,
+    Led,
     News,
+    NodeAbsent,
+    NodeBack,
     NodeCame,
     NodeLost,
+    Recorded,
     Said,
     Sent,
+    TookOver,
     Troubled,
 )
 from megatron_elastic.cluster.protocol.job import Job
@@ -79,7 +85,14 @@ def _happened(turn: Turn, event: Event) -> None:
                 turn.set(timers=turn.job.timers.delete(event.name))
                 _expired(turn, event.name)
         case NodeCame():
-            membership.came(turn, event)
+            if turn.job.gathering is None:
+                membership.came(turn, event)
+            else:
+                takeover.came(turn, event)
+        case NodeAbsent():
+            loss.node_absent(turn, event)
+        case NodeBack():
+            loss.node_back(turn, event)
         case NodeLost():
             loss.node_lost(turn, event)
         case Asked():
@@ -88,6 +101,16 @@ def _happened(turn: Turn, event: Event) -> None:
             start.begun(turn, event)
         case Costed():
             start.costed(turn, event)
+        case Recorded():
+            turn.set(recorded=max(turn.job.recorded, event.epoch))
+            recovery.decide_if_complete(turn)
+            change.announce_if_ready(turn)
+        case Led():
+            turn.set(term=event.term)
+            turn.record("led", term=event.term)
+            turn.say(f"another node takes over if this one is lost (term {event.term})")
+        case TookOver():
+            takeover.took_over(turn, event)
         case Sent():
             recovery.sent(turn, event)
         case Troubled():
@@ -107,7 +130,7 @@ def _said(turn: Turn, message: FromRank) -> None:
         case Settled():
             change.settled(turn, message)
         case Suspect():
-            suspicion.accused(turn, message)
+            loss.accused(turn, message)
         case Hello():
             start.hello(turn, message)
         case Where():
@@ -154,3 +177,7 @@ def _expired(turn: Turn, name: str) -> None:
             suspicion.stood_still(turn, int(rank))
         case "killed":
             loss.killed(turn, int(rank))
+        case "absent":
+            loss.absent_for_good(turn, int(rank))
+        case "gather":
+            takeover.late(turn)

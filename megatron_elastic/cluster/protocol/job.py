@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Finished, Hello, Part, Report, VoteResult
+from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
 
@@ -66,8 +66,14 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int
     host: str
     slots: int
+    address: str = ""
+    """Where it listens when it coordinates."""
+    member: str = ""
+    """Where it listens as a member of an embedded store."""
     ranks: tuple[int, ...] = ()
     """What it has been asked to start, ever."""
+    absent: float | None = None
+    """Since when there is no connection."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -178,6 +184,20 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     """Who says so; empty if it is not other ranks."""
 
 
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new coordinator has learnt of a job that another has begun (``protocol.takeover``)."""
+
+    written: int
+    before: str
+    """Where the coordinator before listened."""
+    running: Map[int, Rank] = Map()
+    layout: Layout | None = None
+    committed: tuple[Committed, ...] = ()
+    saved: int = 0
+    since: float | None = None
+    """Since when there was no coordinator."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All that the coordinator knows."""
 
@@ -186,6 +206,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that the job begins with."""
     torch_port: int = 0
     outcome: Outcome | None = None
+    term: int = 0
+    """In which this coordinator leads; 0: there is no store to say so, and nobody to fail over to."""
+    gathering: Gathering | None = None
+    """Until a new coordinator knows the job."""
+    recorded: int = 0
+    """Highest epoch that a later coordinator would know of: what was decided in higher ones is not sent yet."""
     timers: Map[str, int] = Map()
     """Those that run, with the serial each was set with."""
     serial: int = 0

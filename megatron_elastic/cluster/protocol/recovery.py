@@ -99,7 +99,13 @@ def reported(turn: Turn, message: Report) -> None:
     if message.rank in awaited:
         awaited = awaited.delete(message.rank)
     turn.set(recovery=replace(recovery, reports=recovery.reports.set(message.rank, message), awaited=awaited))
-    if not awaited:
+    decide_if_complete(turn)
+
+
+def decide_if_complete(turn: Turn) -> None:
+    """Decide once everybody alive has reported, and no later coordinator can begin this epoch again."""
+    job, recovery = turn.job, turn.job.recovery
+    if recovery is not None and recovery.collecting and not recovery.awaited and job.recorded >= job.epoch:
         _decide(turn)
 
 
@@ -298,7 +304,8 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     exit.
     """
     assert recovery.decided is not None and recovery.back_at is not None
-    fault = min(min(injected.get(rank, time), time) for rank, time in recovery.exits.items())
+    faults = (min(injected.get(rank, time), time) for rank, time in recovery.exits.items())
+    fault = min(faults, default=recovery.noticed)
     parts = {
         "detect_ms": (recovery.noticed - fault) * 1e3,
         "interrupt_ms": (recovery.reported - recovery.noticed) * 1e3,
@@ -309,7 +316,7 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     total = (recovery.back_at - fault) * 1e3
     parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
     return {
-        "cause": next(cause for _, cause in recovery.causes) or "killed",
+        "cause": next((cause for _, cause in recovery.causes), "coordinator lost") or "killed",
         "ranks": sorted(recovery.exits),
         "step": recovery.decided.step,
         "decision": recovery.decided.decision,
