@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from megatron_elastic.cluster.control import Interrupted, InterruptFlag
 from megatron_elastic.comm import backend, transport
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.mailbox import encode
+from megatron_elastic.comm.operation import Steps
 from megatron_elastic.comm.tag import Channel, is_older, make_tag, pair
 from tests import world
 from tests.world import Peer
@@ -234,6 +237,11 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _reduce_in(group: Group, tensor: torch.Tensor) -> None:
+    while True:
+        group.transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+
+
 def _reduce_for_ever(tensor: torch.Tensor) -> None:
     while True:
         dist.all_reduce(tensor)
@@ -269,6 +277,46 @@ def test_edit_after_a_death(apart: bool) -> None:
             mine = torch.ones(3)
             dist.all_reduce(mine, group=reversed_)
             _equal(mine, torch.full((3,), 2.0))
+        peer.leave()
+
+    world.run(body, killed=[3], apart=apart)
+
+
+@APART
+def test_a_newcomer_that_dies_is_a_fault_only_where_it_is_needed(apart: bool) -> None:
+    """It dies under the layout that lets it in, and no later one ever lists it among the lost."""
+
+    def body(peer: Peer) -> None:
+        # Large enough that everybody exchanges parts with everybody: a link tells only its own end.
+        transport, tensor = peer.transport, torch.zeros(100_000)
+        group = Group(transport, 0, [0, 1, 2])
+        if peer.rank != 3:
+            transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+        peer.meet()
+        transport.advance(1)
+        group.edit([0, 1, 2, 3])
+        transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+        if peer.rank == 3:
+            _die()
+        for _ in range(2):  # as often as anybody waits under this layout
+            with pytest.raises(Interrupted) as caught:
+                _reduce_in(group, tensor)
+            assert caught.value.suspects == (3,)
+        transport.advance(2)
+        group.edit([0, 1, 2])
+        for _ in range(50):
+            tensor.fill_(1)
+            transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+            _equal(tensor, torch.full((100_000,), 3.0))
+        assert 3 not in transport._peers.near  # nothing of it stays open
+        transport.advance(3)
+        group.edit([0, 1, 2, 3])
+        with pytest.raises(Interrupted) as caught:
+            _reduce_in(group, tensor)
+        assert caught.value.suspects == (3,)
+        transport.advance(4, [3])
+        group.edit([0, 1, 2])
+        transport.run(group.all_reduce(tensor, torch.Tensor.add_))
         peer.leave()
 
     world.run(body, killed=[3], apart=apart)
@@ -424,6 +472,72 @@ def test_sizes_that_disagree_are_an_error(apart: bool) -> None:
         peer.leave()
 
     world.run(body, size=2, apart=apart)
+
+
+@APART
+def test_an_error_in_the_background_reaches_who_waits_and_ends_nothing_else(apart: bool) -> None:
+    """What arrives wrong while nobody waits is the error of who expects it; the others' messages go on."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+
+        def expect(numel: int) -> Steps:
+            yield [transport.recv(0, Channel.VOTE, 1, torch.zeros(numel))]
+
+        def echo(numel: int) -> Steps:
+            got = torch.zeros(numel)
+            yield [transport.recv(0, Channel.STATE, 2, got)]
+            yield [transport.send(0, Channel.STATE, 3, got)]
+
+        if peer.rank == 0:
+            peer.meet()
+            transport.wait(transport.send(1, Channel.VOTE, 1, torch.ones(4)))
+            transport.wait(transport.send(1, Channel.STATE, 2, torch.ones(3)))
+            # Comes only if the other one's background has survived the first message.
+            transport.wait(transport.recv(1, Channel.STATE, 3, torch.zeros(3)), limit=20)
+            peer.meet()
+        else:
+            wrong, right = transport.start(expect(3)), transport.start(echo(3))
+            peer.meet()
+            peer.meet()  # which does not look at messages
+            with pytest.raises(RuntimeError, match=r"got 16 bytes from rank 0 .* where it expected 12"):
+                transport.wait(transport.recv(0, Channel.ACTIVATION, 98, torch.zeros(1)), wrong)
+            transport.wait(right, limit=20)
+        _greet(peer)
+        peer.leave()
+
+    world.run(body, size=2, apart=apart)
+
+
+def test_the_background_itself_survives_an_error() -> None:
+    """What no operation is to blame for is raised to whoever waits next, once."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            peer.meet()
+            neighbour = transport._peers.near[1]
+            assert neighbour.write(encode(make_tag(0, Channel.VOTE, 1, 0), 99))  # no such kind of frame
+            transport.wait(transport.send(1, Channel.VOTE, 2, torch.ones(3)))
+            transport.wait(transport.recv(1, Channel.VOTE, 3, torch.zeros(3)), limit=20)
+            peer.meet()
+        else:
+
+            def echo() -> Steps:
+                got = torch.zeros(3)
+                yield [transport.recv(0, Channel.VOTE, 2, got)]
+                yield [transport.send(0, Channel.VOTE, 3, got)]
+
+            task = transport.start(echo())
+            peer.meet()
+            peer.meet()
+            with pytest.raises(RuntimeError, match="frame of unknown kind 99 from rank 0"):
+                transport.wait(task)
+            transport.wait(task)
+        _greet(peer)
+        peer.leave()
+
+    world.run(body, size=2)
 
 
 # ---- tags ---------------------------------------------------------------------------------

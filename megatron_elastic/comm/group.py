@@ -152,7 +152,7 @@ class Group:
         # Members are interrupted at different points, so the count restarts with each epoch.
         if self._epoch != self.transport.epoch:
             self._epoch, self._sequence = self.transport.epoch, 0
-            self.transport.watch(self.ident, self.ranks)
+            self.transport.watch(self.ranks)
         self._sequence = (self._sequence + 1) % _SEQUENCES
         return self._sequence * _PHASES
 

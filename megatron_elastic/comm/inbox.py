@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from megatron_elastic.comm.message import Block, Message, Pieces
 from megatron_elastic.comm.operation import Recv
@@ -79,7 +79,7 @@ class Inbox:
             if source_of(tag) == source:
                 self.arrived[tag] = deque(message.detach() for message in messages)
 
-    def advance(self, epoch: int, lost: Collection[int]) -> None:
+    def advance(self, epoch: int, lost: Iterable[int]) -> None:
         """Forget who expects anything, and drop what is of older epochs or from ``lost`` ranks."""
         self._epoch = epoch
         self._lost.update(lost)
@@ -105,8 +105,12 @@ class Inbox:
 
     def _give(self, message: Message, recv: Recv) -> None:
         if message.length != recv.nbytes:
-            raise RuntimeError(
-                f"rank {self._rank} got {message.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where it "
-                f"expected {recv.nbytes}: the two ranks disagree about the layout"
+            recv.fail(
+                RuntimeError(
+                    f"rank {self._rank} got {message.length} bytes from rank {recv.peer} (tag {recv.tag:#018x}) where "
+                    f"it expected {recv.nbytes}: the two ranks disagree about the layout"
+                )
             )
+            message.drop()
+            return
         message.give(recv)

@@ -61,7 +61,7 @@ class Recv:
     the sender's memory; it must be released as soon as it is read.
     """
 
-    __slots__ = ("_finished", "_release", "_shape", "buffer", "peer", "request", "tag")
+    __slots__ = ("_error", "_finished", "_release", "_shape", "buffer", "peer", "request", "tag")
 
     def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: Shape | None = None) -> None:
         self.peer = peer
@@ -71,6 +71,7 @@ class Recv:
         """Set when the message comes over a link."""
         self._shape = shape
         self._finished = False
+        self._error: Exception | None = None
         self._release: Callable[[], None] | None = None
 
     @property
@@ -98,6 +99,10 @@ class Recv:
         """The message is in the buffer."""
         self._finished = True
 
+    def fail(self, error: Exception) -> None:
+        """The message cannot be taken: who waits for it gets the error."""
+        self._error = error
+
     @property
     def held(self) -> bool:
         """Whether a borrowed buffer is still to come, or to be released."""
@@ -114,7 +119,12 @@ class Recv:
 
     @property
     def done(self) -> bool:
-        """Whether the whole message is in the buffer. Raises Interrupted when the link broke first."""
+        """Whether the whole message is in the buffer.
+
+        Raises Interrupted when the link broke first, RuntimeError for a message of another size.
+        """
+        if self._error is not None:
+            raise self._error
         return self._finished or (self.request is not None and self.request.done)
 
 

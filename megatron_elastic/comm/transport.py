@@ -15,22 +15,22 @@ import os
 import select
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-import msgspec
 import torch
 
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.arena import Arena, address_of
 from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.link import Links
-from megatron_elastic.comm.mailbox import NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, Neighbour, encode
+from megatron_elastic.comm.mailbox import BLOCK, NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, encode
 from megatron_elastic.comm.message import Block, Whole
 from megatron_elastic.comm.operation import Arrival, Aside, Operation, Recv, Result, Send, Shape, Steps, Task
 from megatron_elastic.comm.outbox import Outbox
+from megatron_elastic.comm.peers import PeerAddress, Peers
 from megatron_elastic.comm.tag import Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
@@ -44,13 +44,6 @@ _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
-
-
-class PeerAddress(msgspec.Struct, frozen=True):
-    """What a rank must know to talk to another; opaque to everybody else."""
-
-    worker: bytes
-    near: NearAddress
 
 
 class Interruptible(Protocol):
@@ -95,20 +88,11 @@ class Transport:
         self._mailbox = Mailbox()
         self._events.register(self._mailbox.fd, select.EPOLLIN)
         self._outbox = Outbox(rank, self._arena, self._events)
-        self._peers: dict[int, PeerAddress] = {}
-        self._near: dict[int, Neighbour] = {}
-        self._pidfds: dict[int, int] = {}
-        """Which peer's end each descriptor tells."""
+        self._peers = Peers(rank, self._events)
+        self._frames: deque[Frame] = deque()
+        """Taken from the mailbox and not yet looked at."""
         self._strangers: dict[int, list[Frame]] = defaultdict(list)
         """Frames of ranks whose address is not known yet."""
-        self._gone: set[int] = set()
-        """Peers of this host that have ended."""
-        self._touched: set[int] = set()
-        """Peers that messages were sent to or expected from."""
-        self._members: dict[int, Sequence[int]] = {}
-        """Members of the groups that ran something in this epoch: who waits for one of them may wait for all."""
-        self._broken: set[int] = set()
-        self._lost: set[int] = set()
         self._inbox = Inbox(rank)
         self._tasks: list[Task] = []
         self._background: threading.Thread | None = None
@@ -116,6 +100,8 @@ class Transport:
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
+        self._failure: Exception | None = None
+        """What went wrong in the background, until somebody waits."""
         self._closing = False
 
     # ---- peers ------------------------------------------------------------------------------
@@ -124,7 +110,7 @@ class Transport:
     def address(self) -> bytes:
         """What peers must be given to reach this rank."""
         near = NearAddress(self._arena.address, self._mailbox.fd)
-        return msgspec.msgpack.encode(PeerAddress(self._links.address, near))
+        return PeerAddress(self._links.address, near).encode()
 
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
@@ -132,47 +118,34 @@ class Transport:
             for peer, address in addresses.items():
                 if peer in self._peers or peer == self.rank:
                     continue
-                self._peers[peer] = known = msgspec.msgpack.decode(address, type=PeerAddress)
-                # At once: what a peer sent before it died can only be read in memory that was open by then.
-                neighbour = Neighbour.open(peer, known.near, self.rank)
-                if neighbour is not None:
-                    self._near[peer] = neighbour
-                    self._pidfds[neighbour.pidfd] = peer
-                    self._events.register(neighbour.pidfd, select.EPOLLIN)
-                elif not self._linked:
+                self._peers.add(peer, address)
+                if peer in self._peers.far and not self._linked:
                     self._linked = True
                     self._events.register(self._links.fd, select.EPOLLIN)
                 for frame in self._strangers.pop(peer, ()):
                     self._deliver(frame)
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
-        """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
+        """Enter an epoch: forget the waits of older ones, drop their messages, let go of the dead. Idempotent.
+
+        Messages of ``lost`` ranks do not count from now on. Other dead peers are a fault again if the new epoch depends
+        on them: if something is sent to them, expected from them, or run in a group that they are members of.
+        """
         with self._lock:
             self.epoch = epoch
             for task in self._tasks:
                 task.abandon(Interrupted(epoch))
             self._tasks.clear()
-            gone = set(lost)
-            self._inbox.advance(epoch, gone)
+            self._inbox.advance(epoch, lost)
             self._outbox.advance(epoch)
-            self._members.clear()
-            for peer in gone - self._lost:
-                self._lose(peer)
+            for peer, neighbour in self._peers.advance(lost).items():
+                self._strangers.pop(peer, None)
+                self._links.forget(peer)
+                if neighbour is not None:
+                    self._outbox.forget(neighbour)
+                self._peers.forget(peer)
             if not self._outbox.busy:
                 self._rest()
-
-    def _lose(self, peer: int) -> None:
-        self._lost.add(peer)
-        for peers in (self._broken, self._gone, self._touched):
-            peers.discard(peer)
-        self._strangers.pop(peer, None)
-        self._links.forget(peer)
-        neighbour = self._near.pop(peer, None)
-        if neighbour is not None:
-            self._outbox.forget(neighbour)
-            if self._pidfds.pop(neighbour.pidfd, None) is not None:
-                self._events.unregister(neighbour.pidfd)
-            neighbour.close()
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -189,11 +162,12 @@ class Transport:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
-            near = [self._near[peer] for peer in peers if peer in self._near]
-            sends = [self._send(peer, tag, buffer, False) for peer in peers if peer not in self._near]
+            neighbours = self._peers.near
+            near = [neighbours[peer] for peer in peers if peer in neighbours]
+            sends = [self._send(peer, tag, buffer, False) for peer in peers if peer not in neighbours]
             if near:
                 self.bytes_sent += buffer.nbytes * len(near)
-                self._touched.update(peers)
+                self._peers.watch(peers)
                 sends.append(self._outbox.send(near, tag, buffer, channel in _BACKGROUND))
                 if self._outbox.busy:
                     self._work_goes_on()
@@ -228,13 +202,13 @@ class Transport:
             tag = make_tag(self.epoch, channel, coordinate, peer)
             return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
 
-    def watch(self, group: int, members: Sequence[int]) -> None:
+    def watch(self, members: Sequence[int]) -> None:
         """Members of a group depend on each other from now on: the death of one interrupts every wait of this epoch."""
-        self._members[group] = members
+        self._peers.watch(members)
 
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
-        self._touched.update(peers)
+        self._peers.watch(peers)
         tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
         arrival = Arrival(self._inbox.arrived, tags)
         self.wait(arrival)
@@ -242,16 +216,19 @@ class Transport:
 
     def _send(self, peer: int, tag: int, buffer: torch.Tensor, background: bool) -> Send:
         self.bytes_sent += buffer.nbytes
-        self._touched.add(peer)
-        neighbour = self._near.get(peer)
+        self._peers.watch((peer,))
+        neighbour = self._peers.near.get(peer)
         if neighbour is not None:
             return self._outbox.send((neighbour,), tag, buffer, background)
+        worker = self._peers.far.get(peer)
+        if worker is not None:
+            return Send(peer, self._links.send(peer, worker, tag, buffer))
         if peer not in self._peers:
             raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
-        return Send(peer, self._links.send(peer, self._peers[peer].worker, tag, buffer))
+        return Send(peer)  # to the dead: who waits for anything in this epoch learns it
 
     def _expect(self, recv: Recv) -> Recv:
-        self._touched.add(recv.peer)
+        self._peers.watch((recv.peer,))
         return self._inbox.expect(recv)
 
     # ---- waiting ----------------------------------------------------------------------------
@@ -281,12 +258,12 @@ class Transport:
     def wait(self, *operations: Operation, limit: float | None = None) -> None:
         """Block until all are done, at most ``limit`` seconds (default: the transport's).
 
-        Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks or a process ends, and
-        TimeoutError naming the peers waited for when the limit passes. An interrupted wait leaves its operations to
-        ``advance``.
+        Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks or a process ends,
+        TimeoutError naming the peers waited for when the limit passes, and what went wrong in the background since the
+        wait before. An interrupted wait leaves its operations to ``advance``.
         """
         pending = [op for op in operations if not op.done]
-        if not pending:
+        if not pending and self._failure is None:
             return
         with self._lock:
             self._waiting += 1
@@ -304,6 +281,7 @@ class Transport:
         while True:
             with self._lock:
                 self._progress()
+                self._raise_failure()
                 pending = [op for op in pending if not op.done]
                 if not pending:
                     return
@@ -331,13 +309,14 @@ class Transport:
 
     def _check(self) -> None:
         self.look()
-        if self._broken or self._gone:
-            suspects = self._broken | (self._gone & self._watched())
-            if suspects:
-                raise Interrupted(0, suspects=tuple(sorted(suspects)))
+        suspects = self._peers.suspects
+        if suspects:
+            raise Interrupted(0, suspects=suspects)
 
-    def _watched(self) -> set[int]:
-        return self._touched.union(*self._members.values())
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _sleep(self, limit: float) -> None:
         begun = time.monotonic()
@@ -349,20 +328,15 @@ class Transport:
             self._see(self._events.poll(0))
         elif not events:
             with self._lock:
-                near = ((peer, self._near.get(peer)) for peer in self._watched())
-                self._gone.update(peer for peer, neighbour in near if neighbour and neighbour.view.life.ended)
+                self._peers.look()
 
     def _see(self, events: Sequence[tuple[int, int]]) -> None:
         """See who has ended. What they had sent is taken before a wait looks at that."""
-        for fd, _ in events:
-            if fd in self._pidfds:
-                with self._lock:
-                    self._gone.add(self._pidfds.pop(fd))
-                    self._events.unregister(fd)
+        with self._lock:
+            self._peers.see(events)
 
     def _broke(self, peer: int) -> None:
-        if peer not in self._lost:
-            self._broken.add(peer)
+        self._peers.died(peer)
 
     # ---- progress ---------------------------------------------------------------------------
 
@@ -372,8 +346,10 @@ class Transport:
             self._progress()
 
     def _progress(self) -> None:
-        for frame in self._mailbox.take():
-            self._deliver(frame)
+        frames = self._frames
+        frames.extend(self._mailbox.take())
+        while frames:
+            self._deliver(frames.popleft())
         if self._outbox.busy:
             self._outbox.progress()
         if self._linked:
@@ -388,24 +364,26 @@ class Transport:
         """Make a message of a frame from this host."""
         tag, size, start, length, release, kind, data = frame
         source = source_of(tag)
-        neighbour = self._near.get(source)
+        neighbour = self._peers.near.get(source)
         if kind == NUDGE:
             pass  # to wake is all it is for
-        elif neighbour is None and source not in self._peers and source not in self._lost:
+        elif neighbour is None and source not in self._peers:
             self._strangers[source].append(frame)
         elif kind == WHOLE:
             self._inbox.put(tag, Whole(data))
         elif neighbour is None:
-            self._broke(source)  # it had ended before its memory could be opened
+            self._peers.died(source)  # it had ended before its memory could be opened
         elif kind == SQUEEZE:
             self._inbox.squeeze(source)
             self._outbox.answer(neighbour, encode(self.rank, NUDGE))
-        else:
+        elif kind == BLOCK:
             block = Block(neighbour.view, start, length, release)
             if size == length:
                 self._inbox.put(tag, block)
             else:
                 self._inbox.put_piece(tag, size, block)
+        else:
+            raise RuntimeError(f"rank {self.rank} got a frame of unknown kind {kind} from rank {source}")
 
     def _work_goes_on(self) -> None:
         """Let the background thread work while nobody waits."""
@@ -424,15 +402,24 @@ class Transport:
     def _progress_in_background(self) -> None:
         while True:
             self._work.wait()
-            with self._lock:
-                if self._closing:
-                    return
-                if self._waiting:
-                    continue  # who waits makes everything progress, and would miss events taken from under it
-                self._progress()
-                idle = not self._linked or self._links.arm()
-            if idle and self._work.is_set():
-                self._see(self._events.poll(0.1))
+            if self._closing:
+                return
+            try:
+                self._progress_while_nobody_waits()
+            except Exception as error:
+                with self._lock:
+                    if self._failure is not None:
+                        self._rest()  # it fails again and again: leave it to who waits
+                    self._failure = error
+
+    def _progress_while_nobody_waits(self) -> None:
+        with self._lock:
+            if self._waiting:
+                return  # who waits makes everything progress, and would miss events taken from under it
+            self._progress()
+            idle = not self._linked or self._links.arm()
+        if idle and self._work.is_set():
+            self._see(self._events.poll(0.1))
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""
@@ -445,9 +432,7 @@ class Transport:
         self._epoll.close()
         self._events.close()
         self._links.close()
-        for neighbour in self._near.values():
-            neighbour.close()
-        self._near.clear()
+        self._peers.close()
         self._inbox.clear()
         self._mailbox.close()
         self._arena.close()
