@@ -12,13 +12,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_elastic.cluster.control import Interrupted, InterruptFlag
 from megatron_elastic.comm import backend, transport
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.mailbox import encode
 from megatron_elastic.comm.operation import Steps
-from megatron_elastic.comm.tag import Channel, is_older, make_tag, pair
+from megatron_elastic.comm.tag import (
+    GRAINS,
+    GROUPS,
+    NUMBERS,
+    PARTS,
+    POSITIONS,
+    RANKS,
+    SLICES,
+    UNITS,
+    Channel,
+    at_grain,
+    at_group,
+    at_slice,
+    check_sizes,
+    is_older,
+    make_tag,
+    source_of,
+)
 from tests import world
 from tests.world import Peer
 
@@ -543,15 +562,73 @@ def test_the_background_itself_survives_an_error() -> None:
 # ---- tags ---------------------------------------------------------------------------------
 
 
-def test_tags() -> None:
-    tags = {
-        make_tag(epoch, channel, coordinate, source)
-        for epoch in (0, 1, 4095) for channel in Channel for coordinate in (0, pair(3, 5)) for source in (0, 65535)
-    }  # fmt: skip
-    assert len(tags) == 3 * len(Channel) * 2 * 2
-    assert is_older(make_tag(4095, Channel.VOTE, 0, 0), 4096)  # epochs wrap around
-    assert not is_older(make_tag(4096, Channel.VOTE, 0, 0), 4095)
+COORDINATES: dict[Callable[..., int], tuple[int, ...]] = {
+    at_group: (GROUPS, NUMBERS),
+    at_slice: (UNITS, SLICES, PARTS),
+    at_grain: (GRAINS, POSITIONS),
+}
+"""What makes coordinates, and what its arguments are below."""
+
+
+@given(st.data())
+def test_tags_tell_messages_apart(data: st.DataObject) -> None:
+    """Two tags are equal only if all that they are made of is."""
+    make = data.draw(st.sampled_from(list(COORDINATES)))
+    fields = st.tuples(
+        st.integers(0, 4095), st.sampled_from(Channel), st.tuples(*(st.integers(0, n - 1) for n in COORDINATES[make])),
+        st.integers(0, RANKS - 1),
+    )  # fmt: skip
+    first, second = data.draw(fields), data.draw(fields)
+    if data.draw(st.booleans()):  # so that they differ in one field only
+        same = data.draw(st.integers(0, 3))
+        second = (*first[:same], second[same], *first[same + 1 :])
+    tags = [make_tag(epoch, channel, make(*numbers), source) for epoch, channel, numbers, source in (first, second)]
+    assert (tags[0] == tags[1]) == (first == second)
+    assert all(0 <= tag < 1 << 64 for tag in tags)
+    assert source_of(tags[0]) == first[3]
+
+
+@given(st.integers(0, 10**7), st.integers(0, 2047))
+def test_older_epochs_are_told_from_newer_ones(epoch: int, ahead: int) -> None:
+    """Also after millions of them."""
+    tag = make_tag(epoch, Channel.VOTE, 0, 0)
+    assert is_older(tag, epoch + ahead) == (ahead > 0)
+    assert not is_older(make_tag(epoch + ahead, Channel.VOTE, 0, 0), epoch)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for make, limits in COORDINATES.items():
+        for i, limit in enumerate(limits):
+            for wrong in (limit, -1):
+                with pytest.raises(ValueError, match="there can be"):
+                    make(*(wrong if i == j else 0 for j in range(len(limits))))
     with pytest.raises(ValueError, match="does not fit"):
         make_tag(0, Channel.VOTE, 1 << 28, 0)
-    with pytest.raises(ValueError, match="does not fit"):
-        pair(1, 1 << 14)
+    with pytest.raises(ValueError, match=f"rank {RANKS}: messages can tell"):
+        transport.Transport(RANKS, InterruptFlag(), 60)
+    check_sizes(units=UNITS, slices=SLICES, grains=GRAINS, positions=POSITIONS)
+    with pytest.raises(ValueError, match=r"65537 slices .* lower --elastic-slices"):
+        check_sizes(units=1, slices=SLICES + 1, grains=1, positions=1)
+
+
+@APART
+@pytest.mark.parametrize("epoch", [2049, 4095, 1_000_000])
+def test_a_rank_joins_at_any_epoch(apart: bool, epoch: int) -> None:
+    """It hears what is sent to it before it has entered its first one."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            transport.advance(epoch)
+            transport.wait(*(transport.send(1, Channel.PARAMETER, size, torch.ones(size)) for size in (10, 50_000)))
+        else:
+            while len(transport._inbox.arrived) < 2:
+                transport.progress()
+            transport.advance(epoch)
+            for size in (10, 50_000):
+                got = torch.zeros(size)
+                transport.wait(transport.recv(0, Channel.PARAMETER, size, got), limit=20)
+                _equal(got, torch.ones(size))
+        peer.leave()
+
+    world.run(body, size=2, apart=apart)

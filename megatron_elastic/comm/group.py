@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_elastic.comm.operation import Operation, Recv, Send, Steps
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import NUMBERS, Channel, at_group
 from megatron_elastic.comm.transport import Transport
 
 _STAR = 256 * 1024
@@ -25,8 +25,7 @@ _FEW = 3
 _PART = 512 * 1024
 """Bytes of a chunk that is reduced at once: while it is read, the next ones are written, and it stays in the cache."""
 _PHASES = 2
-_SEQUENCES = (1 << 14) // _PHASES
-_TAGS = 1 << 14
+_SEQUENCES = NUMBERS // _PHASES
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """In-place reduction of the second tensor into the first."""
@@ -72,15 +71,17 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Send:
         """Start sending a contiguous tensor to member ``to``."""
-        return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
+        coordinate = at_group(self.ident, tag % NUMBERS)
+        return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, coordinate, tensor)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Recv:
         """Expect a message from member ``source`` in a contiguous tensor."""
-        return self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
+        coordinate = at_group(self.ident, tag % NUMBERS)
+        return self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, coordinate, tensor)
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> int:
         """Receive from whichever member's message is here first; returns its index."""
-        coordinate = pair(self.ident, tag % _TAGS)
+        coordinate = at_group(self.ident, tag % NUMBERS)
         source = self.transport.first_of(self.ranks, Channel.POINT_TO_POINT, coordinate)
         self.transport.wait(self.transport.recv(source, Channel.POINT_TO_POINT, coordinate, tensor))
         return self.ranks.index(source)
@@ -161,7 +162,7 @@ class Group:
         ranks = self.ranks
         return self.transport.exchange(
             Channel.COLLECTIVE,
-            pair(self.ident, at),
+            at_group(self.ident, at),
             [(ranks[i], tensor) for i, tensor in sends.items() if tensor.numel()],
             [(ranks[i], tensor) for i, tensor in recvs.items() if tensor.numel()],
         )
@@ -174,7 +175,7 @@ class Group:
         others = [rank for i, rank in enumerate(self.ranks) if i != self.index]
         if not others or not tensor.numel():
             return []
-        return self.transport.send_all(others, Channel.COLLECTIVE, pair(self.ident, at), tensor)
+        return self.transport.send_all(others, Channel.COLLECTIVE, at_group(self.ident, at), tensor)
 
     def _tell_all(self, at: int, tensor: torch.Tensor) -> Steps:
         yield self._tell(at, tensor)
@@ -272,7 +273,7 @@ class Group:
 
     def _borrow(self, at: int, like: torch.Tensor) -> dict[int, Recv]:
         """Expect every other member's tensor, to be read once."""
-        coordinate = pair(self.ident, at)
+        coordinate = at_group(self.ident, at)
         return {
             i: self.transport.borrow(self.ranks[i], Channel.COLLECTIVE, coordinate, like.numel(), like.dtype)
             for i in self._others()

@@ -24,7 +24,8 @@ class Inbox:
         self.arrived: dict[int, deque[Message]] = defaultdict(deque)
         """By tag, in the order of arrival; no tag is without a message."""
         self._rank = rank
-        self._epoch = 0
+        self._epoch: int | None = None
+        """None before the first: to a rank that joins nothing is old."""
         self._lost: set[int] = set()
         self._expected: dict[int, deque[Recv]] = defaultdict(deque)
         self._partial: dict[int, Pieces] = {}
@@ -56,14 +57,14 @@ class Inbox:
             if not expected:
                 del self._expected[tag]
             self._give(message, recv)
-        elif is_older(tag, self._epoch) or source_of(tag) in self._lost:
+        elif self._is_over(tag):
             message.drop()
         else:
             self.arrived[tag].append(message)
 
     def put_piece(self, tag: int, size: int, piece: Block) -> None:
         """The next piece of a message of ``size`` bytes."""
-        if is_older(tag, self._epoch):
+        if self._is_over(tag):
             piece.drop()
             return
         pieces = self._partial.get(tag)
@@ -101,7 +102,7 @@ class Inbox:
         self._borrowed.clear()
 
     def _is_over(self, tag: int) -> bool:
-        return is_older(tag, self._epoch) or source_of(tag) in self._lost
+        return (self._epoch is not None and is_older(tag, self._epoch)) or source_of(tag) in self._lost
 
     def _give(self, message: Message, recv: Recv) -> None:
         if message.length != recv.nbytes:

@@ -31,7 +31,7 @@ from megatron_elastic.comm.message import Block, Whole
 from megatron_elastic.comm.operation import Arrival, Aside, Operation, Recv, Result, Send, Shape, Steps, Task
 from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.peers import PeerAddress, Peers
-from megatron_elastic.comm.tag import Channel, make_tag, source_of
+from megatron_elastic.comm.tag import RANKS, Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
 _SPINS, _WORTH = 60, 100e-6
@@ -59,13 +59,15 @@ class Transport:
     """Point-to-point messages between ranks, addressed by (epoch, channel, coordinate, peer).
 
     Args:
-        rank: this rank's global id.
+        rank: this rank's global id; ValueError if it does not fit message tags.
         interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
         wait_timeout: seconds after which one wait gives up with TimeoutError.
         crowded: ranks outnumber cores: sleep in the kernel almost at once.
     """
 
     def __init__(self, rank: int, interrupt: Interruptible, wait_timeout: float, crowded: bool = True) -> None:
+        if not 0 <= rank < RANKS:
+            raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
         self.rank = rank
         self.epoch = 0
         self.bytes_sent = 0
@@ -132,6 +134,10 @@ class Transport:
         on them: if something is sent to them, expected from them, or run in a group that they are members of.
         """
         with self._lock:
+            try:
+                self._progress()  # what is here is compared with the epoch before, which it is near to (``comm.tag``)
+            except Exception as error:
+                self._failure = error
             self.epoch = epoch
             for task in self._tasks:
                 task.abandon(Interrupted(epoch))
