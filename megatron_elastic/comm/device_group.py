@@ -281,6 +281,7 @@ class _Condition:
     """Anything that comes true, in the shape of an operation."""
 
     __slots__ = ("_done", "peer")
+    tells = False
 
     def __init__(self, done: Callable[[], bool], peer: int) -> None:
         self._done, self.peer = done, peer

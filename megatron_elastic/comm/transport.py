@@ -15,7 +15,7 @@ import os
 import select
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -28,9 +28,21 @@ from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.link import Links
 from megatron_elastic.comm.mailbox import BLOCK, NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, encode
 from megatron_elastic.comm.message import Block, Whole
-from megatron_elastic.comm.operation import Arrival, Aside, Operation, Recv, Result, Send, Shape, Steps, Task
+from megatron_elastic.comm.operation import (
+    Arrival,
+    Aside,
+    Operation,
+    Pending,
+    Recv,
+    Result,
+    Send,
+    Shape,
+    Steps,
+    Task,
+)
 from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.peers import PeerAddress, Peers
+from megatron_elastic.comm.strangers import Strangers
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
@@ -42,6 +54,8 @@ _YIELDS = 2
 often when the core comes back, and a sleep and a wake-up cost more than that."""
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
+_SHARE = 8
+"""Messages that nobody expects may take one of so many parts of the machine's memory."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
 
@@ -63,9 +77,19 @@ class Transport:
         interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
         wait_timeout: seconds after which one wait gives up with TimeoutError.
         crowded: ranks outnumber cores: sleep in the kernel almost at once.
+        inbox_limit: bytes of memory that messages may take which nobody here expects yet; by default an eighth of the
+            machine's. A peer that sends more is an error of whoever waits next; what still lies in the peer's own
+            memory waits there.
     """
 
-    def __init__(self, rank: int, interrupt: Interruptible, wait_timeout: float, crowded: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        interrupt: Interruptible,
+        wait_timeout: float,
+        crowded: bool = True,
+        inbox_limit: int | None = None,
+    ) -> None:
         if not 0 <= rank < RANKS:
             raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
         self.rank = rank
@@ -93,10 +117,14 @@ class Transport:
         self._peers = Peers(rank, self._events)
         self._frames: deque[Frame] = deque()
         """Taken from the mailbox and not yet looked at."""
-        self._strangers: dict[int, list[Frame]] = defaultdict(list)
-        """Frames of ranks whose address is not known yet."""
-        self._inbox = Inbox(rank)
-        self._tasks: list[Task] = []
+        self._strangers = Strangers(rank)
+        self._inbox = Inbox(rank, _memory() // _SHARE if inbox_limit is None else inbox_limit)
+        self._tasks: dict[Task, None] = {}
+        """Under way, in the order of their start."""
+        self._ready: deque[Task] = deque()
+        """Those that can go on."""
+        self._looking: dict[Task, None] = {}
+        """Those that wait for what does not tell."""
         self._background: threading.Thread | None = None
         self._aside: ThreadPoolExecutor | None = None
         self._work = threading.Event()
@@ -124,7 +152,7 @@ class Transport:
                 if peer in self._peers.far and not self._linked:
                     self._linked = True
                     self._events.register(self._links.fd, select.EPOLLIN)
-                for frame in self._strangers.pop(peer, ()):
+                for frame in self._strangers.take(peer):
                     self._deliver(frame)
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
@@ -141,11 +169,12 @@ class Transport:
             self.epoch = epoch
             for task in self._tasks:
                 task.abandon(Interrupted(epoch))
-            self._tasks.clear()
+            for tasks in (self._tasks, self._ready, self._looking):
+                tasks.clear()
             self._inbox.advance(epoch, lost)
             self._outbox.advance(epoch)
             for peer, neighbour in self._peers.advance(lost).items():
-                self._strangers.pop(peer, None)
+                self._strangers.take(peer)
                 self._links.forget(peer)
                 if neighbour is not None:
                     self._outbox.forget(neighbour)
@@ -215,8 +244,8 @@ class Transport:
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
         self._peers.watch(peers)
-        tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
-        arrival = Arrival(self._inbox.arrived, tags)
+        tags = {peer: make_tag(self.epoch, channel, coordinate, peer) for peer in peers}
+        arrival = Arrival(self._inbox.has, tags)
         self.wait(arrival)
         return arrival.peer
 
@@ -242,9 +271,9 @@ class Transport:
     def start(self, steps: Steps) -> Task:
         """Start a collective that goes on while the caller computes; wait for it with ``wait``."""
         with self._lock:
-            task = Task(steps, self.rank)
-            if not task.advance():
-                self._tasks.append(task)
+            task = Task(steps, self.rank, self._ready)
+            if not self._go_on(task):
+                self._tasks[task] = None
                 self._work_goes_on()
             return task
 
@@ -268,28 +297,27 @@ class Transport:
         TimeoutError naming the peers waited for when the limit passes, and what went wrong in the background since the
         wait before. An interrupted wait leaves its operations to ``advance``.
         """
-        pending = [op for op in operations if not op.done]
-        if not pending and self._failure is None:
-            return
         with self._lock:
+            pending = Pending(operations)
+            if pending.done and self._failure is None:
+                return
             self._waiting += 1
             self._rest()
         try:
-            self._wait(pending, self._wait_timeout if limit is None else limit)
+            self._wait(operations, pending, self._wait_timeout if limit is None else limit)
         finally:
             with self._lock:
                 self._waiting -= 1
                 if self._tasks or self._outbox.busy:
                     self._work_goes_on()
 
-    def _wait(self, pending: list[Operation], limit: float) -> None:
+    def _wait(self, operations: Sequence[Operation], pending: Pending, limit: float) -> None:
         deadline, looks = time.monotonic() + limit, self._looks
         while True:
             with self._lock:
                 self._progress()
                 self._raise_failure()
-                pending = [op for op in pending if not op.done]
-                if not pending:
+                if pending.done:
                     return
                 self._check()
                 idle = not self._linked or self._links.arm()
@@ -302,7 +330,7 @@ class Transport:
                 self._sleep(min(_NAP, limit))
                 looks = self._looks
             if time.monotonic() > deadline:
-                peers = sorted({op.peer for op in pending})
+                peers = sorted({op.peer for op in operations if not op.done})
                 raise TimeoutError(
                     f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
                     "raise --elastic-wait-timeout if the step is that slow"
@@ -361,10 +389,22 @@ class Transport:
         if self._linked:
             for tag, message in self._links.progress():
                 self._inbox.put(tag, message)
-        if self._tasks or self._work.is_set():
-            self._tasks = [task for task in self._tasks if not task.advance()]
-            if not self._tasks and not self._outbox.busy:
-                self._rest()
+        if self._looking:
+            self._ready.extend(self._looking)
+            self._looking.clear()
+        while self._ready:
+            task = self._ready.popleft()
+            if task in self._tasks and self._go_on(task):
+                del self._tasks[task]
+        if not self._tasks and self._work.is_set() and not self._outbox.busy:
+            self._rest()
+
+    def _go_on(self, task: Task) -> bool:
+        """Returns whether the task has ended."""
+        ended = task.advance()
+        if not ended and task.looks:
+            self._looking[task] = None
+        return ended
 
     def _deliver(self, frame: Frame) -> None:
         """Make a message of a frame from this host."""
@@ -374,7 +414,7 @@ class Transport:
         if kind == NUDGE:
             pass  # to wake is all it is for
         elif neighbour is None and source not in self._peers:
-            self._strangers[source].append(frame)
+            self._strangers.put(source, frame)
         elif kind == WHOLE:
             self._inbox.put(tag, Whole(data))
         elif neighbour is None:
@@ -402,7 +442,7 @@ class Transport:
 
     def _rest(self) -> None:
         """Let the background thread sleep."""
-        if self._work.is_set():  # which costs less than to clear
+        if self._work.is_set() and not self._closing:  # to ask costs less than to clear
             self._work.clear()
 
     def _progress_in_background(self) -> None:
@@ -432,8 +472,9 @@ class Transport:
         if self._aside is not None:
             self._aside.shutdown()
         if self._background is not None:
-            self._closing = True
-            self._work.set()
+            with self._lock:
+                self._closing = True
+                self._work.set()
             self._background.join()
         self._epoll.close()
         self._events.close()
@@ -442,3 +483,8 @@ class Transport:
         self._inbox.clear()
         self._mailbox.close()
         self._arena.close()
+
+
+def _memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
