@@ -407,7 +407,7 @@ class Trainer:
             losses=self.grains.losses if self.layout.tp_index(self.rank) == 0 else {},
             informed=self.plan is not None and self.plan.epoch > self.layout.epoch,
         )
-        outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
+        outcome = vote(self.vote_group, ballot)
         self.agreed = outcome.switch
         return VoteResult(
             step=self.step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=self.schedule.at(self.step)[0].lr,
@@ -520,7 +520,7 @@ class Trainer:
                 self.grains.begin(_EVALUATION, partial(self._batch, data, first + i))
                 self.executor.run_forward(self.program, self.grains)
                 ballot = Ballot({}, self.grains.losses if self.layout.tp_index(self.rank) == 0 else {})
-                outcome = vote(self.layout, self.vote_group, self.layout.tp_index(self.rank), ballot)
+                outcome = vote(self.vote_group, ballot)
                 total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
         finally:
             for model in self.stage.models:
