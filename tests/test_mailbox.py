@@ -240,6 +240,27 @@ def test_too_much_waits_in_the_memory_of_its_sender() -> None:
     peer.close()
 
 
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (encode(1, WHOLE, 9000, 0, 9000), "frame from rank 1 says that it has 9000 bytes"),
+        (encode(1, BLOCK, 100, 1 << 31, 100, 5000), "frame from rank 1 about 100 bytes at 2147483648"),
+        (encode(1, BLOCK, 100, 5000, 100, 1 << 31), "frame from rank 1 about 100 bytes at 5000"),
+        (encode(1, 77), "frame of unknown kind 77 from rank 1"),
+    ],
+    ids=["too large", "outside", "released outside", "unknown"],
+)
+def test_a_frame_that_nobody_would_send_is_an_error(frame: bytes, message: str) -> None:
+    here, peer = _two()
+    assert peer._peers.near[0].write(frame)
+    with pytest.raises(RuntimeError, match=message):
+        here.wait(here.recv(1, Channel.VOTE, 1, torch.empty(3)))
+    peer.send(0, Channel.VOTE, 2, torch.ones(3))
+    here.wait(here.recv(1, Channel.VOTE, 2, torch.empty(3)))
+    here.close()
+    peer.close()
+
+
 def test_strangers_cannot_fill_the_memory() -> None:
     strangers, frame = Strangers(0), (1 << 20, 4000, 0, 4000, 0, WHOLE, bytes(4000))
     for _ in range(15_000):

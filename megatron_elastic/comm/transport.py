@@ -423,6 +423,10 @@ class Transport:
             self._inbox.squeeze(source)
             self._outbox.answer(neighbour, encode(self.rank, NUDGE))
         elif kind == BLOCK:
+            if not (start + length <= neighbour.view.size and release < neighbour.view.size and length <= size):
+                raise RuntimeError(
+                    f"rank {self.rank} got a frame from rank {source} about {length} bytes at {start}, where it has none"
+                )
             block = Block(neighbour.view, start, length, release)
             if size == length:
                 self._inbox.put(tag, block)
