@@ -1,8 +1,8 @@
 """Robust mutex: a lock in shared memory whose holder's death the kernel tells.
 
 The kernel frees a dying process's memory first and closes its files last, which takes tens of milliseconds where
-processes outnumber cores. Before either it looks through the robust mutexes that the process's threads hold, marks them,
-and hands each to a thread that waits for it. So who holds one is seen to die at once.
+processes outnumber cores. Before either it looks through the robust mutexes that the process's threads hold, marks
+them, and hands each to a thread that waits for it. So who holds one is seen to die at once.
 """
 
 from __future__ import annotations

@@ -425,7 +425,7 @@ class Transport:
         elif kind == BLOCK:
             if not (start + length <= neighbour.view.size and release < neighbour.view.size and length <= size):
                 raise RuntimeError(
-                    f"rank {self.rank} got a frame from rank {source} about {length} bytes at {start}, where it has none"
+                    f"rank {self.rank} got a frame from rank {source} about {length} bytes at {start}: it has none"
                 )
             block = Block(neighbour.view, start, length, release)
             if size == length:
