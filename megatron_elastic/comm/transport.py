@@ -163,7 +163,7 @@ class Transport:
         """
         with self._lock:
             try:
-                self._progress()  # what is here is compared with the epoch before, which it is near to (``comm.tag``)
+                self._take_in()  # what is here is compared with the epoch before, which it is near to (``comm.tag``)
             except Exception as error:
                 self._failure = error
             self.epoch = epoch
@@ -380,15 +380,9 @@ class Transport:
             self._progress()
 
     def _progress(self) -> None:
-        frames = self._frames
-        frames.extend(self._mailbox.take())
-        while frames:
-            self._deliver(frames.popleft())
+        self._take_in()
         if self._outbox.busy:
             self._outbox.progress()
-        if self._linked:
-            for tag, message in self._links.progress():
-                self._inbox.put(tag, message)
         if self._looking:
             self._ready.extend(self._looking)
             self._looking.clear()
@@ -398,6 +392,16 @@ class Transport:
                 del self._tasks[task]
         if not self._tasks and self._work.is_set() and not self._outbox.busy:
             self._rest()
+
+    def _take_in(self) -> None:
+        """Give what has arrived to who expects it."""
+        frames = self._frames
+        frames.extend(self._mailbox.take())
+        while frames:
+            self._deliver(frames.popleft())
+        if self._linked:
+            for tag, message in self._links.progress():
+                self._inbox.put(tag, message)
 
     def _go_on(self, task: Task) -> bool:
         """Returns whether the task has ended."""
