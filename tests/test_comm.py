@@ -20,6 +20,7 @@ from megatron_elastic.comm import backend, transport
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.mailbox import encode
 from megatron_elastic.comm.operation import Steps
+from megatron_elastic.comm.sleep import YIELDS
 from megatron_elastic.comm.tag import (
     GRAINS,
     GROUPS,
@@ -373,7 +374,7 @@ def test_older_epochs_are_dropped(apart: bool) -> None:
     world.run(body, size=2, apart=apart)
 
 
-LAST_LOOK = transport._YIELDS + 1
+LAST_LOOK = YIELDS + 1
 """How often a wait looks before it sleeps."""
 
 

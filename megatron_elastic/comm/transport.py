@@ -42,16 +42,11 @@ from megatron_elastic.comm.operation import (
 )
 from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.peers import PeerAddress, Peers
+from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.strangers import Strangers
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
-_SPINS, _WORTH = 60, 100e-6
-"""Times that a wait looks before it sleeps, where every rank has a core, and about the seconds that takes. A sleep that
-lasts longer halves the looks: the core has other work, or messages are rare. One that does not doubles them."""
-_YIELDS = 2
-"""Times that a wait lets others have its core before it sleeps, where ranks outnumber cores: what it waits for has come
-often when the core comes back, and a sleep and a wake-up cost more than that."""
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
 _SHARE = 8
@@ -97,24 +92,17 @@ class Transport:
         self.bytes_sent = 0
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
-        self._crowded = crowded
-        self._looks = _YIELDS if crowded else _SPINS
         self._lock = threading.RLock()
-        self._events = select.epoll()
-        """Readable when there is something to do."""
-        self._epoll = select.epoll()
-        """The same, and interrupts."""
-        self._epoll.register(self._events.fileno(), select.EPOLLIN)
-        if interrupt.fd >= 0:
-            self._epoll.register(interrupt.fd, select.EPOLLIN)
+        self._sleep = Sleep(interrupt.fd, crowded)
+        self._events = events = self._sleep.events
         self._links = Links(rank, self._broke)
         self._linked = False
         """Whether there are peers that only a link reaches."""
         self._arena = Arena(_ARENA_SIZE)
         self._mailbox = Mailbox()
-        self._events.register(self._mailbox.fd, select.EPOLLIN)
-        self._outbox = Outbox(rank, self._arena, self._events)
-        self._peers = Peers(rank, self._events)
+        events.register(self._mailbox.fd, select.EPOLLIN)
+        self._outbox = Outbox(rank, self._arena, events)
+        self._peers = Peers(rank, events)
         self._frames: deque[Frame] = deque()
         """Taken from the mailbox and not yet looked at."""
         self._strangers = Strangers(rank)
@@ -312,7 +300,7 @@ class Transport:
                     self._work_goes_on()
 
     def _wait(self, operations: Sequence[Operation], pending: Pending, limit: float) -> None:
-        deadline, looks = time.monotonic() + limit, self._looks
+        deadline, looks = time.monotonic() + limit, self._sleep.looks
         while True:
             with self._lock:
                 self._progress()
@@ -323,12 +311,11 @@ class Transport:
                 idle = not self._linked or self._links.arm()
             if looks:
                 looks -= 1
-                if self._crowded:
-                    os.sched_yield()
+                self._sleep.give_way()
                 continue
             if idle:
-                self._sleep(min(_NAP, limit))
-                looks = self._looks
+                self._see(self._sleep.sleep(min(_NAP, limit)))
+                looks = self._sleep.looks
             if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in operations if not op.done})
                 raise TimeoutError(
@@ -352,22 +339,13 @@ class Transport:
         if failure is not None:
             raise failure
 
-    def _sleep(self, limit: float) -> None:
-        begun = time.monotonic()
-        events = self._epoll.poll(limit)
-        if not self._crowded:
-            worth = time.monotonic() - begun < _WORTH
-            self._looks = min(_SPINS, 2 * self._looks) if worth else max(1, self._looks // 2)
-        if any(fd == self._events.fileno() for fd, _ in events):
-            self._see(self._events.poll(0))
-        elif not events:
-            with self._lock:
-                self._peers.look()
-
-    def _see(self, events: Sequence[tuple[int, int]]) -> None:
-        """See who has ended. What they had sent is taken before a wait looks at that."""
+    def _see(self, events: Sequence[tuple[int, int]] | None) -> None:
+        """See who has ended, or, if nothing happened, who is dying. What they had sent is taken before that counts."""
         with self._lock:
-            self._peers.see(events)
+            if events is None:
+                self._peers.look()
+            else:
+                self._peers.see(events)
 
     def _broke(self, peer: int) -> None:
         self._peers.died(peer)
@@ -484,8 +462,7 @@ class Transport:
                 self._closing = True
                 self._work.set()
             self._background.join()
-        self._epoll.close()
-        self._events.close()
+        self._sleep.close()
         self._links.close()
         self._peers.close()
         self._inbox.clear()
