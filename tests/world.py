@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from megatron_elastic.cluster.control import InterruptFlag
-from megatron_elastic.comm.transport import Interruptible, PeerAddress, Transport
+from megatron_elastic.comm.peers import PeerAddress
+from megatron_elastic.comm.transport import Interruptible, Transport
 
 _LIMIT = 60.0
 """Seconds that any wait in these tests may take."""
@@ -102,7 +103,7 @@ def _elsewhere(rank: int, address: bytes) -> bytes:
     known = msgspec.msgpack.decode(address, type=PeerAddress)
     arena = msgspec.structs.replace(known.near.arena, boot=f"host {rank}")
     near = msgspec.structs.replace(known.near, arena=arena)
-    return msgspec.msgpack.encode(msgspec.structs.replace(known, near=near))
+    return msgspec.structs.replace(known, near=near).encode()
 
 
 def _receive(connection: Connection) -> Any:

@@ -166,6 +166,7 @@ class ArenaView:
 
     def __init__(self, memory: mmap.mmap, nudge: Callable[[], None]) -> None:
         self.memory = memory
+        self.size = len(memory)
         self._base = ctypes.c_char.from_buffer(memory)
         self.start = ctypes.addressof(self._base)
         """Address of the first byte."""

@@ -136,7 +136,6 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     trainer.standing = standing.edited(trainer.standing, layout.epoch, member, gather)
     # Who died before it was let in is lost to this rank, but never was in a layout.
     trainer.transport.advance(layout.epoch, {*layout.lost, *trainer.control.interrupt.lost})
-    trainer.meet(layout)
     trainer.saving.abandon(decision.saved)
     if member:
         groups.edit(layout, trainer.rank)

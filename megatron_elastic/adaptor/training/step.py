@@ -123,7 +123,7 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
         losses=tenure.grains.losses if tp == 0 else {},
         informed=standing.informed(trainer.standing),
     )
-    outcome = vote(layout, tenure.vote_group, tp, ballot)
+    outcome = vote(tenure.vote_group, ballot)
     result = VoteResult(
         step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=trainer.rates.at(step)[0].lr,
         consumed_samples=step * trainer.args.global_batch_size, tokens=outcome.tokens,
