@@ -63,7 +63,8 @@ class RunRecords:
             if missing := [name for name in RECOVERED if name not in fields]:
                 raise RecordsError(f"a recovered event lacks fields {missing}")
             fields = {name: fields[name] for name in RECOVERED} | fields
-        _append(self._events, _line({"time": time.time() if at is None else at, "kind": kind, "epoch": epoch, **fields}))
+        stamp = {"time": time.time() if at is None else at, "kind": kind, "epoch": epoch}
+        _append(self._events, _line({**stamp, **fields}))
 
     def layout(self, layout: Layout) -> None:
         """Write ``layouts/EPOCH.json``."""
