@@ -23,7 +23,7 @@ from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, Deposed, Durable, Leader, Place, Store, StoreError
-from megatron_elastic.cluster.messages import Stop
+from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings
 from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
@@ -31,7 +31,7 @@ from megatron_elastic.cluster.recorder import Recorder, Screen
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.session import Letter
 from megatron_elastic.cluster.uplink import Uplink
-from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, Unsendable, WireError
 from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.observe.records import RecordsError, read_metrics
@@ -66,10 +66,13 @@ class Station:
         self._exit_signal = exit_signal
         self._screen = screen
         self._note = note
-        self._uplink = Uplink(part.config, part.credentials)
+        # Where there is a store, it lets nobody lead who is silent for that long.
+        silence = part.config.cut_off if part.choice.kind == "alone" else part.config.heartbeat_timeout
+        self._uplink = Uplink(part.config, part.credentials, silence)
         self._server = Server(part.config, part.credentials, screen.say)
         self._agent: Agent | None = None
         self._coordinator: Coordinator | None = None
+        self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         """Set when this node begins or ceases to coordinate."""
         self._records: Recorder | None = None
@@ -114,7 +117,8 @@ class Station:
         elif self._listening is not None:
             self._listening.close()
         if self._records is not None:
-            remove_address(self._part.agent.run_dir)
+            if self._coordinator is not None:
+                remove_address(self._part.agent.run_dir)
             if left := self._records.close(END_LIMIT):
                 self._note(f"{left} records could not be written to {self._part.agent.run_dir}")
 
@@ -147,8 +151,11 @@ class Station:
                 leader, self._leader = self._leader, ""
                 await self._follow(leader)
             elif not await self._look():
-                return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s (--elastic-start-timeout); "
-                                      "ending this node's ranks")
+                since = self._uplink.alone_since or time.time()
+                if time.time() - since > config.start_timeout:
+                    return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
+                                          "(--elastic-start-timeout); ending this node's ranks")
+                self._leader = self._followed  # it may still be there, and has something to say to this node
         return Outcome(agent.over.result().ok, agent.over.result().reason)
 
     async def _join(self) -> Outcome | None:
@@ -173,7 +180,7 @@ class Station:
         return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
 
     async def _prepare(self) -> Agent:
-        agent = self._agent = Agent(self._part.agent, self._uplink.tell)
+        agent = self._agent = Agent(self._part.agent, self._tell)
         self._exit_signal.pass_on = agent.kill_all
         ready = await agent.prepare(self._config.start_timeout)
         if ready.threads > 1:
@@ -182,6 +189,16 @@ class Station:
         if self._part.choice.kind != "alone":
             self._tasks.append(asyncio.create_task(self._stand(agent)))
         return agent
+
+    def _tell(self, message: FromAgent) -> None:
+        """Tell whoever coordinates what an agent has to say."""
+        assert self._agent is not None
+        try:
+            self._uplink.tell(message)
+        except Unsendable as error:
+            self._agent.stop(Stop(ok=False, reason=f"this node cannot tell the coordinator what it has to: {error}"))
+        if (recorded := self._uplink.recorded) > 0:
+            self._agent.obey(Heartbeat(recorded=recorded))
 
     async def _follow(self, address: str, wire: AsyncWire[Letter] | None = None) -> str:
         """Do what the coordinator at ``address`` says until it is gone, or another is there. Returns why it is gone."""
@@ -199,7 +216,8 @@ class Station:
             except (TimeoutError, WireError) as error:
                 why = str(error)
 
-        waits: list[asyncio.Future[Any] | Coroutine[Any, Any, Any]] = [follow(wire), agent.over]
+        self._following = asyncio.create_task(follow(wire))
+        waits: list[asyncio.Future[Any] | Coroutine[Any, Any, Any]] = [self._following, agent.over]
         if self._part.choice.kind != "embedded" or self._listening is not None:
             # Others would have to ask again and again: they look for another when they have lost this one.
             waits.append(self._another(address))
@@ -217,9 +235,9 @@ class Station:
                 return leader
 
     async def _look(self) -> bool:
-        """Wait until somebody coordinates. Returns whether that was within the limit."""
+        """Wait until somebody else coordinates. Returns whether somebody does, within some seconds."""
         assert self._agent is not None
-        limit = asyncio.ensure_future(asyncio.sleep(self._config.start_timeout))
+        limit = asyncio.ensure_future(asyncio.sleep(2 * self._config.heartbeat_timeout))
         await self._first(self._another(""), limit, self._agent.over, self._wait_for_change())
         return limit.cancelled()
 
@@ -274,11 +292,14 @@ class Station:
         if self._config.elastic:
             run_dir = self._part.agent.run_dir
             self._records = self._records or Recorder(run_dir, self._trouble)
-            leave_address(run_dir, Address(self._uplink.address.rpartition(":")[0], port, self._part.credentials))
+            try:
+                leave_address(run_dir, Address(self._uplink.address.rpartition(":")[0], port, self._part.credentials))
+            except OSError as error:
+                self._note(f"cannot write down where the job can be asked: {error}")
 
-    def _trouble(self, what: str) -> None:
+    def _trouble(self, what: str, fatal: bool = False) -> None:
         if self._coordinator is not None:
-            self._coordinator.trouble(what)
+            self._coordinator.trouble(what, fatal)
 
     def _coordinate(self, coordinator: Coordinator) -> None:
         self._coordinator = self._server.coordinator = coordinator
@@ -298,8 +319,8 @@ class Station:
             seats = tuple(each for each in members if each)
             place = Place(seats, part.credentials.token, self._uplink.member, self._listening)
         job = hashlib.sha256(f"{part.credentials.token} {members}".encode()).hexdigest()[:16]
-        store = leadership.make(part.choice, job, limit, place=place)
         try:
+            store = leadership.make(part.choice, job, limit, place=place)
             await store.open()
         except StoreError as error:
             if self._coordinator is None:
@@ -326,11 +347,15 @@ class Station:
 
     async def _take_over(self, store: Store, term: int) -> None:
         durable = await store.recall()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         port = int(self._uplink.address.rpartition(":")[2])
         self._open_records(port)
         coordinator = Coordinator(Job.new(_settings(self._config), self._part.agent.world_size), self._records,
                                   self._screen.say, self._record.put_nowait)
-        coordinator.post(TookOver(now=time.time(), term=term, epoch=0 if durable is None else durable.epoch,
+        coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
+                                  epoch=0 if durable is None else durable.epoch,
                                   written=_written(self._part.agent.run_dir), before=self._followed,
                                   limit=self._patience()))
         self._coordinate(coordinator)
@@ -341,7 +366,7 @@ class Station:
     def _patience(self) -> float:
         """Seconds that the other nodes have to come: those that are no members of the store look for it less often."""
         few = self._part.agent.nodes <= leadership.seats(self._part.agent.nodes)
-        return self._config.suspect_timeout if few else self._config.heartbeat_timeout
+        return self._config.suspect_timeout + (0 if few else 2 * self._config.heartbeat_timeout)
 
     def _step_down(self) -> None:
         if self._coordinator is not None:
@@ -366,6 +391,9 @@ class Station:
             try:
                 await store.record(Durable(term, record.epoch, record.step, layout))
             except Deposed:
+                return
+            except StoreError as error:
+                self._trouble(f"--elastic-store: {error}", fatal=True)
                 return
             if self._coordinator is not None:
                 self._coordinator.post(Recorded(now=time.time(), epoch=record.epoch))

@@ -31,9 +31,10 @@ class Uplink:
     Args:
         config: limits.
         credentials: what is shown to coordinators, and asked of them.
+        limit: seconds without a word from a coordinator after which it counts as gone.
     """
 
-    def __init__(self, config: ElasticConfig, credentials: Credentials) -> None:
+    def __init__(self, config: ElasticConfig, credentials: Credentials, limit: float) -> None:
         self.address = ""
         """Where this node listens when it coordinates."""
         self.member = ""
@@ -41,17 +42,23 @@ class Uplink:
         self.alone_since: float | None = None
         """Since when nobody coordinates, once somebody has."""
         self._config = config
+        self._limit = limit
         self._credentials = credentials
         self._session: Session | None = None
         self._here: tuple[Coordinator, int] | None = None
         """The coordinator of this process, and how it calls this node."""
 
     def tell(self, message: FromAgent) -> None:
-        """Tell whoever coordinates."""
+        """Tell whoever coordinates. Raises Unsendable if a message is too long."""
         if self._here is not None:
             hear(*self._here, message)
         elif self._session is not None and (problem := self._session.send(message)) is not None:
             raise problem
+
+    @property
+    def recorded(self) -> int:
+        """Steps up to this one are on record, if this process coordinates."""
+        return 0 if self._here is None else self._here[0].recorded
 
     # ---- in this process -------------------------------------------------------------------
 
@@ -95,7 +102,7 @@ class Uplink:
 
     async def _serve(self, wire: AsyncWire[Letter], session: Session, hello: AgentHello, agent: Agent) -> str:
         """One connection, to its end. Returns why it ended."""
-        limit = self._config.cut_off
+        limit = self._limit
         silent = False
 
         def cut_off() -> None:
@@ -124,7 +131,7 @@ class Uplink:
             session.transmit = None
             wire.close()
             await wire.closed()
-        return f"it was silent for {limit:g} s (4 x --elastic-heartbeat-timeout)" if silent else "the connection broke"
+        return f"the coordinator was silent for {limit:g} s" if silent else "the connection broke"
 
     def _hello(self, agent: Agent, session: str) -> AgentHello:
         return agent.hello(session, self.address, self.member, self.alone_since)

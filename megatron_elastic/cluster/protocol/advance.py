@@ -62,10 +62,14 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
     """What becomes of a job by what happened, and what is to be done about it. Pure: equal arguments, equal results."""
     turn = Turn(job, event.now)
     try:
-        if job.outcome is None:
-            _happened(turn, event)
-        else:
+        if job.outcome is not None:
             ending.afterwards(turn, event)
+        elif job.gathering is not None and isinstance(event, Said | News):
+            takeover.remember(turn, event)
+        else:
+            _happened(turn, event)
+            for each in takeover.remembered(job, turn.job):
+                _happened(turn, each)
     except Diverged as error:
         turn.record("diverged", reason=str(error))
         turn.end(False, f"the ranks have diverged: {error}; the last steps are not to be trusted")
@@ -181,3 +185,5 @@ def _expired(turn: Turn, name: str) -> None:
             loss.absent_for_good(turn, int(rank))
         case "gather":
             takeover.late(turn)
+        case "store":
+            recovery.store_late(turn)

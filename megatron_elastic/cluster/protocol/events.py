@@ -99,6 +99,8 @@ class TookOver(Happened, frozen=True):
     """This process coordinates a job that another has begun."""
 
     term: int
+    address: str
+    """Where it listens."""
     epoch: int
     """The highest one that was begun, as the store knows."""
     written: int

@@ -10,6 +10,7 @@ import msgspec
 from immutables import Map
 
 from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult
+from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
 
@@ -197,6 +198,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     saved: int = 0
     since: float | None = None
     """Since when there was no coordinator."""
+    later: tuple[Said | News, ...] = ()
+    """What agents said meanwhile, to be heard then."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
@@ -131,6 +132,10 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     # Should it be there after all, it must end its ranks, whose part in the job others take over.
     turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job"))
     turn.set(nodes=job.nodes.delete(event.node), early=tuple(each for each in job.early if each[0] != event.node))
+    if job.gathering is not None:
+        running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
+        turn.set(gathering=replace(job.gathering, running=Map(running)))
+        return
     alive = [rank for rank in node.ranks if job.ranks[rank].returncode is None and not job.ranks[rank].lost]
     if job.layout is None and not job.launched:
         membership.leave(turn, node)

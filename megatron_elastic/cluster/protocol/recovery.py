@@ -105,8 +105,20 @@ def reported(turn: Turn, message: Report) -> None:
 def decide_if_complete(turn: Turn) -> None:
     """Decide once everybody alive has reported, and no later coordinator can begin this epoch again."""
     job, recovery = turn.job, turn.job.recovery
-    if recovery is not None and recovery.collecting and not recovery.awaited and job.recorded >= job.epoch:
+    if recovery is None or not recovery.collecting or recovery.awaited:
+        return
+    if job.recorded >= job.epoch:
+        turn.cancel_timer("store")
         _decide(turn)
+    elif "store" not in job.timers:
+        turn.set_timer("store", job.settings.heartbeat_timeout)
+
+
+def store_late(turn: Turn) -> None:
+    """All have reported, and it is not certain that nobody else coordinates by now."""
+    if turn.job.collecting and turn.job.recorded < turn.job.epoch:
+        turn.say("WARNING: training waits for the store that says who coordinates (--elastic-store): too many of its "
+                 "members are gone, or it cannot be reached")
 
 
 def reports_late(turn: Turn) -> None:

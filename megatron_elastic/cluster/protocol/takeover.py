@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Fence
 from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
-from megatron_elastic.cluster.protocol.events import NodeCame, TookOver
-from megatron_elastic.cluster.protocol.job import Gathering, Ledger, Rank, Trust
+from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
+from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, decode
 
@@ -26,7 +26,7 @@ def took_over(turn: Turn, event: TookOver) -> None:
         ranks=job.ranks.__class__(), gathering=Gathering(written=event.written, before=event.before),
     )  # fmt: skip
     turn.record("took_over", term=event.term)
-    turn.say(f"this node coordinates from now on (term {event.term})")
+    turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})")
     turn.set_timer("gather", event.limit)
 
 
@@ -56,6 +56,18 @@ def came(turn: Turn, event: NodeCame) -> None:
         ),
     )  # fmt: skip
     _go_on_if_complete(turn)
+
+
+def remember(turn: Turn, event: Said | News) -> None:
+    """What is said meanwhile is heard when the job is known."""
+    known = turn.job.gathering
+    assert known is not None
+    turn.set(gathering=replace(known, later=(*known.later, event)))
+
+
+def remembered(before: Job, after: Job) -> tuple[Said | News, ...]:
+    """What was said until the job became known just now."""
+    return before.gathering.later if before.gathering is not None and after.gathering is None else ()
 
 
 def late(turn: Turn) -> None:

@@ -91,10 +91,10 @@ class Turn:
         """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing."""
         if self.job.outcome is not None:
             return
-        for name in self.job.timers:
+        for name in sorted(self.job.timers):
             self.do(CancelTimer(name))
         self.record("finished" if ok else "failed", reason=reason)
-        for node in self.job.nodes:
+        for node in sorted(self.job.nodes):
             self.tell(node, Stop(ok=ok, reason=reason))
         self.set(outcome=Outcome(ok, reason), timers=Map())
         self.do(End(ok, reason))
