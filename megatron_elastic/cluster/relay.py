@@ -61,6 +61,7 @@ class Post:
         """The highest one that was begun, as far as they have been told."""
         self._shapes: dict[int, UnitShape] = {}
         self._saved = 0
+        self._recorded = 0
         self._committed: deque[Committed] = deque(maxlen=_KEPT)
 
     def running(self, slots: dict[int, int]) -> list[Running]:
@@ -71,7 +72,8 @@ class Post:
         """What is known here of the job, for a new coordinator."""
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
-            shapes=self._shapes, saved=self._saved, committed=list(self._committed), alone_since=alone_since,
+            shapes=self._shapes, saved=self._saved, recorded=self._recorded, committed=list(self._committed),
+            alone_since=alone_since,
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class Post:
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""
+        self._recorded = max(step, self._recorded)
         while self._committed and self._committed[0].vote.step <= step:
             self._committed.popleft()
 

@@ -19,7 +19,7 @@ from collections import deque
 
 import msgspec
 
-from megatron_elastic.comm.arena import ArenaAddress, ArenaView
+from megatron_elastic.comm.arena import ArenaAddress, ArenaView, here
 from megatron_elastic.comm.operation import Send
 from megatron_elastic.comm.tag import source_of
 
@@ -125,6 +125,8 @@ class Neighbour:
     def open(cls, rank: int, address: NearAddress, me: int) -> Neighbour | None:
         """None if the rank is on another host, cannot be reached, or has ended."""
         arena, opened = address.arena, []
+        if arena.place != here():  # its process number is another process's here, or nobody's
+            return None
         mailbox = f"/proc/{arena.pid}/fd/{address.mailbox}"
         try:
             opened.append(os.open(mailbox, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))

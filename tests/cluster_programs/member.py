@@ -137,8 +137,10 @@ class Member:
             self.vote = VoteResult(step=self.step, loss=10 / self.step, grad_norm=1 + 1 / self.step, lr=0.1,
                                    consumed_samples=8 * self.step, tokens=64)
         self.at("voted")
-        if self.rank == self.layout.ranks[0]:
-            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
+        here = [rank for rank in self.layout.hosts[self.layout.host_of(self.rank)] if rank in self.layout.ranks]
+        if self.rank == here[0]:
+            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time(),
+                                        first=self.rank == self.layout.ranks[0]))
         self.at("committed")
         self.last, self.vote, self.step = self.vote, None, self.step + 1
 

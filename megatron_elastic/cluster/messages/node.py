@@ -29,8 +29,10 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     shapes: dict[int, UnitShape]
     saved: int
     """Step of the newest complete checkpoint that it has heard of."""
+    recorded: int
+    """Steps up to this one are on record, as it was told."""
     committed: list[Committed]
-    """Steps that may not be on record."""
+    """Later steps."""
     alone_since: float
     """Since when it has no coordinator."""
 

@@ -188,6 +188,7 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """What a new coordinator has learnt of a job that another has begun (``protocol.takeover``)."""
 
     written: int
+    """Number of the last step on record."""
     before: str
     """Where the coordinator before listened."""
     running: Map[int, Rank] = Map()

@@ -50,7 +50,8 @@ def came(turn: Turn, event: NodeCame) -> None:
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
         gathering=replace(
             known, running=known.running.update(running), layout=layout if newer else known.layout,
-            committed=(*known.committed, *past.committed), saved=max(known.saved, past.saved),
+            written=max(known.written, past.recorded), committed=(*known.committed, *past.committed),
+            saved=max(known.saved, past.saved),
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         ),
     )  # fmt: skip
@@ -86,13 +87,11 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     assert job.first is not None
     turn.cancel_timer("gather")
     missing = [rank for rank in (*layout.ranks, *layout.spares) if rank not in known.running]
-    written = known.written
-    if written < 0:
-        written = min((each.vote.step for each in known.committed), default=job.first.start_step + 1) - 1
     turn.set(
         gathering=None, layout=layout, hosts=len(layout.hosts),
         ranks=job.ranks.update(_ranks(turn, known, layout)),
-        ledger=Ledger(written=written, total=job.first.train_iters, previous_time=turn.now),
+        ledger=Ledger(written=max(known.written, job.first.start_step), total=job.first.train_iters,
+                      previous_time=turn.now),
         trust=Trust(saves=(known.saved,) if known.saved else ()),
         unsettled=job.unsettled.update(dict.fromkeys(layout.ranks)),
     )  # fmt: skip
