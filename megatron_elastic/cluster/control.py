@@ -60,8 +60,9 @@ class JobStopped(Exception):
 class InterruptFlag:
     """Raised while an interrupt waits to be acknowledged, or the job has been stopped.
 
-    Raised by the thread that listens to the coordinator, looked at by every wait of the training thread. ``raised`` is cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none) and ``lost`` the
-    ranks it names as dead; ``fd`` is readable while raised, so that epoll loops wake.
+    Raised by the thread that listens to the coordinator, looked at by every wait of the training thread. ``raised`` is
+    cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none) and ``lost`` the ranks it names as dead;
+    ``fd`` is readable while raised, so that epoll loops wake.
     """
 
     def __init__(self) -> None:

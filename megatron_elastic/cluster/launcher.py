@@ -45,7 +45,8 @@ examples:
   export MEGATRON_ELASTIC_TOKEN=$(openssl rand -hex 32)     # the same value on both nodes
   megatron-elastic run --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
   megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
-      two nodes; the first one's launcher coordinates and keeps the records, from three nodes on another's if it is lost
+      two nodes; the first one's launcher coordinates and keeps the records (from three nodes on another's, if it is
+      lost)
 
 The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
 in the environment is put before them, for run scripts that are not to be edited; before that, what the file of
