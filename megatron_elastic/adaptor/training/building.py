@@ -13,7 +13,6 @@ from megatron_elastic.state.store import StateStore
 def build(trainer: Trainer) -> None:
     """Model, data and optimizer state under the first layout; redone if interrupted."""
     stage, layout = trainer.stage, trainer.layout
-    trainer.meet(layout)
     stage.forget()
     stage.hold(layout)
     trainer.batches.open()
@@ -30,6 +29,7 @@ def build(trainer: Trainer) -> None:
 def prepare(trainer: Trainer, invite: Invite) -> None:
     """Build this rank's part of the layout it is invited into, without the others, who are training."""
     layout, stage = decode(invite.layout), trainer.stage
+    trainer.reach(layout)
     if trainer.store is None or not stage.fits(layout):
         trainer.store = None
         trainer.make_groups(layout)

@@ -12,6 +12,7 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Injected,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Report,
@@ -32,6 +33,7 @@ from megatron_elastic.cluster.protocol import (
     start,
     suspicion,
     takeover,
+    whereabouts,
 )
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
@@ -75,7 +77,9 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
 def _happened(turn: Turn, event: Event) -> None:
     match event:
         case Said():
-            if membership.runs_on(turn.job, event.message.rank, event.node):
+            if turn.job.gathering is not None:
+                takeover.said(turn, event)
+            elif membership.runs_on(turn.job, event.message.rank, event.node):
                 _said(turn, event.message)
         case News():
             if membership.runs_on(turn.job, event.news.rank, event.node):
@@ -134,7 +138,9 @@ def _said(turn: Turn, message: FromRank) -> None:
         case Hello():
             start.hello(turn, message)
         case Where():
-            membership.where(turn, message)
+            whereabouts.where(turn, message)
+        case Reachable():
+            whereabouts.reachable(turn, message)
         case Built():
             turn.set(shapes=turn.job.shapes.update(message.shapes))
         case Ready():

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence
-from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
-from megatron_elastic.cluster.protocol.events import NodeCame, TookOver
+from megatron_elastic.cluster.messages import Fence, Reachable
+from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery, whereabouts
+from megatron_elastic.cluster.protocol.events import NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, decode
@@ -56,6 +56,15 @@ def came(turn: Turn, event: NodeCame) -> None:
         ),
     )  # fmt: skip
     _go_on_if_complete(turn)
+
+
+def said(turn: Turn, event: Said) -> None:
+    """A rank says what its agent has not told when it came. All else ranks say again in their reports."""
+    known, message = turn.job.gathering, event.message
+    assert known is not None
+    if isinstance(message, Reachable) and message.rank in known.running:
+        rank = whereabouts.listening(known.running[message.rank], message)
+        turn.set(gathering=replace(known, running=known.running.set(message.rank, rank)))
 
 
 def late(turn: Turn) -> None:
