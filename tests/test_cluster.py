@@ -390,6 +390,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     with pytest.raises((Interrupted, JobStopped)):
         control.wait((), timeout=10)
     assert control.interrupt.lost == {1}
+    control.interrupt.acknowledge(2)
     assert control.wait((Back,), timeout=10).layout == b"new"
     assert control.moves(2) == Moves(epoch=2, moves=[move], kept=None)
     assert control.moves(2) == Moves(epoch=2, moves=[], kept=None)

@@ -191,11 +191,12 @@ class Agent:
     def hello(self, session: str, address: str, member: str, alone_since: float | None) -> AgentHello:
         """How this agent introduces itself; ``alone_since`` unless it has had no coordinator before."""
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
+        members = self.members.result() if self.members.done() else []
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
             running=self._post.running(running),
-            past=None if alone_since is None else self._post.past(self._torch_port, alone_since),
+            past=None if alone_since is None else self._post.past(self._torch_port, members, alone_since),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:
@@ -212,7 +213,8 @@ class Agent:
             case Recall():
                 self._post.recall(message)
             case Members():
-                self.members.set_result(message.addresses)
+                if not self.members.done():
+                    self.members.set_result(message.addresses)
             case Stop():
                 self.stop(message)
 

@@ -63,18 +63,19 @@ class Post:
         self._shapes: dict[int, UnitShape] = {}
         self._saved = 0
         self._recorded = 0
-        self._committed: deque[Committed] = deque(maxlen=_KEPT)
+        self.committed: deque[Committed] = deque(maxlen=_KEPT)
+        """Steps that may not be on record."""
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
         return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
-    def past(self, torch_port: int, alone_since: float) -> Past:
+    def past(self, torch_port: int, members: list[str], alone_since: float) -> Past:
         """What is known here of the job, for a new coordinator."""
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
-            shapes=self._shapes, saved=self._saved, recorded=self._recorded, committed=list(self._committed),
-            alone_since=alone_since,
+            members=members, shapes=self._shapes, saved=self._saved, recorded=self._recorded,
+            committed=list(self.committed), alone_since=alone_since,
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Post:
                     self._saved = max(self._saved, step)
             case Committed():
                 self._enter(message.epoch)
-                self._committed.append(message)
+                self.committed.append(message)
                 if not message.first:
                     return
         self._tell(Said(message=message))
@@ -135,15 +136,15 @@ class Post:
 
     def recall(self, message: Recall) -> None:
         """The coordinator lacks steps."""
-        for each in self._committed:
+        for each in self.committed:
             if each.vote.step > message.after:
                 self._tell(Said(message=each))
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""
         self._recorded = max(step, self._recorded)
-        while self._committed and self._committed[0].vote.step <= step:
-            self._committed.popleft()
+        while self.committed and self.committed[0].vote.step <= step:
+            self.committed.popleft()
 
     def _enter(self, epoch: int) -> None:
         """A rank is in the layout of ``epoch``, or is about to be."""

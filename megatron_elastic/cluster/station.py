@@ -199,7 +199,11 @@ class Station:
             except (TimeoutError, WireError) as error:
                 why = str(error)
 
-        await self._first(follow(wire), self._another(address), agent.over)
+        waits: list[asyncio.Future[Any] | Coroutine[Any, Any, Any]] = [follow(wire), agent.over]
+        if self._part.choice.kind != "embedded" or self._listening is not None:
+            # Others would have to ask again and again: they look for another when they have lost this one.
+            waits.append(self._another(address))
+        await self._first(*waits)
         return why
 
     async def _another(self, address: str) -> Leader:

@@ -77,8 +77,8 @@ class Agent:
         """It is ready."""
         if self.alive:
             self.connected = True
-            self.world.node_came(self, AgentHello(node_rank=self.node_rank, slots=self.slots, host=self.host,
-                                                  heartbeat_timeout=2.5))
+            self.world.node_came(self, AgentHello(session="", node_rank=self.node_rank, slots=self.slots,
+                                                  host=self.host, heartbeat_timeout=2.5))
 
     def tell(self, message: Any) -> None:
         """Send to the coordinator."""

@@ -9,9 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_elastic.cluster.messages import AgentHello, Decision, Scale, ToRank
+from megatron_elastic.cluster.messages import AgentHello, Decision, Scale, Suspect, ToRank
 from megatron_elastic.cluster.messages import Said as FromAgentSaid
-from megatron_elastic.cluster.messages import Suspect
 from megatron_elastic.cluster.protocol import Job, Settings, events
 from megatron_elastic.cluster.protocol import advance as protocol_advance
 from megatron_elastic.cluster.protocol.effects import (
@@ -19,6 +18,7 @@ from megatron_elastic.cluster.protocol.effects import (
     Effect,
     End,
     ReadCosts,
+    Record,
     Reply,
     Send,
     SetTimer,
@@ -369,6 +369,8 @@ class World:
                 self.outcome = self.outcome or effect
             case ReadCosts():
                 self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
+            case Record():
+                self._events.append(events.Recorded(now=self.time, epoch=effect.epoch))
             case Reply():
                 pass
             case _:

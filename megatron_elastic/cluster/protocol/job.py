@@ -209,6 +209,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome | None = None
     term: int = 0
     """In which this coordinator leads; 0: there is no store to say so, and nobody to fail over to."""
+    members: tuple[str, ...] = ()
+    """Addresses of the nodes that may be members of an embedded store."""
     gathering: Gathering | None = None
     """Until a new coordinator knows the job."""
     recorded: int = 0

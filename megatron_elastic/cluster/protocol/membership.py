@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import AgentHello, Launch, Stop
+from megatron_elastic.cluster.messages import AgentHello, Launch, Members, Stop
 from megatron_elastic.cluster.protocol.effects import Tell
 from megatron_elastic.cluster.protocol.events import NodeCame
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
@@ -74,8 +74,14 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
 def join(turn: Turn, node: int, slots: int) -> None:
     """A node comes to the running job: it starts ranks that are to join."""
     turn.set(hosts=turn.job.hosts + 1)
+    tell_members(turn, node)
     ranks = spawn(turn, node, range(slots), turn.job.hosts - 1)
     turn.say(f"ranks {ranks} are started on a node that has come")
+
+
+def tell_members(turn: Turn, node: int) -> None:
+    """Let an agent know where the store is that says who coordinates."""
+    turn.tell(node, Members(addresses=list(turn.job.members)))
 
 
 def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Hello, Members, Start
+from megatron_elastic.cluster.messages import Hello, Start
 from megatron_elastic.cluster.protocol import change, membership
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import ReadCosts
@@ -104,9 +104,10 @@ def _train(turn: Turn) -> None:
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
     turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
     turn.send(Start(layout=first.layout, addresses={}), turn.job.ranks)
-    members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
-    for node in turn.job.nodes:
-        turn.tell(node, Members(addresses=members))
+    nodes = sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)
+    turn.set(members=tuple(node.member for node in nodes))
+    for each in turn.job.nodes:
+        membership.tell_members(turn, each)
     early = turn.job.early
     turn.set(early=())
     for node, slots in early:
