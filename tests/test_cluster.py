@@ -421,8 +421,8 @@ def test_messages_survive_the_wire() -> None:
     decoder = msgspec.msgpack.Decoder(FromAgent)
     for message in (
         Committed(rank=1, epoch=2, vote=vote, time=1.5),
-        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout=b"{}", start_step=0, train_iters=4, flags={},
-              likeness=b"x", tied=True),
+        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", linked=False, layout=b"{}", start_step=0, train_iters=4,
+              flags={}, likeness=b"x", tied=True),
     ):
         said = Said(message=message)
         assert wire.decode(wire.encode(said)[4:], decoder) == said

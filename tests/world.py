@@ -25,11 +25,13 @@ _LIMIT = 60.0
 class Peer:
     """What one process knows: who it is, its transport (linked with the others'), and how to wait for them."""
 
-    def __init__(self, rank: int, size: int, everybody: Any, survivors: Any, flag: Interruptible) -> None:
+    def __init__(self, rank: int, size: int, everybody: Any, survivors: Any, flag: Interruptible, apart: bool) -> None:
         self.rank = rank
         self.size = size
         self.flag = flag
         self.transport = Transport(rank, flag, _LIMIT)
+        if apart:
+            self.transport.listen()
         self.pids: list[int] = []
         self._everybody = everybody
         self._survivors = survivors
@@ -68,7 +70,7 @@ def run(
     barriers = context.Barrier(size), context.Barrier(size - len(killed))
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_live, args=(body, rank, barriers, pipes, make_flag)) for rank in range(size)
+        context.Process(target=_live, args=(body, rank, barriers, pipes, make_flag, apart)) for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -118,6 +120,7 @@ def _receive(connection: Connection) -> Any:
 def _live(
     body: Callable[[Peer], None], rank: int, barriers: tuple[Any, Any],
     pipes: Sequence[tuple[Connection, Connection]], make_flag: Callable[[], Interruptible],
+    apart: bool,
 ) -> None:  # fmt: skip
     for index, (parents, childs) in enumerate(pipes):
         parents.close()
@@ -127,7 +130,7 @@ def _live(
     faulthandler.dump_traceback_later(0.9 * _LIMIT)  # where a rank hangs that the test then calls silent
     torch.set_num_threads(1)  # OpenMP's threads did not come along
     try:
-        peer = Peer(rank, len(pipes), *barriers, make_flag())
+        peer = Peer(rank, len(pipes), *barriers, make_flag(), apart)
         parent.send(peer.transport.address)
         addresses, peer.pids = parent.recv()
         peer.transport.add_peers(addresses)

@@ -24,6 +24,7 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Past,
     Plan,
+    Reachable,
     Recall,
     Relay,
     Running,
@@ -87,6 +88,9 @@ class Post:
                 self._hellos[rank] = message
                 if first is not message and message.likeness == first.likeness:
                     message = replace(message, flags={})
+            case Reachable():
+                if rank in self._hellos:
+                    self._hellos[rank] = replace(self._hellos[rank], address=message.address, linked=True)
             case Built():
                 self._shapes |= message.shapes
             case Settled() | Switched():

@@ -19,6 +19,7 @@ class PeerAddress(msgspec.Struct, frozen=True):
     """What a rank must know to talk to another; opaque to everybody else."""
 
     worker: bytes
+    """Of its links; empty while it has none."""
     near: NearAddress
 
     def encode(self) -> bytes:
@@ -59,8 +60,10 @@ class Peers:
         known = msgspec.msgpack.decode(address, type=PeerAddress)
         # At once: what a peer sent before it died can only be read in memory that was open by then.
         neighbour = Neighbour.open(peer, known.near, self._rank)
-        if neighbour is None:
+        if neighbour is None and known.worker:
             self.far[peer] = known.worker
+        elif neighbour is None:
+            self.died(peer)  # it was of this host
         else:
             self.near[peer] = neighbour
             self._pidfds[neighbour.pidfd] = peer

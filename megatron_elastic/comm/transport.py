@@ -98,9 +98,8 @@ class Transport:
         self._lock = threading.RLock()
         self._sleep = Sleep(interrupt.fd, crowded)
         self._events = events = self._sleep.events
-        self._links = Links(rank, self._broke)
-        self._linked = False
-        """Whether there are peers that only a link reaches."""
+        self._links: Links | None = None
+        """None while nobody on another host matters."""
         self._arena = Arena(_ARENA_SIZE)
         self._mailbox = Mailbox()
         events.register(self._mailbox.fd, select.EPOLLIN)
@@ -129,9 +128,21 @@ class Transport:
 
     @property
     def address(self) -> bytes:
-        """What peers must be given to reach this rank."""
+        """What peers must be given to reach this rank; those of other hosts once it listens for them."""
         near = NearAddress(self._arena.address, self._mailbox.fd)
-        return PeerAddress(self._links.address, near).encode()
+        return PeerAddress(b"" if self._links is None else self._links.address, near).encode()
+
+    @property
+    def listening(self) -> bool:
+        """Whether peers of other hosts can reach this rank."""
+        return self._links is not None
+
+    def listen(self) -> None:
+        """Let peers of other hosts reach this rank, and this rank them. Idempotent."""
+        with self._lock:
+            if self._links is None:
+                self._links = Links(self.rank, self._broke)
+                self._events.register(self._links.fd, select.EPOLLIN)
 
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
@@ -140,9 +151,6 @@ class Transport:
                 if peer in self._peers or peer == self.rank:
                     continue
                 self._peers.add(peer, address)
-                if peer in self._peers.far and not self._linked:
-                    self._linked = True
-                    self._events.register(self._links.fd, select.EPOLLIN)
                 for frame in self._strangers.take(peer):
                     self._deliver(frame)
 
@@ -166,7 +174,8 @@ class Transport:
             self._outbox.advance(epoch)
             for peer, neighbour in self._peers.advance(lost).items():
                 self._strangers.take(peer)
-                self._links.forget(peer)
+                if self._links is not None:
+                    self._links.forget(peer)
                 if neighbour is not None:
                     self._outbox.forget(neighbour)
                 self._peers.forget(peer)
@@ -248,6 +257,8 @@ class Transport:
             return self._outbox.send((neighbour,), tag, buffer, background)
         worker = self._peers.far.get(peer)
         if worker is not None:
+            if self._links is None:
+                raise RuntimeError(f"rank {self.rank} has no links, and rank {peer} is on another host: listen first")
             return Send(peer, self._links.send(peer, worker, tag, buffer))
         return Send(peer)  # to the dead: who waits for anything in this epoch learns it
 
@@ -320,7 +331,7 @@ class Transport:
                 if pending.done:
                     return
                 self._check()
-                idle = not self._linked or self._links.arm()
+                idle = self._links is None or self._links.arm()
             if looks:
                 looks -= 1
                 self._sleep.give_way()
@@ -389,7 +400,7 @@ class Transport:
         frames.extend(self._mailbox.take())
         while frames:
             self._deliver(frames.popleft())
-        if self._linked:
+        if self._links is not None:
             for tag, message in self._links.progress():
                 self._inbox.put(tag, message)
 
@@ -461,7 +472,7 @@ class Transport:
             if self._waiting:
                 return  # who waits makes everything progress, and would miss events taken from under it
             self._progress()
-            idle = not self._linked or self._links.arm()
+            idle = self._links is None or self._links.arm()
         if idle and self._work.is_set():
             self._see(self._events.poll(0.1))
 
@@ -475,7 +486,8 @@ class Transport:
                 self._work.set()
             self._background.join()
         self._sleep.close()
-        self._links.close()
+        if self._links is not None:
+            self._links.close()
         self._peers.close()
         self._inbox.clear()
         self._mailbox.close()

@@ -109,8 +109,8 @@ class Member:
     def train(self) -> None:
         print(f"pid {os.getpid()}")
         self.control.send(Hello(tied=False, rank=self.rank, pid=os.getpid(), host="here", address=b"a",
-                                layout=encode(self.layout), start_step=0, train_iters=self.options.steps, flags={},
-                                likeness=b"like"))
+                                linked=True, layout=encode(self.layout), start_step=0,
+                                train_iters=self.options.steps, flags={}, likeness=b"like"))
         start = self.control.wait((Start,), timeout=60)
         assert self.rank in start.addresses
         others = [rank for rank in self.layout.ranks if rank not in start.addresses]

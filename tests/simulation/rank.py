@@ -30,6 +30,7 @@ from megatron_elastic.cluster.messages import (
     Moves,
     Plan,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Reload,
@@ -101,6 +102,8 @@ class Rank:
         # Transport
         self.epoch = 0
         self.known: set[int] = set()
+        self.linked = len(first.hosts) > 1
+        """Whether it listens for other hosts."""
         self.touched: set[int] = set()
         self.broken: set[int] = set()
         self.gone: set[int] = set()
@@ -292,7 +295,7 @@ class Rank:
     def join(self) -> Steps:
         world = self.world
         self.send(Hello(
-            rank=self.rank, pid=1000 + self.rank, host=self.agent.host, address=b"a%d" % self.rank,
+            rank=self.rank, pid=1000 + self.rank, host=self.agent.host, address=self.address, linked=self.linked,
             layout=world.first_bytes if self.rank == 0 else b"", start_step=world.start_step,
             train_iters=world.total, flags={}, likeness=b"x" if not self.world.odd(self.rank) else b"odd",
             tied=world.tied))
@@ -302,6 +305,15 @@ class Rank:
             except Interrupted:
                 raise Violation("too early", f"rank {self.rank} is interrupted before Start") from None
             self.known.update(start.addresses)
+
+    @property
+    def address(self) -> bytes:
+        return b"linked" if self.linked else b"near"
+
+    def reach(self, layout: Layout) -> None:
+        if len(layout.hosts) > 1 and not self.linked:
+            self.linked = True
+            self.send(Reachable(rank=self.rank, address=self.address))
 
     def meet(self, layout: Layout) -> Steps:
         unknown = [rank for rank in layout.ranks if rank not in self.known and rank != self.rank]
@@ -313,6 +325,9 @@ class Rank:
             answer: Addresses = yield (Addresses,)
             if answer.ask == self.asked:
                 break
+        for rank, address in answer.addresses.items():
+            if layout.host_of(rank) != layout.host_of(self.rank) and address != b"linked":
+                raise Violation("no link", f"rank {self.rank} cannot reach rank {rank} of another host")
         self.known.update(answer.addresses)
 
     def stand_by(self) -> Steps:
@@ -350,8 +365,9 @@ class Rank:
         self.weights = {unit: self.weights.get(unit) for unit in self.layout.held_by(self.rank)}
 
     def prepare(self, invite: Invite) -> Steps:
-        yield self.world.newcomer_delay()
         layout = decoded(invite.layout)
+        self.reach(layout)
+        yield self.world.newcomer_delay()
         if self.store is None or self.store.tp != layout.tp_index(self.rank):
             self.store = Store(self.rank, layout.tp_index(self.rank), self.world.keeps)
         self.send(Ready(rank=self.rank, epoch=invite.epoch))
@@ -405,6 +421,7 @@ class Rank:
         if plan := self._take((Plan,)):
             assert isinstance(plan, Plan)
             self.plan, self.standing = plan, standing.told(self.standing, plan.epoch)
+            self.reach(decoded(plan.layout))
         for at in layout.owned(self.rank):
             if self.store.live[at].bad and world.verifies:
                 raise Violation("damage", f"rank {self.rank} votes step {step} with a damaged slice {at}")
@@ -648,6 +665,7 @@ class Rank:
 
     def edit(self, decision: Decision, gather: bool) -> Steps:
         layout = decoded(decision.layout)
+        self.reach(layout)
         yield from self.meet(layout)
         own = Moves(epoch=decision.epoch, moves=[], kept=None)
         for message in [each for each in self.inbox if isinstance(each, Moves) and each.epoch <= decision.epoch]:

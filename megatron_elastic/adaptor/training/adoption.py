@@ -130,6 +130,7 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     began = time.time()
     trainer.hooks.at("edit")
     layout, store = decode(decision.layout), trainer.store
+    trainer.reach(layout)
     own = trainer.control.moves(decision.epoch)
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None

@@ -11,6 +11,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, Profile, Settled, VoteResult
 from megatron_elastic.config import MEASURED
+from megatron_elastic.layout import decode
 from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
 
@@ -118,6 +119,7 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
     tp = layout.tp_index(trainer.rank)
     if plan := trainer.control.take((Plan,)):
         tenure.plan, trainer.standing = plan, standing.told(trainer.standing, plan.epoch)
+        trainer.reach(decode(plan.layout))
     ballot = Ballot(
         norms={at: tenure.store.sum_of_squares(at) for at in layout.owned(trainer.rank)},
         losses=tenure.grains.losses if tp == 0 else {},

@@ -28,7 +28,7 @@ from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.without_cuda import stand_ins
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Control
-from megatron_elastic.cluster.messages import Event, Injected, VoteResult
+from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.tag import check_sizes
@@ -153,6 +153,12 @@ class Trainer:
         """What is due after the last step. Repeated if it is interrupted."""
 
     # ---- one layout --------------------------------------------------------------------------
+
+    def reach(self, layout: Layout) -> None:
+        """Listen for the other hosts of ``layout``, if it has any, and tell where."""
+        if len(layout.hosts) > 1 and not self.transport.listening:
+            self.transport.listen()
+            self.control.send(Reachable(rank=self.rank, address=self.transport.address))
 
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""

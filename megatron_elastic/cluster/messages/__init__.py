@@ -17,6 +17,7 @@ from megatron_elastic.cluster.messages.from_rank import (
     Hello,
     Injected,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Report,
@@ -67,7 +68,7 @@ __all__ = [
     "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Enter",
     "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
     "Interrupt", "Invite", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
-    "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Ready", "Recall",
-    "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start",
+    "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable", "Ready",
+    "Recall", "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start",
     "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Injected,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Report,
@@ -32,6 +33,7 @@ from megatron_elastic.cluster.protocol import (
     start,
     suspicion,
     takeover,
+    whereabouts,
 )
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
@@ -138,7 +140,9 @@ def _said(turn: Turn, message: FromRank) -> None:
         case Hello():
             start.hello(turn, message)
         case Where():
-            membership.where(turn, message)
+            whereabouts.where(turn, message)
+        case Reachable():
+            whereabouts.reachable(turn, message)
         case Built():
             turn.set(shapes=turn.job.shapes.update(message.shapes))
         case Ready():

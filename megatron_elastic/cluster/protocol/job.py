@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult
+from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult, Where
 from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
@@ -233,6 +233,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domains that there ever were."""
     ranks: Map[int, Rank] = Map()
     """All that there ever were; ids are given in order and never reused."""
+    questions: Map[int, Map[int, Where]] = Map()
+    """By rank that does not listen for other hosts yet: who of them has asked where it is, and what."""
     silent: int = 0
     """Ranks of the beginning that have not said hello."""
     first: Hello | None = None

@@ -19,7 +19,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion
+from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
@@ -159,6 +159,7 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
     for rank in ranks:
         turn.set_rank(rank, lost=True)
         suspicion.clear(turn, rank)
+        whereabouts.settle(turn, rank)
     if turn.job.layout is None:
         if cause is not None:
             _name(turn, ranks, cause, when)

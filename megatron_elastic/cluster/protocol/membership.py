@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Addresses, AgentHello, Launch, Members, Stop, Where
+from megatron_elastic.cluster.messages import AgentHello, Launch, Members, Stop
 from megatron_elastic.cluster.protocol.effects import Tell
 from megatron_elastic.cluster.protocol.events import NodeCame
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
@@ -17,13 +17,6 @@ from megatron_elastic.cluster.protocol.turn import Turn
 def runs_on(job: Job, rank: int, node: int) -> bool:
     """Whether ``rank`` was started by this node's agent."""
     return rank in job.ranks and job.ranks[rank].node == node
-
-
-def where(turn: Turn, message: Where) -> None:
-    """A rank wants to talk to others."""
-    known = ((rank, turn.job.ranks.get(rank)) for rank in message.ranks)
-    addresses = {rank: each.hello.address for rank, each in known if each is not None and each.hello and not each.lost}
-    turn.send(Addresses(ask=message.ask, addresses=addresses), [message.rank])
 
 
 def came(turn: Turn, event: NodeCame) -> None:
