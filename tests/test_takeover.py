@@ -31,7 +31,7 @@ def vote(step: int) -> VoteResult:
 def hello(rank: int) -> AgentHello:
     """The agent of a node whose one rank has done five steps, two of which are on record."""
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
-                  likeness=b"", tied=False)
+                  likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
     past = Past(layout=encode(LAYOUT), epoch=4, torch_port=1, members=[], shapes={}, saved=0, recorded=2,
                 committed=committed, alone_since=10.0)

@@ -88,15 +88,6 @@ def killed(turn: Turn, rank: int) -> None:
     lose(turn, [rank], each.fenced or "fenced", each.stopped or turn.now)
 
 
-def accused(turn: Turn, message: Suspect) -> None:
-    """A rank cannot reach others. If their agent cannot be reached either, they are gone."""
-    suspicion.accused(turn, message)
-    for rank in message.suspects:
-        node = turn.job.ranks[rank].node if rank in turn.job.ranks else None
-        if node is not None and node in turn.job.nodes and turn.job.nodes[node].absent is not None:
-            absent_for_good(turn, node)
-
-
 def node_absent(turn: Turn, event: NodeAbsent) -> None:
     """The connection to an agent has broken: it has a short time to come back."""
     if event.node in turn.job.nodes:
@@ -182,8 +173,12 @@ def accused(turn: Turn, message: Suspect) -> None:
     if dropped:
         # They have ended before they had joined, and nobody was told.
         recovery.interrupt(turn, dropped, "killed", turn.now)
-    else:
-        suspicion.accused(turn, message)
+        return
+    suspicion.accused(turn, message)
+    for rank in message.suspects:
+        node = turn.job.ranks[rank].node if rank in turn.job.ranks else None
+        if node is not None and node in turn.job.nodes and turn.job.nodes[node].absent is not None:
+            absent_for_good(turn, node)  # two see it
 
 
 def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:
