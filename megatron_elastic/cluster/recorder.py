@@ -85,6 +85,8 @@ class Clerk(Generic[T]):
                     if self._closing or self._changed.wait_for(lambda: self._closing, _AGAIN):
                         return
                 continue
+            except Exception as error:
+                self._tell(f"left out, please report it: {error!r}")
             if self._failing:
                 self._failing = False
                 self._tell("writing works again" + (f"; {self._dropped} items are lost" if self._dropped else ""))
