@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Relay,
+    Seat,
     Stop,
     ToAgent,
 )
@@ -131,8 +132,10 @@ class Agent:
         self.job = job
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         """How the job ended for this node, when the coordinator has said so."""
-        self.members: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        """Members of the store, once training has begun."""
+        self.members: asyncio.Future[Members] = asyncio.get_running_loop().create_future()
+        """Where the store is, once training has begun."""
+        self.seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
+        """This node's place in an embedded store, if it was given one later on."""
         self._tell = tell
         self._lines = Lines(self._heard, self._closed)
         self._post = Post(self._lines.send, tell)
@@ -212,7 +215,11 @@ class Agent:
             case Recall():
                 self._post.recall(message)
             case Members():
-                self.members.set_result(message.addresses)
+                if not self.members.done():
+                    self.members.set_result(message)
+            case Seat():
+                if not self.seat.done():
+                    self.seat.set_result(message)
             case Stop():
                 self.stop(message)
 

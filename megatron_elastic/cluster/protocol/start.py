@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Hello, Members, Start
+from megatron_elastic.cluster.messages import Hello, Start
 from megatron_elastic.cluster.protocol import change, membership
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import ReadCosts
@@ -18,7 +18,7 @@ from megatron_elastic.layout import LayoutError, decode
 
 def begun(turn: Turn, event: Begun) -> None:
     """Nodes may come."""
-    turn.set(torch_port=event.torch_port)
+    turn.set(torch_port=event.torch_port, name=event.name, seats=event.seats)
     turn.set_timer("start", turn.job.settings.start_timeout)
 
 
@@ -105,8 +105,9 @@ def _train(turn: Turn) -> None:
     turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
     turn.send(Start(layout=first.layout, addresses={}), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
+    turn.set(members=tuple(members[: turn.job.seats]))
     for node in turn.job.nodes:
-        turn.tell(node, Members(addresses=members))
+        membership.tell_members(turn, node)
     early = turn.job.early
     turn.set(early=())
     for node, slots in early:

@@ -22,8 +22,9 @@ def took_over(turn: Turn, event: TookOver) -> None:
     """Begin to learn."""
     job = turn.job
     turn.set(
-        term=event.term, epoch=event.epoch, newest_epoch=event.epoch, recorded=event.epoch, launched=True, silent=0,
-        ranks=job.ranks.__class__(), gathering=Gathering(written=event.written, before=event.before),
+        term=event.term, name=event.name, members=event.members, epoch=event.epoch, newest_epoch=event.epoch,
+        recorded=event.epoch, launched=True, silent=0, ranks=job.ranks.__class__(),
+        gathering=Gathering(written=event.written, before=event.before),
     )  # fmt: skip
     turn.record("took_over", term=event.term)
     turn.say(f"this node coordinates from now on (term {event.term})")
@@ -37,6 +38,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     membership.add(turn, event.node, hello)
     if past is None:  # a new node, which can join when the job is known
         turn.set(early=(*job.early, (event.node, hello.slots)))
+        membership.tell_members(turn, event.node)
         return
     running = {each.rank: Rank(node=event.node, local_rank=each.local_rank, hello=each.hello)
                for each in hello.running}
