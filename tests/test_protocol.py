@@ -26,8 +26,16 @@ from megatron_elastic.cluster.messages import (
     Switched,
 )
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
-from megatron_elastic.cluster.protocol.effects import Effect, Send, Tell
-from megatron_elastic.cluster.protocol.events import Begun, Event, Expired, News, NodeCame, Said
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell
+from megatron_elastic.cluster.protocol.events import (
+    Begun,
+    Event,
+    Expired,
+    News,
+    NodeCame,
+    Recorded,
+    Said,
+)
 from megatron_elastic.layout import Layout, encode
 
 _SETTINGS = Settings(
@@ -57,6 +65,9 @@ class Play:
     def happens(self, event: Event) -> None:
         self.job, effects = advance(self.job, event)
         self.effects = list(effects)
+        for record in [each for each in effects if isinstance(each, Record)]:
+            self.job, more = advance(self.job, Recorded(now=event.now, epoch=record.epoch))
+            self.effects += more
 
     def say(self, *messages: FromRank) -> None:
         """Ranks say something, one after the other."""
@@ -80,13 +91,14 @@ class Play:
         return {rank: each.message for each in sends for rank in each.ranks if isinstance(each.message, kind)}
 
     def _come(self, node: int, slots: int) -> None:
-        hello = AgentHello(node_rank=node - 1 if node == 1 else 2, slots=slots, host=f"h{node}", heartbeat_timeout=2.5)
+        hello = AgentHello(session=str(node), node_rank=node - 1 if node == 1 else 2, slots=slots, host=f"h{node}",
+                           heartbeat_timeout=2.5)
         self.happens(NodeCame(now=0.0, node=node, hello=hello))
 
     def _hello(self, rank: int) -> Hello:
         return Hello(
             rank=rank, pid=rank + 1, host="h", address=b"", layout=encode(self.first) if rank == 0 else b"",
-            start_step=0, train_iters=4, flags={}, likeness=b"", tied=False,
+            start_step=0, train_iters=4, flags={}, likeness=b"", linked=True, tied=False,
         )  # fmt: skip
 
 

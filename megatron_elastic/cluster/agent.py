@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Relay,
+    Seat,
     Stop,
     ToAgent,
 )
@@ -131,8 +132,10 @@ class Agent:
         self.job = job
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         """How the job ended for this node, when the coordinator has said so."""
-        self.members: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        """Members of the store, once training has begun."""
+        self.members: asyncio.Future[Members] = asyncio.get_running_loop().create_future()
+        """Where the store is, once training has begun."""
+        self.seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
+        """This node's place in an embedded store, if it was given one later on."""
         self._tell = tell
         self._lines = Lines(self._heard, self._closed)
         self._post = Post(self._lines.send, tell)
@@ -191,12 +194,11 @@ class Agent:
     def hello(self, session: str, address: str, member: str, alone_since: float | None) -> AgentHello:
         """How this agent introduces itself; ``alone_since`` unless it has had no coordinator before."""
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
-        members = self.members.result() if self.members.done() else []
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
             running=self._post.running(running),
-            past=None if alone_since is None else self._post.past(self._torch_port, members, alone_since),
+            past=None if alone_since is None else self._post.past(self._torch_port, alone_since),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:
@@ -214,7 +216,10 @@ class Agent:
                 self._post.recall(message)
             case Members():
                 if not self.members.done():
-                    self.members.set_result(message.addresses)
+                    self.members.set_result(message)
+            case Seat():
+                if not self.seat.done():
+                    self.seat.set_result(message)
             case Stop():
                 self.stop(message)
 

@@ -70,11 +70,11 @@ class Post:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
         return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
-    def past(self, torch_port: int, members: list[str], alone_since: float) -> Past:
+    def past(self, torch_port: int, alone_since: float) -> Past:
         """What is known here of the job, for a new coordinator."""
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
-            members=members, shapes=self._shapes, saved=self._saved, recorded=self._recorded,
+            shapes=self._shapes, saved=self._saved, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since,
         )  # fmt: skip
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.cluster import leadership
+from megatron_elastic.cluster import leadership, seats
 from megatron_elastic.cluster.agent import END_LIMIT, Agent, AgentError
 from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.leadership import Choice, Deposed, Durable, Leader, Place, Store, StoreError
+from megatron_elastic.cluster.leadership import Choice, Deposed, Durable, Leader, Member, Place, Store, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings
 from megatron_elastic.cluster.protocol.effects import Record
@@ -74,12 +74,13 @@ class Station:
         self._coordinator: Coordinator | None = None
         self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Set when this node begins or ceases to coordinate."""
+        """Set when this node begins or ceases to coordinate, or opens another store."""
         self._records: Recorder | None = None
         self._store: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
-        """Open once training has begun, unless there is none."""
+        """The newest, once training has begun, unless there is none."""
+        self._opened: list[Store] = []
         self._listening: socket.socket | None = None
-        """Where this node is a member of an embedded store."""
+        """Where this node is a member of an embedded store, or could be one."""
         self._term = 0
         """Of the newest coordinator that this node has heard of."""
         self._followed = ""
@@ -112,9 +113,9 @@ class Station:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.close(END_LIMIT + 1)
-        if self._store.done() and not self._store.cancelled():
-            await self._store.result().close()
-        elif self._listening is not None:
+        for store in self._opened:
+            await store.close()
+        if self._listening is not None:
             self._listening.close()
         if self._records is not None:
             if self._coordinator is not None:
@@ -127,7 +128,7 @@ class Station:
     async def _serve(self) -> Outcome:
         part, config = self._part, self._config
         first = part.agent.node_rank == 0
-        if part.choice.kind == "embedded" and part.agent.node_rank < leadership.seats(part.agent.nodes):
+        if part.choice.kind == "embedded":
             self._listening = leadership.reserve()
         if first:
             self._begin()
@@ -225,12 +226,16 @@ class Station:
         return why
 
     async def _another(self, address: str) -> Leader:
-        """Somebody coordinates who is not at ``address``."""
-        store = await asyncio.shield(self._store)
+        """Somebody coordinates who is not at ``address``, or is there anew: what was agreed with it before is gone."""
         while True:
-            leader = await store.followed(self._term)
+            store = await asyncio.shield(self._store)
+            following = asyncio.ensure_future(store.followed(self._term))
+            await self._first(following, self._wait_for_change())
+            if following.cancelled():
+                continue
+            leader, before = following.result(), self._term
             self._term = leader.term
-            if leader.address != address:
+            if before or leader.address != address:  # the first one was not elected when it began
                 self._leader = leader.address
                 return leader
 
@@ -272,7 +277,8 @@ class Station:
         self._screen.say(f"{part.agent.world_size} ranks of {part.agent.program.target}, logs in "
                          f"{_shown(part.agent.log_dir)}")
         assert self._coordinator is not None
-        self._coordinator.post(Begun(now=time.time(), torch_port=_free_port()))
+        self._coordinator.post(Begun(now=time.time(), torch_port=_free_port(), name=secrets.token_hex(8),
+                                     seats=self._seats()))
 
     def _listen(self, host: str, interface: str = "0.0.0.0", port: int = 0) -> int:
         """Listen for when this node coordinates. Raises AgentError."""
@@ -308,27 +314,22 @@ class Station:
 
     async def _stand(self, agent: Agent) -> None:
         """Stand for coordinating, from when training has begun to the end of the job."""
-        part = self._part
-        members = await asyncio.shield(agent.members)
-        first = part.agent.node_rank == 0
-        limit = self._config.heartbeat_timeout / 2.5
-        if not first:
-            await asyncio.sleep(limit)  # so that the first node, which coordinates already, is the first to be asked
-        place = None
-        if part.choice.kind == "embedded":
-            seats = tuple(each for each in members if each)
-            place = Place(seats, part.credentials.token, self._uplink.member, self._listening)
-        job = hashlib.sha256(f"{part.credentials.token} {members}".encode()).hexdigest()[:16]
+        told = await asyncio.shield(agent.members)
+        self._term = max(self._term, told.term)
+        if self._coordinator is None:
+            # So that the first node, which coordinates already, is the first to be asked.
+            await asyncio.sleep(self._limit)
         try:
-            store = leadership.make(part.choice, job, limit, place=place)
-            await store.open()
+            store = await self._open(told.name, told.addresses)
+            if self._part.choice.kind == "embedded" and self._uplink.member not in told.addresses:
+                seat = await asyncio.shield(agent.seat)
+                store = await self._open(told.name, seat.addresses)
         except StoreError as error:
             if self._coordinator is None:
                 self._note(f"--elastic-store: {error}; this node cannot coordinate")
             else:
                 self._coordinator.trouble(f"--elastic-store: {error}", fatal=True)
             return
-        self._store.set_result(store)
         while True:
             term = await store.lead(self._uplink.address)
             if self._coordinator is None:
@@ -339,13 +340,43 @@ class Station:
                     await self._take_over(store, term)
                 else:
                     self._coordinator.post(Led(now=time.time(), term=term))
-                await self._first(remembering, store.deposed(term))
+                await self._first(remembering, store.deposed(term), self._keep_seats(store))
             finally:
                 remembering.cancel()
                 await asyncio.gather(remembering, return_exceptions=True)
             self._step_down()
 
+    async def _open(self, name: str, members: Sequence[str]) -> Store:
+        """Open the store of the job with this name, from now on the one that is followed. Raises StoreError."""
+        part, place = self._part, None
+        if part.choice.kind == "embedded":
+            me = self._uplink.member
+            place = Place(tuple(members), part.credentials.token, me, self._listening if me in members else None)
+        store = leadership.make(part.choice, name, self._limit, place=place)
+        self._opened.append(store)
+        await store.open()
+        if self._store.done():
+            self._store = asyncio.get_running_loop().create_future()
+        self._store.set_result(store)
+        self._change()
+        return store
+
+    async def _keep_seats(self, store: Store) -> None:
+        if isinstance(store, Member) and self._coordinator is not None:
+            await seats.keep(store, self._coordinator, self._seats(), self._limit)
+        else:
+            await asyncio.get_running_loop().create_future()
+
+    def _seats(self) -> int:
+        return leadership.seats(self._part.agent.nodes) if self._part.choice.kind == "embedded" else 0
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without a leader after which another may lead."""
+        return self._config.heartbeat_timeout / 2.5
+
     async def _take_over(self, store: Store, term: int) -> None:
+        assert self._agent is not None
         durable = await store.recall()
         if self._following is not None:
             self._following.cancel()
@@ -357,9 +388,9 @@ class Station:
         coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
                                   epoch=0 if durable is None else durable.epoch,
                                   written=_written(self._part.agent.run_dir), before=self._followed,
-                                  limit=self._patience()))
+                                  limit=self._patience(), name=self._agent.members.result().name,
+                                  members=tuple(store.members()) if isinstance(store, Member) else ()))
         self._coordinate(coordinator)
-        assert self._agent is not None
         self._uplink.attach(coordinator, self._agent)
         self._change()
 

@@ -653,7 +653,7 @@ class Rank:
         plan = self.plan
         assert plan is not None and self.store is not None
         if self.world.keeps:
-            yield lambda: self.all_arrived() and not self.store.busy  # type: ignore[union-attr]
+            yield lambda: self.all_arrived() and not self.store.busy
             self.store.settle()
         before = self.layout
         yield from self.await_parameters()

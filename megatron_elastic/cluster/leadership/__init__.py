@@ -2,7 +2,7 @@
 
 from megatron_elastic.cluster.leadership.choice import Choice, Place, make, parse
 from megatron_elastic.cluster.leadership.door import reserve
-from megatron_elastic.cluster.leadership.embedded import seats
+from megatron_elastic.cluster.leadership.embedded import Member, seats
 from megatron_elastic.cluster.leadership.store import Deposed, Durable, Leader, Store, StoreError
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Deposed",
     "Durable",
     "Leader",
+    "Member",
     "Place",
     "Store",
     "StoreError",

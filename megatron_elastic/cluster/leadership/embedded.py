@@ -105,6 +105,10 @@ class Member:
         assert leader is not None
         return leader
 
+    def members(self) -> list[str]:
+        """Addresses of all members, this one included, as far as this one knows."""
+        return self._raft.members()
+
     async def replace(self, lost: str | None, by: str | None) -> None:
         """Let ``by`` be a member in the place of ``lost``; either may be None. On the leader only, one at a time.
 

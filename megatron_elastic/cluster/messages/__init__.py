@@ -45,6 +45,7 @@ from megatron_elastic.cluster.messages.node import (
     Relay,
     Running,
     Said,
+    Seat,
     ToAgent,
     Welcome,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
     "Interrupt", "Invite", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
     "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable", "Ready",
-    "Recall", "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start",
+    "Recall", "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Seat", "Settled", "SliceDigest",
+    "Start",
     "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

@@ -26,8 +26,6 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
     torch_port: int
-    members: list[str]
-    """Of the store, as in ``Members``."""
     shapes: dict[int, UnitShape]
     saved: int
     """Step of the newest complete checkpoint that it has heard of."""
@@ -136,9 +134,21 @@ class Recall(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Training has begun: who coordinates is from now on said by a store, for an embedded one among ``addresses``."""
+    """Training has begun: who coordinates is from now on said by a store."""
 
     addresses: list[str]
+    """Members of an embedded one."""
+    name: str
+    """What the job is called in another."""
+    term: int
+    """The sender's; 0 if it was not elected."""
+
+
+class Seat(Message, frozen=True):
+    """This node is a member of the embedded store from now on, in the place of one that is lost."""
+
+    addresses: list[str]
+    """All members, this one included."""
 
 
 class Welcome(Message, frozen=True):
@@ -158,4 +168,4 @@ class Relay(Message, frozen=True):
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
 FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Heartbeat
-ToAgent = Relay | Launch | Fence | Recall | Members | Welcome | Stop | Heartbeat
+ToAgent = Relay | Launch | Fence | Recall | Members | Seat | Welcome | Stop | Heartbeat

@@ -51,6 +51,7 @@ from megatron_elastic.cluster.protocol.events import (
     NodeLost,
     Recorded,
     Said,
+    Seated,
     Sent,
     TookOver,
     Troubled,
@@ -117,6 +118,8 @@ def _happened(turn: Turn, event: Event) -> None:
             turn.say(f"another node takes over if this one is lost (term {event.term})")
         case TookOver():
             takeover.took_over(turn, event)
+        case Seated():
+            membership.seated(turn, event)
         case Sent():
             recovery.sent(turn, event)
         case Troubled():

@@ -19,6 +19,10 @@ class Begun(Happened, frozen=True):
 
     torch_port: int
     """MASTER_PORT of the ranks."""
+    name: str = ""
+    """What the job is called in a store."""
+    seats: int = 0
+    """Members of an embedded store, which are so many of the first nodes."""
 
 
 class NodeCame(Happened, frozen=True):
@@ -109,6 +113,18 @@ class TookOver(Happened, frozen=True):
     """Where the coordinator before it listened; empty if that is not known."""
     limit: float
     """Seconds that agents have to come."""
+    name: str = ""
+    """What the job is called in a store."""
+    members: tuple[str, ...] = ()
+    """Of an embedded store."""
+
+
+class Seated(Happened, frozen=True):
+    """A node is a member of the embedded store from now on."""
+
+    node: int
+    members: tuple[str, ...]
+    """All there are."""
 
 
 class Sent(Happened, frozen=True):
@@ -133,5 +149,5 @@ class Ended(Happened, frozen=True):
 
 Event = (
     Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Asked | Expired | Costed | Recorded | Led
-    | TookOver | Sent | Troubled | Ended
+    | TookOver | Seated | Sent | Troubled | Ended
 )

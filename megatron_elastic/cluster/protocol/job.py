@@ -214,10 +214,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome | None = None
     term: int = 0
     """In which this coordinator leads; 0: there is no store to say so, and nobody to fail over to."""
-    members: tuple[str, ...] = ()
-    """Addresses of the nodes that may be members of an embedded store."""
     gathering: Gathering | None = None
     """Until a new coordinator knows the job."""
+    name: str = ""
+    """What the job is called in the store."""
+    seats: int = 0
+    """How many members an embedded store begins with."""
+    members: tuple[str, ...] = ()
+    """Members of an embedded store, once training has begun."""
     recorded: int = 0
     """Highest epoch that a later coordinator would know of: what was decided in higher ones is not sent yet."""
     timers: Map[str, int] = Map()

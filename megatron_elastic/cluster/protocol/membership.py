@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import AgentHello, Launch, Members, Stop
+from megatron_elastic.cluster.messages import AgentHello, Launch, Members, Seat, Stop
 from megatron_elastic.cluster.protocol.effects import Tell
-from megatron_elastic.cluster.protocol.events import NodeCame
+from megatron_elastic.cluster.protocol.events import NodeCame, Seated
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
 
@@ -52,6 +52,18 @@ def add(turn: Turn, node: int, hello: AgentHello) -> None:
     turn.set(nodes=turn.job.nodes.set(node, there))
 
 
+def tell_members(turn: Turn, node: int) -> None:
+    """An agent is to know how it learns who coordinates, when this coordinator is lost."""
+    job = turn.job
+    turn.tell(node, Members(addresses=list(job.members), name=job.name, term=job.term))
+
+
+def seated(turn: Turn, event: Seated) -> None:
+    """A node is a member of the embedded store."""
+    turn.set(members=event.members)
+    turn.tell(event.node, Seat(addresses=list(event.members)))
+
+
 def _take_place(turn: Turn, node: int, ranks: range) -> None:
     job = turn.job
     taken = [rank for rank in ranks if rank not in job.ranks or job.ranks[rank].node is not None]
@@ -77,11 +89,6 @@ def join(turn: Turn, node: int, slots: int) -> None:
     tell_members(turn, node)
     ranks = spawn(turn, node, range(slots), turn.job.hosts - 1)
     turn.say(f"ranks {ranks} are started on a node that has come")
-
-
-def tell_members(turn: Turn, node: int) -> None:
-    """Let an agent know where the store is that says who coordinates."""
-    turn.tell(node, Members(addresses=list(turn.job.members)))
 
 
 def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[int]:

@@ -22,8 +22,9 @@ def took_over(turn: Turn, event: TookOver) -> None:
     """Begin to learn."""
     job = turn.job
     turn.set(
-        term=event.term, epoch=event.epoch, newest_epoch=event.epoch, recorded=event.epoch, launched=True, silent=0,
-        ranks=job.ranks.__class__(), gathering=Gathering(written=event.written, before=event.before),
+        term=event.term, name=event.name, members=event.members, epoch=event.epoch, newest_epoch=event.epoch,
+        recorded=event.epoch, launched=True, silent=0, ranks=job.ranks.__class__(),
+        gathering=Gathering(written=event.written, before=event.before),
     )  # fmt: skip
     turn.record("took_over", term=event.term)
     turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})")
@@ -37,6 +38,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     membership.add(turn, event.node, hello)
     if past is None:  # a new node, which can join when the job is known
         turn.set(early=(*job.early, (event.node, hello.slots)))
+        membership.tell_members(turn, event.node)
         return
     running = {each.rank: Rank(node=event.node, local_rank=each.local_rank, hello=each.hello)
                for each in hello.running}
@@ -45,7 +47,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     newer = layout is not None and (known.layout is None or layout.epoch > known.layout.epoch)
     turn.set(
         nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
-        torch_port=past.torch_port, members=tuple(past.members) or job.members, shapes=job.shapes.update(past.shapes),
+        torch_port=past.torch_port, shapes=job.shapes.update(past.shapes),
         epoch=max(job.epoch, past.epoch), newest_epoch=max(job.newest_epoch, past.epoch),
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
         gathering=replace(

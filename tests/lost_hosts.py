@@ -1,0 +1,182 @@
+"""Jobs whose hosts are network namespaces of this machine, and are lost."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_elastic import cli
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.wire.address import read_address
+from megatron_elastic.observe.records import read_events, read_metrics
+from tests.jobs import ROOT, Grid, Job, Jobs
+from tests.launches import TOKEN
+from tests.namespaces import Host, Hosts
+
+NODES = 3
+GRID = Grid(tp=1, pp=2, steps=400, ranks=2 * NODES)
+FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12",
+         "--elastic-slices", "3")  # fmt: skip
+EVEN = "slices and grains are even over {} ranks, and all copies are there"
+FOLLOW = "follow from step"
+LED = "another node takes over if this one is lost"
+_LIMIT = 120.0
+"""Seconds that anything may take; about ten times what it needs."""
+COORDINATES = "this node coordinates from now on"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Seconds from the kill until another node coordinated, and until the next step was committed."""
+
+    election: float
+    commit: float
+
+    def __str__(self) -> str:
+        return f"election {self.election:.2f} s, next committed step after {self.commit:.2f} s"
+
+
+class Node:
+    """One launcher, and what it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, heard: queue.Queue[tuple[Node, str]]) -> None:
+        self.process = process
+        self.address = address
+        self.output = ""
+        self._heard = heard
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def finish(self) -> None:
+        """It ends well."""
+        assert self.process.wait(_LIMIT) == 0, self.output
+
+    def kill(self) -> float:
+        """SIGKILL the launcher, and all that runs on its host with it. Returns when."""
+        now = time.time()
+        self.process.kill()
+        self.process.wait()
+        return now
+
+    def end(self) -> None:
+        """End it, however it is, and read the rest."""
+        self.kill()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            self._heard.put((self, line))
+
+
+class LostHosts:
+    """One job on hosts that can be killed.
+
+    Args:
+        jobs: says how a job is started.
+        hosts: where; the first three are the job's.
+        extra: further flags.
+    """
+
+    def __init__(self, jobs: Jobs, hosts: Hosts, *extra: str) -> None:
+        self.run_dir = jobs.folder / uuid.uuid4().hex[:8]
+        self.nodes: list[Node] = []
+        self._heard: queue.Queue[tuple[Node, str]] = queue.Queue()
+        self._jobs = jobs
+        self._hosts = hosts
+        self._flags = (*FLAGS, *extra)
+        places = [hosts.add() for _ in range(NODES)]
+        for place in places:
+            self._start(place, places[0].address, 29500)
+
+    def come(self) -> Node:
+        """A node comes to the running job, on a host that is new."""
+        where = read_address(self.run_dir)
+        return self._start(self._hosts.add(), where.host, where.port)
+
+    def until(self, text: str) -> Node:
+        """Wait until a node prints a line with ``text``, and return which."""
+        limit = time.monotonic() + _LIMIT
+        while True:
+            try:
+                node, line = self._heard.get(timeout=limit - time.monotonic())
+            except (queue.Empty, ValueError):
+                raise AssertionError(f"no node printed {text!r} within {_LIMIT:g} s") from None
+            if text in line:
+                return node
+
+    def losses(self, *killed: float) -> list[Loss]:
+        """What each kill of a coordinator cost."""
+        events = read_events(self.run_dir)
+        found = []
+        for when, until in zip(killed, (*killed[1:], float("inf")), strict=True):
+            after = [event for event in events if when < event["time"] < until]
+            took = next(event for event in after if event["kind"] == "took_over")
+            fault = next(event for event in after if event["kind"] == "fault")
+            back = next(event for event in after if event["kind"] == "recovered")
+            commit = fault["exited_at"] + back["mttr_ms"] / 1000
+            found.append(Loss(took["time"] - when, commit - when))
+        return found
+
+    def assert_same(self, reference: Job) -> None:
+        """It trained bit for bit like ``reference``, each step once."""
+        output = "".join(node.output for node in self.nodes)
+        assert cli.main(["compare", str(self.run_dir), str(reference.run_dir)]) == 0, output
+        assert list(read_metrics(self.run_dir)) == list(range(1, GRID.steps + 1))
+
+    def end(self) -> str:
+        """Whatever is left ends; returns what all have printed."""
+        for node in self.nodes:
+            node.end()
+        return "\n".join(f"---- node {number}\n{node.output}" for number, node in enumerate(self.nodes))
+
+    def _start(self, host: Host, address: str, port: int) -> Node:
+        rank = str(len(self.nodes))
+        launcher = ("--nnodes", str(NODES), "--node-rank", rank, "--master-addr", address, "--master-port", str(port))
+        command = self._jobs.command(*self._flags, run_dir=self.run_dir, ranks=2, launcher=launcher)
+        process = subprocess.Popen(
+            host.command(command), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), wire.TOKEN_VARIABLE: TOKEN},
+        )  # fmt: skip
+        self.nodes.append(Node(process, host.address, self._heard))
+        return self.nodes[-1]
+
+
+@contextmanager
+def lost_hosts(jobs: Jobs, hosts: Hosts, *extra: str) -> Iterator[LostHosts]:
+    """A job on three of ``hosts``; what it printed is printed in the end, and nothing of it left."""
+    job = LostHosts(jobs, hosts, *extra)
+    try:
+        yield job
+    finally:
+        print(job.end())
+
+
+@contextmanager
+def etcd(host: Host, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An etcd server on a host; keeps what it has in ``folder``, so that it can be started there again."""
+    client, peer = f"http://{host.address}:2379", f"http://{host.address}:2380"
+    process = subprocess.Popen(
+        host.command(["etcd", "--data-dir", str(folder),
+                      "--listen-client-urls", client, "--advertise-client-urls", client,
+                      "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                      "--initial-cluster", f"default={peer}", "--log-level", "error"]),
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
