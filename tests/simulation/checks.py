@@ -113,6 +113,13 @@ class Checks:
         world, job = self._world, self._world.job
         there = [rank for rank in world.ranks.values() if rank.alive and rank.agent.connected]
         if reason.startswith("training cannot go on"):
+            assert job.layout is not None
+            cells = [cell for stage in job.layout.stages for cell in stage.cells if not cell.shadow]
+            if not any(all(world.ranks[rank] in there and not job.ranks[rank].lost for rank in cell.ranks)
+                       for cell in cells):
+                return None  # no cell is whole, so there is nobody who could go on, from whatever state
+            if "the copies of a slice differ" in reason:
+                return None if world.kinds["flip"] else "nothing was damaged"
             if job.trust.saves and job.trust.verified is None:
                 return "there are checkpoints"
             if any(step for step in job.trust.saves if job.trust.verified is not None and step <= job.trust.verified):
@@ -142,8 +149,6 @@ class Checks:
         """Whether all state is there after all, at one step."""
         world, job = self._world, self._world.job
         assert job.layout is not None
-        if "no working cell" in (job.outcome.reason if job.outcome else ""):
-            return None
         parts = set(job.layout.parts)
         for steps in (world.passed_step, world.passed_step - 1):
             found: set[tuple[int, int, int]] = set()

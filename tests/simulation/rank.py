@@ -287,7 +287,7 @@ class Rank:
                 yield from self.handle(interrupted)
 
     def join(self) -> Steps:
-        world, first = self.world, self.world.first
+        world = self.world
         self.send(Hello(
             rank=self.rank, pid=1000 + self.rank, host=self.agent.host, address=b"a%d" % self.rank,
             layout=world.first_bytes if self.rank == 0 else b"", start_step=world.start_step,
@@ -299,8 +299,6 @@ class Rank:
             except Interrupted:
                 raise Violation("too early", f"rank {self.rank} is interrupted before Start") from None
             self.known.update(start.addresses)
-            # ``life._join`` is outside the loop: an interruption here would be an error of the program.
-            yield from self.meet(first)
 
     def meet(self, layout: Layout) -> Steps:
         unknown = [rank for rank in layout.ranks if rank not in self.known and rank != self.rank]
@@ -323,6 +321,7 @@ class Rank:
         return isinstance(message, Stop)
 
     def build(self) -> Steps:
+        yield from self.meet(self.layout)
         yield self.world.delay(0.05)
         self.look()
         store = Store(self.rank, self.layout.tp_index(self.rank), self.world.keeps)

@@ -55,7 +55,6 @@ def _join(trainer: Trainer) -> None:
     if trainer.standing.member:
         start = trainer.control.wait((Start,), timeout=trainer.config.start_timeout)
         trainer.transport.add_peers(start.addresses)
-        trainer.meet(trainer.layout)
 
 
 def _stand_by(trainer: Trainer) -> bool:
