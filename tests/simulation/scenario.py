@@ -50,6 +50,8 @@ class Scenario:
     verifies: bool = False
     overlaps: bool = True
     slow_copies: bool = False
+    early: bool = False
+    """Whether faults happen before every rank has its part of the model."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -88,7 +90,8 @@ class Scenario:
             per_node=rng.choice(fits), steps=rng.choice((5, 8, 12, 20)), start_step=rng.choice((0, 0, 0, 3)),
             respawn=rng.random() < 0.5, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
-            overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2, faults=tuple(faults),
+            overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
+            early=False, faults=tuple(faults),
         )  # fmt: skip
 
     def to_json(self) -> str:

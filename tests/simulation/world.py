@@ -98,6 +98,7 @@ class World:
         self._seen: Counter[str] = Counter()
         self._after_fault = 0
         self.last_fault = 0.0
+        self._built = False
 
     # ---- scheduling ------------------------------------------------------------------------------
 
@@ -145,11 +146,16 @@ class World:
             self.now, _, function, args = heapq.heappop(heap)
             self.count += 1
             function(*args)
-            if self.pending:
+            if self.pending and (scenario.early or self._all_built()):
                 self._faults()
             if self.count > limit or self.now > self.last_fault + _HORIZON:
                 raise Violation("stuck", self._standstill())
         self.checks.over(self.outcome)
+
+    def _all_built(self) -> bool:
+        if not self._built:
+            self._built = len(self.ranks) >= self.scenario.size and all(each.store for each in self.ranks.values())
+        return self._built
 
     def _standstill(self) -> str:
         where = {rank: f"{type(each.want).__name__} {each.want.key if isinstance(each.want, Meeting) else each.want}"
