@@ -534,9 +534,9 @@ class Rank:
         digests = []
         for unit, k in layout.owned(self.rank):
             state = self.store.live.get((unit, k))
-            if state is None or state.step != done or state.bad:
+            if state is None or state.step != done:
                 raise Violation("invented", f"rank {self.rank} digests slice {unit, k}: "
-                                            f"{'nothing' if state is None else (state.step, state.bad)} at {done}")
+                                            f"{'nothing' if state is None else state.step} at {done}")
             if self.weights[unit] not in (done, None) or (self.weights[unit] is None and not self.standing.stale):
                 raise Violation("wrong weights", f"rank {self.rank} digests unit {unit} of {self.weights[unit]}")
             digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(self.rank), sha256=f"{unit}-{k}-{done}"))
@@ -643,6 +643,7 @@ class Rank:
 
     def edit(self, decision: Decision, gather: bool) -> Steps:
         layout = decoded(decision.layout)
+        yield from self.meet(layout)
         own = Moves(epoch=decision.epoch, moves=[], kept=None)
         for message in [each for each in self.inbox if isinstance(each, Moves) and each.epoch <= decision.epoch]:
             self.inbox.remove(message)
@@ -651,7 +652,6 @@ class Rank:
         self.layout, self.tenure = layout, False
         self.standing = standing.edited(self.standing, layout.epoch, member, gather)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
-        yield from self.meet(layout)
         self.save_first = decision.saved + 1
         if self.store is None:
             if not member:
