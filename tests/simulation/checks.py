@@ -27,6 +27,19 @@ class Checks:
         """Steps up to this one may be done again although they are on record: state was lost."""
         self._excuses: set[str] = set()
         self._digested = False
+        self._links: list[set[int]] = []
+        self._fenced: set[int] = set()
+
+    def broken(self, one: int, other: int) -> None:
+        """A link between two ranks has broken."""
+        self._links.append({one, other})
+
+    def fenced(self, rank: int) -> None:
+        """A rank is killed."""
+        self._fenced.add(rank)
+        quiet = not self._world.kinds.keys() & {"stop", "busy", "partition", "suspect", "node lost"}
+        if quiet and len(self._links) == 1 and self._links[0] <= self._fenced:
+            raise Violation("both ends", f"both ends of a bad link are killed, ranks {sorted(self._links[0])}")
 
     def excuse(self, reason: str) -> None:
         """The job may end for this reason."""

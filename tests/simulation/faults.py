@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.agent import Agent
 from tests.simulation.rank import Rank
-from tests.simulation.scenario import Fault
+from tests.simulation.scenario import SAYINGS, Fault
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -19,6 +19,8 @@ def happen(world: World, fault: Fault) -> None:
         return
     rank = alive[fault.victim % len(alive)]
     other = alive[fault.more % len(alive)]
+    if fault.moment in SAYINGS and fault.victim % 3 and world.speaker in alive:
+        rank = world.speaker
     seconds = (0.01, 0.1, 0.5, 0.9, 1.5, 3.0, 9.0, 70.0)[fault.more % 8]
     match fault.what:
         case "kill":
@@ -35,6 +37,7 @@ def happen(world: World, fault: Fault) -> None:
             rank.busy_until = world.now + seconds
         case "link":
             if rank is not other:
+                world.checks.broken(rank.rank, other.rank)
                 rank.note_broken(other.rank)
                 if fault.victim % 3:
                     world.after(world.delay(0.3), other.note_broken, rank.rank)

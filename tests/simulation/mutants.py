@@ -74,13 +74,13 @@ def both_ends_of_a_link_are_killed() -> list[Patch]:
 @_mutant
 def suspicions_of_the_epoch_before_are_dropped() -> list[Patch]:
     """A suspicion counts only in the present epoch."""
-    real = suspicion.accused
+    real = loss.accused
 
     def accused(turn: Turn, message: Any) -> None:
         if message.epoch == turn.job.epoch:
             real(turn, message)
 
-    return [patch.object(suspicion, "accused", accused)]
+    return [patch.object(loss, "accused", accused)]
 
 
 @_mutant

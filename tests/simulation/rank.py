@@ -121,6 +121,8 @@ class Rank:
         self.tenure = False
         self.plan: Plan | None = None
         self.settled = False
+        self.met: Layout | None = None
+        """The layout whose ranks' addresses are known for certain."""
         self.due: list[tuple[int, SliceId]] = []
         """(source, slice) of what is to be fetched in the background."""
         self.save_first = world.start_step + 1
@@ -253,6 +255,7 @@ class Rank:
     def send(self, message: Any) -> None:
         if self.world.tracing:
             self.world.trace(f"rank {self.rank} says {message}")
+        self.world.said(self, type(message).__name__)
         self.agent.heard(self.rank, message)
 
     def note_gone(self, peer: int) -> None:
@@ -357,9 +360,11 @@ class Rank:
 
     def meeting(self, kind: str, step: int, data: Any = None) -> Meeting:
         """Come to an exchange of the present layout. Does not wait."""
-        for peer in self.layout.ranks:
-            if peer not in self.known and peer != self.rank:
-                raise Violation("no address", f"rank {self.rank} does not know where rank {peer} is")
+        if self.met is not self.layout:
+            for peer in self.layout.ranks:
+                if peer not in self.known and peer != self.rank:
+                    raise Violation("no address", f"rank {self.rank} does not know where rank {peer} is")
+            self.met = self.layout
         self.touched.update(self.layout.ranks)
         return self.world.meet(self, (self.epoch, kind, step), self.layout, data)
 

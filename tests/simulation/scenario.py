@@ -13,6 +13,10 @@ KINDS = {
 """How often each kind of fault is chosen."""
 MOMENTS = ("Interrupt", "Forward", "Back", "Reload", "Invite", "Plan", "Enter", "Moves", "Launch", "Fence", "Recall")
 """Messages of the coordinator at which something may happen."""
+SAYINGS = ("Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged", "Suspect")
+"""Messages of ranks at which something may happen, most likely to who says it."""
+ENTRIES = ("Ready", "Plan", "Plan", "Switched", "Switched", "Switched", "Enter", "Settled")
+"""What is said when ranks enter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Scenario:
     slow_copies: bool = False
     early: bool = False
     """Whether faults happen before every rank has its part of the model."""
+    apart: bool = False
+    """Whether the coordinator reaches the first node over a network, too."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -71,27 +77,37 @@ class Scenario:
         size = tp * pp * dp
         fits = [each for each in range(1, size + 1) if size % each == 0 and each >= tp]
         verifies = rng.random() < 0.2
-        faults = []
-        for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5))):
+        respawn = rng.random() < 0.5
+        faults: list[Fault] = []
+        for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
             what = rng.choices(list(KINDS), list(KINDS.values()))[0]
             if what == "flip" and not verifies:
                 what = "kill"
-            dice = rng.random()
-            if dice < 0.3 and faults:
+            dice, victim, more = rng.random(), rng.randrange(1 << 16), rng.randrange(1 << 16)
+            if what == "kill newcomer":
+                first = "kill" if respawn and victim % 3 else "join"
+                faults.append(Fault("", rng.randrange(8 * size, 40 * size), first, more, victim))
+                moment, count = rng.choice(ENTRIES), rng.choice((1, 1, 1, 1, 2, 3, 5))
+            elif dice < 0.3 and faults:
                 moment, count = "fault", rng.choice((0, 1, 2, 5, 10, 20, 40))
-            elif dice < 0.65:
+            elif dice < 0.5:
                 moment, count = rng.choice(MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
+            elif dice < 0.7:
+                moment, count = rng.choice(SAYINGS), rng.choice((1, 1, 2, 3, 4, 6, 9))
             else:
-                moment, count = "", rng.randrange(20 if rng.random() < 0.05 else 8 * size, 80 * size)
-            faults.append(Fault(moment, count, what, rng.randrange(1 << 16), rng.randrange(1 << 16)))
+                moment, count = "", rng.randrange(8 * size, 80 * size)
+            faults.append(Fault(moment, count, what, victim, more))
+            if what == "flip" and victim % 3:
+                moment = ("Back", "Forward", "Reload", "Back", "Recovered", "Interrupt")[more % 6]
+                faults.append(Fault(moment, 1 + victim % 2, "kill", victim >> 1, more >> 1))
         return cls(
             seed=seed, tp=tp, pp=pp, dp=dp, layers=pp * rng.choice((1, 1, 2)), tied=rng.random() < 0.5,
             slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((0, 1, 1, 1, 2)),
             per_node=rng.choice(fits), steps=rng.choice((5, 8, 12, 20)), start_step=rng.choice((0, 0, 0, 3)),
-            respawn=rng.random() < 0.5, replay="state" if rng.random() < 0.2 else "gradient",
+            respawn=respawn, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
-            early=False, faults=tuple(faults),
+            early=False, apart=rng.random() < 0.5, faults=tuple(faults),
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -108,7 +124,7 @@ class Scenario:
         """Scenarios that are a little smaller, the smallest first."""
         found = [replace(self, faults=self.faults[:i] + self.faults[i + 1 :]) for i in range(len(self.faults))]
         plain = {"tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
-                 "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "layers": self.pp,
+                 "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False, "layers": self.pp,
                  "slices": self.dp}
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]
         if self.steps > 3:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_elastic.cluster.messages import AgentHello, Decision, Scale, ToRank
+from megatron_elastic.cluster.messages import AgentHello, Decision, Fence, Scale, ToRank
 from megatron_elastic.cluster.messages import Said as FromAgentSaid
 from megatron_elastic.cluster.messages import Suspect
 from megatron_elastic.cluster.protocol import Job, Settings, events
@@ -99,6 +99,8 @@ class World:
         self._after_fault = 0
         self.last_fault = 0.0
         self._built = False
+        self.speaker: Rank | None = None
+        """Who has said something last."""
 
     # ---- scheduling ------------------------------------------------------------------------------
 
@@ -136,7 +138,8 @@ class World:
         """Until the job is over. Raises Violation."""
         scenario = self.scenario
         for node_rank in range(scenario.size // scenario.per_node):
-            self.agents.append(agent := Agent(self, node_rank, scenario.per_node, node_rank == 0))
+            self.agents.append(agent := Agent(self, node_rank, scenario.per_node,
+                                             node_rank == 0 and not scenario.apart))
             self.after(0.0 if node_rank == 0 else self.delay(0.1), agent.introduce)
         self._post(events.Begun(now=self.time, torch_port=1234))
         heap, limit = self._heap, 40_000 + 3000 * scenario.size
@@ -178,7 +181,7 @@ class World:
                     due = index == 0 and self.count >= self._after_fault + fault.count and bool(self.kinds)
                     due = due or (not self.kinds and self.count > 1000)
                 case _:
-                    due = self._seen[fault.moment] >= fault.count or self.count > 60 * self.scenario.size + 500
+                    due = self._seen[fault.moment] >= fault.count or self.count > 80 * self.scenario.size + 800
             if due:
                 del self.pending[index]
                 self._after_fault, self.last_fault = self.count, self.now
@@ -255,8 +258,14 @@ class World:
         if len(meeting.posted) == len(meeting.members) and meeting.waiting:
             for number in meeting.waiting:
                 if number != rank.rank:
-                    self.after(self.delay(0.002), self.ranks[number].woken, meeting)
+                    late = key[1] == "vote" and self.rng.random() < 0.1
+                    self.after(self.delay(0.05 if late else 0.002), self.ranks[number].woken, meeting)
         return meeting
+
+    def said(self, rank: Rank, kind: str) -> None:
+        """A rank says something."""
+        self._seen[kind] += 1
+        self.speaker = rank
 
     def passed(self, rank: Rank, step: int) -> None:
         """Somebody is past the vote of a step."""
@@ -351,6 +360,8 @@ class World:
                 self._seen[type(effect.message).__name__] += 1
                 if self.tracing:
                     self.trace(f"    to node {effect.node}: {effect.message}")
+                if isinstance(effect.message, Fence):
+                    self.checks.fenced(effect.message.rank)
                 if (agent := self.nodes.get(effect.node)) is not None:
                     agent.obey(effect.message)
             case SetTimer():

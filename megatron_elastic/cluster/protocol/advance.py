@@ -107,7 +107,7 @@ def _said(turn: Turn, message: FromRank) -> None:
         case Settled():
             change.settled(turn, message)
         case Suspect():
-            suspicion.accused(turn, message)
+            loss.accused(turn, message)
         case Hello():
             start.hello(turn, message)
         case Where():

@@ -58,6 +58,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """What stopped it, for people."""
     fenced: str | None = None
     """Why it was killed, in a word, if it was."""
+    accused: bool = False
+    """Whether some rank could not reach it, and waits for the interrupt that follows."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

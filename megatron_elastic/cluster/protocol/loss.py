@@ -14,6 +14,7 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Stop,
+    Suspect,
 )
 from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion
 from megatron_elastic.cluster.protocol.events import NodeLost
@@ -120,7 +121,7 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
         if cause is not None:
             _name(turn, ranks, cause, when)
         return
-    if all(change.unneeded(turn.job, rank) for rank in ranks):
+    if all(change.unneeded(turn.job, rank) and not turn.job.ranks[rank].accused for rank in ranks):
         change.drop(turn, ranks, cause or "killed", when)
         return
     recovery.interrupt(turn, ranks, cause, when)
@@ -128,6 +129,18 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
         _name(turn, ranks, cause, when)
     if not turn.job.alive:
         turn.end(False, "every rank is dead; restart the job from its newest checkpoint")
+
+
+def accused(turn: Turn, message: Suspect) -> None:
+    """A rank cannot reach others, and waits for an interrupt. Who has been interrupted since says so again."""
+    if message.epoch < turn.job.interrupted:
+        return
+    dropped = [rank for rank in message.suspects if rank in turn.job.ranks and turn.job.ranks[rank].lost]
+    if dropped:
+        # They have ended before they had joined, and nobody was told.
+        recovery.interrupt(turn, dropped, "killed", turn.now)
+    else:
+        suspicion.accused(turn, message)
 
 
 def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:
