@@ -40,7 +40,7 @@ def happen(world: World, fault: Fault) -> None:
                 world.checks.broken(rank.rank, other.rank)
                 rank.note_broken(other.rank)
                 if fault.victim % 3:
-                    world.after(world.delay(0.3), other.note_broken, rank.rank)
+                    world.after(world.delay(0.3 if fault.more % 3 == 0 else 0.001), other.note_broken, rank.rank)
         case "suspect":
             if rank is not other and rank.want == ():
                 world.accuse(rank, [other.rank])

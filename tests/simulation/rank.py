@@ -667,6 +667,11 @@ class Rank:
             self.tenure, self.settled, self.plan = True, False, None
         yield self.world.delay(0.005)
         kept = self.store.held() if own.kept is None else own.kept
+        for unit, k, _ in kept:
+            state = self.store.live.get((unit, k))
+            if state is not None and state.told is not None and state.told < layout.epoch:
+                raise Violation("damage", f"rank {self.rank} is to keep its copy of slice {unit, k}, which is known to be "
+                                          "damaged")
         return own.moves, {(unit, k) for unit, k, _ in kept}
 
     def advance_transport(self, epoch: int, lost: Collection[int]) -> None:

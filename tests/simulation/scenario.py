@@ -79,8 +79,10 @@ class Scenario:
         verifies = rng.random() < 0.2
         respawn = rng.random() < 0.5
         faults: list[Fault] = []
-        for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
+        for index in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
             what = rng.choices(list(KINDS), list(KINDS.values()))[0]
+            if index == 0 and verifies and rng.random() < 0.6:
+                what = "flip"
             if what == "flip" and not verifies:
                 what = "kill"
             dice, victim, more = rng.random(), rng.randrange(1 << 16), rng.randrange(1 << 16)

@@ -14,11 +14,13 @@ Part = tuple[int, int, int]
 class State:
     """One slice after ``step`` updates. ``bad``: its memory has been damaged."""
 
-    __slots__ = ("bad", "grad", "previous", "step")
+    __slots__ = ("bad", "grad", "previous", "step", "told")
 
     def __init__(self, step: int, bad: bool = False) -> None:
         self.step = step
         self.bad = bad
+        self.told: int | None = None
+        """Newest epoch when the coordinator was told of damage here."""
         self.grad = False
         self.previous: State | None = None
 

@@ -1,0 +1,140 @@
+"""The coordinator's decisions, event by event."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from megatron_elastic.cluster.messages import (
+    AgentHello,
+    Enter,
+    Fence,
+    Finished,
+    FromRank,
+    Hello,
+    Interrupt,
+    Invite,
+    Message,
+    Plan,
+    RankExited,
+    RankNews,
+    Ready,
+    Settled,
+    SliceDigest,
+    Suspect,
+    Switched,
+)
+from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
+from megatron_elastic.cluster.protocol.effects import Effect, Send, Tell
+from megatron_elastic.cluster.protocol.events import Begun, Event, Expired, News, NodeCame, Said
+from megatron_elastic.layout import Layout, encode
+
+_SETTINGS = Settings(
+    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
+    report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
+)  # fmt: skip
+M = TypeVar("M", bound=Message)
+
+
+class Play:
+    """A job of two ranks on one node that trains, and a newcomer on another, which has said hello."""
+
+    def __init__(self) -> None:
+        self.job = Job.new(_SETTINGS, 2)
+        self.effects: list[Effect] = []
+        """Of the last event."""
+        self.first = Layout.grid(
+            tp=1, pp=1, dp=2, stage_units=[[0, 1, 2]], units=["embedding", "layer.0", "head"], num_grains=4,
+            num_slices=2, replicas=1,
+        )  # fmt: skip
+        self.happens(Begun(now=0.0, torch_port=1))
+        self._come(node=1, slots=2)
+        self.say(self._hello(0), self._hello(1))
+        self._come(node=2, slots=1)
+        self.say(self._hello(2))
+
+    def happens(self, event: Event) -> None:
+        self.job, effects = advance(self.job, event)
+        self.effects = list(effects)
+
+    def say(self, *messages: FromRank) -> None:
+        """Ranks say something, one after the other."""
+        for message in messages:
+            node = self.job.ranks[message.rank].node
+            assert node is not None
+            self.happens(Said(now=1.0, node=node, message=message))
+
+    def news(self, news: RankNews) -> None:
+        node = self.job.ranks[news.rank].node
+        assert node is not None
+        self.happens(News(now=1.0, node=node, news=news))
+
+    def expires(self, name: str) -> None:
+        """A timer runs out, which must be set."""
+        self.happens(Expired(now=2.0, name=name, serial=self.job.timers[name]))
+
+    def sent(self, kind: type[M]) -> dict[int, M]:
+        """What of this kind the last event has sent, by rank."""
+        sends = [effect for effect in self.effects if isinstance(effect, Send)]
+        return {rank: each.message for each in sends for rank in each.ranks if isinstance(each.message, kind)}
+
+    def _come(self, node: int, slots: int) -> None:
+        hello = AgentHello(node_rank=node - 1 if node == 1 else 2, slots=slots, host=f"h{node}", heartbeat_timeout=2.5)
+        self.happens(NodeCame(now=0.0, node=node, hello=hello))
+
+    def _hello(self, rank: int) -> Hello:
+        return Hello(
+            rank=rank, pid=rank + 1, host="h", address=b"", layout=encode(self.first) if rank == 0 else b"",
+            start_step=0, train_iters=4, flags={}, likeness=b"", tied=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def announce(play: Play) -> int:
+    """Let the newcomer get ready, and everybody know that it enters. Returns the epoch."""
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    epoch = play.sent(Invite)[2].epoch
+    play.say(Ready(rank=2, epoch=epoch))
+    assert set(play.sent(Plan)) == {0, 1}
+    return epoch
+
+
+def finished(play: Play, rank: int) -> Finished:
+    layout = play.job.layout
+    assert layout is not None
+    digests = [SliceDigest(unit=unit, slice=k, tp=0, sha256=f"{unit} {k}") for unit, k in layout.owned(rank)]
+    return Finished(rank=rank, step=4, digests=digests)
+
+
+def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_job(play: Play) -> None:
+    epoch = announce(play)
+    play.say(finished(play, 1))
+    play.say(Switched(rank=0, epoch=epoch, step=5))
+    assert set(play.sent(Enter)) == {2}
+    play.say(finished(play, 0))
+    assert play.job.outcome is None, "who has entered has not finished"
+    play.say(finished(play, 2))
+    assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+def test_who_cannot_reach_a_newcomer_is_interrupted_when_that_is_dead(play: Play) -> None:
+    """It waits for that, though nobody else needs to know."""
+    play.say(Suspect(rank=0, epoch=0, suspects=[2], reason="the link broke"))
+    play.expires("suspect 2")
+    assert Tell(2, Fence(rank=2)) in play.effects
+    play.news(RankExited(rank=2, returncode=-9, time=2.0))
+    assert {rank: message.lost for rank, message in play.sent(Interrupt).items()} == {0: [2], 1: [2]}
+
+
+def test_who_cannot_reach_a_newcomer_that_is_dead_is_interrupted(play: Play) -> None:
+    play.news(RankExited(rank=2, returncode=-9, time=2.0))
+    assert not play.sent(Interrupt), "nobody needs it"
+    play.say(Suspect(rank=0, epoch=0, suspects=[2], reason="the link broke"))
+    assert {rank: message.lost for rank, message in play.sent(Interrupt).items()} == {0: [2], 1: [2]}
+    play.say(Suspect(rank=1, epoch=0, suspects=[2], reason="the link broke"))
+    assert not play.sent(Interrupt), "it is told already"

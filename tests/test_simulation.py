@@ -1,0 +1,42 @@
+"""Histories of the protocol, and that they find what is wrong (``python -m tests.simulation``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation import mutants, run
+from tests.simulation.scenario import Scenario
+
+
+def test_a_fixed_set_of_histories() -> None:
+    total = run.some(range(300))
+    assert not total.violations, "\n".join(f"python -m tests.simulation --seed {seed} --trace   # {text}"
+                                           for seed, text in total.violations)
+    assert total.ends["finished"] > total.seeds // 2
+    assert set(total.faults) >= {"kill", "link", "join", "node lost", "partition", "stop", "flip", "scale"}
+
+
+def test_a_seed_is_one_history() -> None:
+    traces: list[list[str]] = [[], []]
+    for lines in traces:
+        run.simulate(Scenario.of(7), lines)
+    assert traces[0] == traces[1]
+
+
+def test_a_scenario_can_be_written_down() -> None:
+    scenario = Scenario.of(11)
+    assert Scenario.from_json(scenario.to_json()) == scenario
+
+
+@pytest.mark.parametrize("name", ["kept-is-ignored", "weights-are-not-sent-again"])
+def test_a_defect_is_found_and_shrinks(name: str) -> None:
+    with mutants.put_back(name):
+        total = run.some(range(100))
+        assert total.violations
+        scenario = Scenario.of(total.violations[0][0])
+        violation = run.simulate(scenario)[1]
+        assert violation is not None
+        small = run.shrunk(scenario, violation.kind)
+        again = run.simulate(small)[1]
+        assert again is not None and again.kind == violation.kind
+        assert len(small.faults) <= len(scenario.faults) and small.steps <= scenario.steps
