@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 KINDS = {
     "kill": 30, "kill two": 8, "kill newcomer": 10, "stop": 8, "busy": 3, "link": 12, "suspect": 4, "node lost": 7,
@@ -125,9 +126,11 @@ class Scenario:
     def smaller(self) -> list[Scenario]:
         """Scenarios that are a little smaller, the smallest first."""
         found = [replace(self, faults=self.faults[:i] + self.faults[i + 1 :]) for i in range(len(self.faults))]
-        plain = {"tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
-                 "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False, "layers": self.pp,
-                 "slices": self.dp}
+        plain: dict[str, Any] = {
+                 "tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
+                 "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False,
+                 "layers": self.pp,
+                 "slices": self.dp}  # fmt: skip
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]
         if self.steps > 3:
             found += [replace(self, steps=self.steps // 2), replace(self, steps=self.steps - 1)]
