@@ -43,7 +43,8 @@ def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
     """Node 1 coordinates, and the nodes 1 and 2 have come to it."""
     job, effects = Job.new(SETTINGS, 3), list[Effect]()
     for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before=before, limit=1.0),
+        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before=before,
+                        limit=1.0),
         events.NodeCame(now=11.1, node=1, hello=hello(1)),
         events.NodeCame(now=11.2, node=2, hello=hello(2)),
     ):

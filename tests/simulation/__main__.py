@@ -1,8 +1,8 @@
 """Run histories from the command line.
 
-``--seeds A:B`` runs a range, ``--minutes M --fresh`` new ones; ``--seed N`` one, with ``--trace`` for all that happens in
-it and ``--shrink`` for a smaller one that goes wrong the same way, which ``--scenario`` runs; ``--mutants`` says after
-how many seeds each known defect is found.
+``--seeds A:B`` runs a range, ``--minutes M --fresh`` new ones; ``--seed N`` one, with ``--trace`` for all that happens
+in it and ``--shrink`` for a smaller one that goes wrong the same way, which ``--scenario`` runs; ``--mutants`` says
+after how many seeds each known defect is found.
 """
 
 from __future__ import annotations

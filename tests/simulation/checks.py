@@ -119,7 +119,7 @@ class Checks:
         for step in range(world.written + 1, world.total + 1):
             for agent in world.agents:
                 if agent.connected and any(each.vote.step == step for each in agent.post.committed):
-                    raise Violation("ledger", f"the line of step {step} is missing, but node {agent.node_rank} knows it")
+                    raise Violation("ledger", f"the line of step {step} is missing; node {agent.node_rank} knows it")
 
     def _untrue(self, reason: str) -> str | None:
         """What is wrong with an end, if anything."""

@@ -354,8 +354,9 @@ class Rank:
             raise Violation("no checkpoint", f"rank {self.rank} is to load step {step}; there are {self.world.saved}")
         if step == 0 and self.world.start_step:
             raise Violation("no checkpoint", "the first state is gone")
-        if self.world.saved.get(step):
-            raise Violation("damage", f"rank {self.rank} loads the checkpoint of step {step}, which was damaged")
+        if step in self.world.tainted:
+            raise Violation("damage", f"rank {self.rank} loads the checkpoint of step {step}, which is known to be "
+                                      "damaged")
         mine = self.layout.stages[self.layout.stage_of(self.rank)].units
         slices = (*self.layout.owned(self.rank), *self.layout.replicated(self.rank))
         store.create((at for at in slices if at[0] in mine or at[0] in self.layout.held_by(self.rank)), step)
@@ -688,8 +689,8 @@ class Rank:
         for unit, k, _ in kept:
             state = self.store.live.get((unit, k))
             if state is not None and state.told is not None and state.told < layout.epoch:
-                raise Violation("damage", f"rank {self.rank} is to keep its copy of slice {unit, k}, which is known to be "
-                                          "damaged")
+                raise Violation("damage", f"rank {self.rank} is to keep its copy of slice {unit, k}, which is known to "
+                                          "be damaged")
         return own.moves, {(unit, k) for unit, k, _ in kept}
 
     def advance_transport(self, epoch: int, lost: Collection[int]) -> None:

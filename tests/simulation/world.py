@@ -68,6 +68,8 @@ class World:
         """Whether damage is found by comparing copies only."""
         self.saved: dict[int, bool] = {self.start_step: False} if self.start_step else {}
         """Step of each checkpoint on disk -> whether it was damaged."""
+        self.tainted: set[int] = set()
+        """Steps of damaged checkpoints that the coordinator can know to be so."""
         # Who is there
         self.ranks: dict[int, Rank] = {}
         self.agents: list[Agent] = []
@@ -249,8 +251,8 @@ class World:
                 self.meetings = {old: each for old, each in self.meetings.items() if old[0] >= key[0] - 3}
             known = self.meetings[key] = layout, Meeting(key, layout.ranks)
         elif known[0] is not layout and known[0] != layout:
-            raise Violation("two layouts", f"ranks {list(known[1].posted)} and {rank.rank} meet in {key} with different "
-                                           "layouts")
+            raise Violation("two layouts", f"ranks {list(known[1].posted)} and {rank.rank} meet in {key} with "
+                                           "different layouts")
         meeting = known[1]
         if rank.rank in meeting.posted and key[1] != "params":
             raise Violation("twice", f"rank {rank.rank} comes twice to {key}")
@@ -276,6 +278,7 @@ class World:
     def save(self, layout: Layout, step: int) -> None:
         """A checkpoint is complete."""
         stores = [self.ranks[rank].store for rank in layout.ranks]
+        self.tainted.discard(step)
         self.saved[step] = any(state.bad for store in stores if store is not None for state in store.live.values())
 
     def damage(self, rank: Rank, which: int) -> None:
@@ -321,6 +324,7 @@ class World:
 
     def _damage_told(self, message: Damaged) -> None:
         """From now on nobody may count on these copies."""
+        self.tainted.update(step for step, bad in self.saved.items() if bad and step > message.verified)
         for each in message.found:
             store = self.ranks[each.rank].store
             state = store.live.get((each.unit, each.slice)) if store is not None else None
