@@ -13,7 +13,6 @@ from megatron_elastic.state.store import StateStore
 def build(trainer: Trainer) -> None:
     """Model, data and optimizer state under the first layout; redone if interrupted."""
     stage, layout = trainer.stage, trainer.layout
-    trainer.meet(layout)
     stage.forget()
     stage.hold(layout)
     trainer.batches.open()
