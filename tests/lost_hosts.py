@@ -22,7 +22,7 @@ from tests.launches import TOKEN
 from tests.namespaces import Host, Hosts
 
 NODES = 3
-GRID = Grid(tp=1, pp=2, steps=250, ranks=2 * NODES)
+GRID = Grid(tp=1, pp=2, steps=220, ranks=2 * NODES)
 FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12",
          "--elastic-slices", "3")  # fmt: skip
 EVEN = "slices and grains are even over {} ranks, and all copies are there"
