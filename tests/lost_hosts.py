@@ -22,7 +22,7 @@ from tests.launches import TOKEN
 from tests.namespaces import Host, Hosts
 
 NODES = 3
-GRID = Grid(tp=1, pp=2, steps=400, ranks=2 * NODES)
+GRID = Grid(tp=1, pp=2, steps=220, ranks=2 * NODES)
 FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12",
          "--elastic-slices", "3")  # fmt: skip
 EVEN = "slices and grains are even over {} ranks, and all copies are there"
@@ -172,7 +172,7 @@ def etcd(host: Host, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         host.command(["etcd", "--data-dir", str(folder),
                       "--listen-client-urls", client, "--advertise-client-urls", client,
                       "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                      "--initial-cluster", f"default={peer}", "--log-level", "error"]),
+                      "--initial-cluster", f"default={peer}", "--logger", "zap", "--log-level", "error"]),
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -91,7 +91,9 @@ def _go_on_if_complete(turn: Turn) -> None:
     layout = known.layout
     missing = {layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in known.running}
     failed = known.before and known.before not in {node.address for node in job.nodes.values()}
-    if len(missing) <= (1 if failed else 0):
+    # A node that is about to join is in no layout yet; it has a seat, or nobody would have been elected.
+    absent = set(job.members) - {node.member for node in job.nodes.values()}
+    if max(len(missing), len(absent)) <= (1 if failed else 0):
         _go_on(turn, known, layout)
 
 

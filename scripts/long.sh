@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Checks that take longer than those of scripts/test.sh, which come first. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+export MEGATRON_ELASTIC_LONG=1
+# Longer than all of them take, so that nothing hangs for ever.
+exec timeout --kill-after 30 1200 python -m pytest tests/test_lost_hosts.py -k "not successor" -rP "$@"
