@@ -103,7 +103,7 @@ def run(
 def _elsewhere(rank: int, address: bytes) -> bytes:
     """The address of a rank on another host."""
     known = msgspec.msgpack.decode(address, type=PeerAddress)
-    arena = msgspec.structs.replace(known.near.arena, boot=f"host {rank}")
+    arena = msgspec.structs.replace(known.near.arena, place=f"host {rank}")
     near = msgspec.structs.replace(known.near, arena=arena)
     return msgspec.structs.replace(known, near=near).encode()
 
