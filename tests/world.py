@@ -18,6 +18,7 @@ from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.peers import PeerAddress
 from megatron_elastic.comm.transport import Interruptible, Transport
 
+KEY = bytes(range(32))
 _LIMIT = 60.0
 """Seconds that any wait in these tests may take."""
 
@@ -32,6 +33,7 @@ class Peer:
         self.transport = Transport(rank, flag, _LIMIT)
         if apart:
             self.transport.listen()
+            self.transport.trust(KEY)
         self.pids: list[int] = []
         self._everybody = everybody
         self._survivors = survivors
