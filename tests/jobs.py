@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -30,6 +31,8 @@ MODERN = (
     "--sequence-parallel"
 )
 """What a job of tensor-parallel ranks can have besides, all at once."""
+_LISTENS = "0A"
+"""State of a TCP socket, in ``/proc/net``."""
 _LIMIT = 200.0
 """Seconds that a job may take; about thirty times what it needs."""
 
@@ -157,6 +160,21 @@ class Jobs:
         if (ranks, *flags) not in self._baselines:
             self._baselines[ranks, *flags] = self.run(*flags, ranks=ranks)
         return self._baselines[ranks, *flags]
+
+
+def open_ports(pid: int) -> list[str]:
+    """Sockets of a process that strangers could send to: all of UDP, those of TCP that listen."""
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed while we looked
+            own.add(os.readlink(fd))
+    found = []
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if f"socket:[{inode}]" in own and (state == _LISTENS or name.startswith("udp")):
+                found.append(f"{name} {address}")
+    return found
 
 
 def inject(*specs: str) -> list[str]:

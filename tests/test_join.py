@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_elastic.cluster import wire
-from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
+from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject, open_ports
 from tests.launches import TOKEN, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -221,8 +221,11 @@ def test_a_node_comes_and_another_goes(jobs: Jobs) -> None:
     reference = jobs.undisturbed(*TWO.flags, *SMALL, *SLICES, ranks=2)
     with nodes_of(jobs) as nodes:
         first = nodes.start()
+        first.read_until(" 1/150 ")
+        assert not [port for rank in (0, 1) for port in open_ports(first.pid(rank))], "all ranks are on one host"
         second = nodes.start()
         first.read_until(EVEN.format(4))
+        assert all(open_ports(node.pid(rank)) for node, ranks in ((first, (0, 1)), (second, (2, 3))) for rank in ranks)
         layout = first.layouts()[-1]
         assert layout.hosts == ((0, 1), (2, 3))
         for unit in range(len(layout.units)):

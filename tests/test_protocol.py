@@ -56,7 +56,7 @@ class Play:
             tp=1, pp=1, dp=2, stage_units=[[0, 1, 2]], units=["embedding", "layer.0", "head"], num_grains=4,
             num_slices=2, replicas=1,
         )  # fmt: skip
-        self.happens(Begun(now=0.0, torch_port=1))
+        self.happens(Begun(now=0.0, torch_port=1, key=b""))
         self._come(node=1, slots=2)
         self.say(self._hello(0), self._hello(1))
         self._come(node=2, slots=1)

@@ -33,7 +33,7 @@ def hello(rank: int) -> AgentHello:
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
-    past = Past(layout=encode(LAYOUT), epoch=4, torch_port=1, shapes={}, saved=0, recorded=2,
+    past = Past(layout=encode(LAYOUT), epoch=4, torch_port=1, key=b"k", shapes={}, saved=0, recorded=2,
                 committed=committed, alone_since=10.0)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)

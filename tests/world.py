@@ -18,6 +18,7 @@ from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.peers import PeerAddress
 from megatron_elastic.comm.transport import Interruptible, Transport
 
+KEY = bytes(range(32))
 _LIMIT = 60.0
 """Seconds that any wait in these tests may take."""
 
@@ -32,6 +33,7 @@ class Peer:
         self.transport = Transport(rank, flag, _LIMIT)
         if apart:
             self.transport.listen()
+            self.transport.trust(KEY)
         self.pids: list[int] = []
         self._everybody = everybody
         self._survivors = survivors
@@ -103,7 +105,7 @@ def run(
 def _elsewhere(rank: int, address: bytes) -> bytes:
     """The address of a rank on another host."""
     known = msgspec.msgpack.decode(address, type=PeerAddress)
-    arena = msgspec.structs.replace(known.near.arena, boot=f"host {rank}")
+    arena = msgspec.structs.replace(known.near.arena, place=f"host {rank}")
     near = msgspec.structs.replace(known.near, arena=arena)
     return msgspec.structs.replace(known, near=near).encode()
 

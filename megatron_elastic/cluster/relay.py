@@ -22,6 +22,7 @@ from megatron_elastic.cluster.messages import (
     FromRank,
     Hello,
     Interrupt,
+    Invite,
     Past,
     Plan,
     Reachable,
@@ -61,6 +62,7 @@ class Post:
         self._epoch = 0
         """The highest one that was begun, as far as they have been told."""
         self._shapes: dict[int, UnitShape] = {}
+        self._key = b""
         self._saved = 0
         self._recorded = 0
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
@@ -74,7 +76,7 @@ class Post:
         """What is known here of the job, for a new coordinator."""
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
-            shapes=self._shapes, saved=self._saved, recorded=self._recorded,
+            key=self._key, shapes=self._shapes, saved=self._saved, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since,
         )  # fmt: skip
 
@@ -118,10 +120,13 @@ class Post:
         content = _decoder.decode(payload)
         match content:
             case Start():
+                self._key = content.key
                 self._layouts[0] = content.layout
                 self._enter(0)
                 near = {rank: hello.address for rank, hello in self._hellos.items()}
                 payload = msgspec.msgpack.encode(replace(content, addresses=near))
+            case Invite():
+                self._key = content.key
             case Plan():
                 self._layouts[content.epoch] = content.layout
             case Decision():

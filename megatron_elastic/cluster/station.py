@@ -277,8 +277,8 @@ class Station:
         self._screen.say(f"{part.agent.world_size} ranks of {part.agent.program.target}, logs in "
                          f"{_shown(part.agent.log_dir)}")
         assert self._coordinator is not None
-        self._coordinator.post(Begun(now=time.time(), torch_port=_free_port(), name=secrets.token_hex(8),
-                                     seats=self._seats()))
+        self._coordinator.post(Begun(now=time.time(), torch_port=_free_port(), key=secrets.token_bytes(32),
+                                     name=secrets.token_hex(8), seats=self._seats()))
 
     def _listen(self, host: str, interface: str = "0.0.0.0", port: int = 0) -> int:
         """Listen for when this node coordinates. Raises AgentError."""

@@ -7,6 +7,7 @@ In an elastic job the transport belongs to the trainer (``initialize``). Elsewhe
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_elastic.comm.arena import here
 from megatron_elastic.comm.devices import BACKENDS, Devices
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.process_group import NAME, ElasticProcessGroup
+from megatron_elastic.comm.seal import KEY
 from megatron_elastic.comm.transport import Transport
 
 __all__ = ["NAME", "ElasticProcessGroup", "edit", "groups", "initialize", "keep", "register"]
@@ -43,6 +45,9 @@ def _create(options: Any, _: Any) -> ElasticProcessGroup:
     options.store.set(f"place/{rank}", here())
     if {options.store.get(f"place/{peer}") for peer in range(size)} != {here().encode()}:
         transport.listen()
+        if rank == 0:
+            options.store.set("key", secrets.token_bytes(KEY))
+        transport.trust(options.store.get("key"))
     options.store.set(f"address/{rank}", transport.address)
     transport.add_peers({peer: options.store.get(f"address/{peer}") for peer in range(size)})
     group, devices = Group(transport, 0, range(size)), Devices(transport.interrupt, options.timeout)

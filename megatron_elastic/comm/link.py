@@ -1,7 +1,7 @@
 """Links: the UCX endpoints to ranks of other hosts.
 
-A link is made on first use and kept for the life of both ranks. Messages are probed off the worker, and received only
-when somebody is there to take them.
+A link is made on first use and kept for the life of both ranks. Anybody who reaches the worker can send to it: what
+does not prove that it comes from a rank of this job (``comm.seal``) is dropped before anybody else sees it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ucxx._lib.arr import Array
 
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.operation import Recv, flat_bytes
+from megatron_elastic.comm.seal import HEAD, Seal
 
 _ANY_TAG = ucx.UCXXTag(0)
 _ANY_MASK = ucx.UCXXTagMask(0)
@@ -30,11 +31,25 @@ class Links:
     Args:
         rank: this rank's global id.
         broke: called with the peer's rank when a link breaks.
+        refused: called when the first message is refused, with the reason.
+        limit: bytes that messages may take of which nobody knows yet who sent them.
     """
 
-    def __init__(self, rank: int, broke: Callable[[int], None]) -> None:
+    def __init__(
+        self, rank: int, broke: Callable[[int], None], refused: Callable[[str], None], limit: int
+    ) -> None:
         self._rank = rank
         self._broke = broke
+        self._tell = refused
+        self._limit = limit
+        self.seal: Seal | None = None
+        """None until the job's key is known: what comes earlier waits in UCX."""
+        self.refused = 0
+        """Messages that were dropped."""
+        self._coming: list[tuple[int, Any, torch.Tensor]] = []
+        """Tags, requests and buffers of messages that are not whole yet."""
+        self._unproved = 0
+        """Bytes that they take."""
         self._context = ucx.UCXContext(config_dict=_CONFIG, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
         self._worker = ucx.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
@@ -73,23 +88,54 @@ class Links:
                 raise Interrupted(suspects=(peer,)) from None
             link.set_close_callback(self._closed, (peer,), {})
             self._links[peer] = link
-        request = link.tag_send(_array(buffer), tag=ucx.UCXXTag(tag))
-        self._keep(request, buffer)
+        assert self.seal is not None, f"rank {self._rank} sends before it knows the job's key"
+        sealed = self.seal.close(peer, tag, flat_bytes(buffer))
+        request = link.tag_send(_array(sealed), tag=ucx.UCXXTag(tag))
+        self._keep(request, sealed)
         return LinkRequest(request, peer)
 
     def progress(self) -> Iterator[tuple[int, LinkMessage]]:
-        """Let UCX work; the messages that are here, with their tags."""
+        """Let UCX work; the messages that are here and have proved where they come from, with their tags."""
         self._worker.progress()
+        if self.seal is None:
+            return
         probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
         while probe.matched:
-            yield int(probe.sender_tag.value), LinkMessage(self, probe)
+            self._receive(probe)
             probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
+        if not self._coming:
+            return
+        coming, self._coming = self._coming, []
+        for tag, request, sealed in coming:
+            if not request.completed:
+                self._coming.append((tag, request, sealed))
+                continue
+            self._unproved -= sealed.numel()
+            if _failed(request):
+                continue  # its link broke, half-way
+            if self.seal.opens(tag, sealed):
+                yield tag, LinkMessage(sealed)
+            else:
+                self._refuse("it is not what a rank of this job has sealed for this one, or has come before")
 
-    def receive(self, probe: Any, buffer: torch.Tensor) -> Any:
+    def _receive(self, probe: Any) -> None:
         """Start receiving a probed message."""
-        request = self._worker.tag_recv_with_handle(_array(buffer), probe)
-        self._keep(request, buffer)
-        return request
+        length = int(probe.length)
+        room = self._unproved + length <= self._limit
+        # UCX drops what does not fit into the buffer, so a message without a place takes none.
+        sealed = torch.empty(max(length, 1) if room else 1, dtype=torch.uint8)
+        request = self._worker.tag_recv_with_handle(_array(sealed), probe)
+        if room and length >= HEAD:
+            self._coming.append((int(probe.sender_tag.value), request, sealed))
+            self._unproved += length
+        else:
+            self._keep(request, sealed)
+            self._refuse("it is too short" if room else f"what is not proved yet may take {self._limit} bytes")
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        if self.refused == 1:
+            self._tell(why)
 
     def forget(self, peer: int) -> None:
         """Close the link to a dead peer."""
@@ -102,10 +148,11 @@ class Links:
         """Close every link and the worker."""
         for link in self._links.values():
             link.remove_close_callback()
-        if self._links or self._unfinished:
+        if self._links or self._unfinished or self._coming:
             self._worker.cancel_inflight_requests(period=10_000_000, max_attempts=10)
         self._links.clear()
         self._unfinished.clear()
+        self._coming.clear()
         self._worker = self._context = None
 
     def _closed(self, *args: Any) -> None:
@@ -144,27 +191,34 @@ class LinkRequest:
 
 
 class LinkMessage:
-    """A message that has been probed off the worker."""
+    """A message that has proved where it comes from."""
 
-    __slots__ = ("_links", "_probe", "kept", "length")
+    __slots__ = ("_sealed", "kept", "length")
     lent = False
 
-    def __init__(self, links: Links, probe: Any) -> None:
-        self._links = links
-        self._probe = probe
-        self.length = self.kept = int(probe.length)
+    def __init__(self, sealed: torch.Tensor) -> None:
+        self._sealed = sealed
+        self.length = self.kept = sealed.numel() - HEAD
 
     def give(self, recv: Recv) -> None:
-        """Start receiving it."""
-        recv.begin(LinkRequest(self._links.receive(self._probe, recv.room()), recv.peer))
+        """Copy it."""
+        flat_bytes(recv.room()).copy_(self._sealed[HEAD:])
+        recv.finish()
 
     def drop(self) -> None:
-        """Drain it."""
-        self._links.receive(self._probe, torch.empty(max(self.length, 1), dtype=torch.uint8))
+        """Nothing is held."""
 
     def detach(self) -> LinkMessage:
         """No memory of the sender's is held."""
         return self
+
+
+def _failed(request: Any) -> bool:
+    try:
+        request.check_error()
+    except ucx.UCXError:
+        return True
+    return False
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -42,6 +42,7 @@ from megatron_elastic.comm.operation import (
 )
 from megatron_elastic.comm.outbox import Outbox
 from megatron_elastic.comm.peers import PeerAddress, Peers
+from megatron_elastic.comm.seal import Seal
 from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.strangers import Strangers
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag, source_of
@@ -51,6 +52,8 @@ _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
 _SHARE = 8
 """Messages that nobody expects may take one of so many parts of the machine's memory."""
+_UNPROVED = 2
+"""So do those that have not proved yet that they are of this job."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
 
@@ -76,6 +79,7 @@ class Transport:
             machine's. A peer that sends more is an error of whoever waits next; what still lies in the peer's own
             memory waits there.
         find: says where ranks are that are not known yet, without those that are dead; may be interrupted.
+        refused: called when the first message over a link is refused, with the reason.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Transport:
         crowded: bool = True,
         inbox_limit: int | None = None,
         find: Callable[[Sequence[int]], Mapping[int, bytes]] | None = None,
+        refused: Callable[[str], None] = lambda why: None,
     ) -> None:
         if not 0 <= rank < RANKS:
             raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
@@ -95,6 +100,8 @@ class Transport:
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
         self._find = find
+        self._refused = refused
+        self._key = b""
         self._lock = threading.RLock()
         self._sleep = Sleep(interrupt.fd, crowded)
         self._events = events = self._sleep.events
@@ -141,8 +148,23 @@ class Transport:
         """Let peers of other hosts reach this rank, and this rank them. Idempotent."""
         with self._lock:
             if self._links is None:
-                self._links = Links(self.rank, self._broke)
+                self._links = Links(self.rank, self._broke, self._refused, _memory() // _UNPROVED)
                 self._events.register(self._links.fd, select.EPOLLIN)
+                if self._key:
+                    self._links.seal = Seal(self.rank, self._key)
+
+    def trust(self, key: bytes) -> None:
+        """Exchange messages with ranks of other hosts that know this key. Once; later calls change nothing."""
+        with self._lock:
+            if not self._key:
+                self._key = key
+                if self._links is not None:
+                    self._links.seal = Seal(self.rank, key)
+
+    @property
+    def refused(self) -> int:
+        """Messages over links that were not of this job."""
+        return 0 if self._links is None else self._links.refused
 
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""

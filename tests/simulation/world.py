@@ -143,7 +143,7 @@ class World:
             self.agents.append(agent := Agent(self, node_rank, scenario.per_node,
                                              node_rank == 0 and not scenario.apart))
             self.after(0.0 if node_rank == 0 else self.delay(0.1), agent.introduce)
-        self._post(events.Begun(now=self.time, torch_port=1234))
+        self._post(events.Begun(now=self.time, torch_port=1234, key=bytes(32)))
         heap, limit = self._heap, 40_000 + 3000 * scenario.size
         while self.outcome is None:
             if not heap:

@@ -56,6 +56,7 @@ def _join(trainer: Trainer) -> None:
     )  # fmt: skip
     if trainer.standing.member:
         start = trainer.control.wait((Start,), timeout=trainer.config.start_timeout)
+        trainer.transport.trust(start.key)
         trainer.transport.add_peers(start.addresses)
 
 

@@ -77,7 +77,8 @@ class Trainer:
         crowded = world_size > len(os.sched_getaffinity(0))
         limit = self.config.wait_timeout
         self.transport = Transport(
-            self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit)
+            self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
+            refused=lambda why: self.event("refused_message", reason=why),
         )
         stand_ins.apply()
         writer.apply()

@@ -26,6 +26,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
     torch_port: int
+    key: bytes
+    """That of ``Start``."""
     shapes: dict[int, UnitShape]
     saved: int
     """Step of the newest complete checkpoint that it has heard of."""

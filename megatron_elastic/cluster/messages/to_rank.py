@@ -12,6 +12,8 @@ class Start(Message, frozen=True):
     layout: bytes
     addresses: dict[int, bytes]
     """Of the ranks of the same node, which the agent fills in; a rank asks ``Where`` others are when it needs them."""
+    key: bytes
+    """With which messages between hosts are sealed."""
 
 
 class Addresses(Message, frozen=True):
@@ -35,6 +37,8 @@ class Invite(Message, frozen=True):
     epoch: int
     layout: bytes
     shapes: dict[int, UnitShape]
+    key: bytes
+    """As in ``Start``."""
 
 
 class Moves(Message, frozen=True):

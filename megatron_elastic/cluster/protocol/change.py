@@ -60,7 +60,8 @@ def consider(turn: Turn) -> None:
     entrants = frozenset(new.ranks) - frozenset(layout.ranks)
     turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants))
     if entrants:
-        turn.send(Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes)), sorted(entrants))
+        invite = Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes), key=job.key)
+        turn.send(invite, sorted(entrants))
         turn.set_timer("ready", job.settings.start_timeout)
     announce_if_ready(turn)
 

@@ -19,6 +19,8 @@ class Begun(Happened, frozen=True):
 
     torch_port: int
     """MASTER_PORT of the ranks."""
+    key: bytes
+    """What ranks of different hosts prove to each other with that they are of this job; 32 random bytes."""
     name: str = ""
     """What the job is called in a store."""
     seats: int = 0

@@ -211,6 +211,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     """Ranks that the job begins with."""
     torch_port: int = 0
+    key: bytes = b""
+    """With which messages between hosts are sealed."""
     outcome: Outcome | None = None
     term: int = 0
     """In which this coordinator leads; 0: there is no store to say so, and nobody to fail over to."""

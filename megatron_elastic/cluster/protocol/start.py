@@ -18,7 +18,7 @@ from megatron_elastic.layout import LayoutError, decode
 
 def begun(turn: Turn, event: Begun) -> None:
     """Nodes may come."""
-    turn.set(torch_port=event.torch_port, name=event.name, seats=event.seats)
+    turn.set(torch_port=event.torch_port, key=event.key, name=event.name, seats=event.seats)
     turn.set_timer("start", turn.job.settings.start_timeout)
 
 
@@ -103,7 +103,7 @@ def _train(turn: Turn) -> None:
     )
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
     turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
-    turn.send(Start(layout=first.layout, addresses={}), turn.job.ranks)
+    turn.send(Start(layout=first.layout, addresses={}, key=turn.job.key), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
     turn.set(members=tuple(members[: turn.job.seats]))
     for node in turn.job.nodes:

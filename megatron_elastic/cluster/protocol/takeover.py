@@ -47,7 +47,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     newer = layout is not None and (known.layout is None or layout.epoch > known.layout.epoch)
     turn.set(
         nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
-        torch_port=past.torch_port, shapes=job.shapes.update(past.shapes),
+        torch_port=past.torch_port, key=job.key or past.key, shapes=job.shapes.update(past.shapes),
         epoch=max(job.epoch, past.epoch), newest_epoch=max(job.newest_epoch, past.epoch),
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
         gathering=replace(
