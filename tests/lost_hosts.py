@@ -27,6 +27,7 @@ FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-
          "--elastic-slices", "3")  # fmt: skip
 EVEN = "slices and grains are even over {} ranks, and all copies are there"
 FOLLOW = "follow from step"
+SEATED = "has a lost member's seat"
 LED = "another node takes over if this one is lost"
 _LIMIT = 120.0
 """Seconds that anything may take; about ten times what it needs."""
@@ -105,15 +106,16 @@ class LostHosts:
         where = read_address(self.run_dir)
         return self._start(self._hosts.add(), where.host, where.port)
 
-    def until(self, text: str) -> Node:
-        """Wait until a node prints a line with ``text``, and return which."""
-        limit = time.monotonic() + _LIMIT
+    def until(self, *texts: str) -> Node:
+        """Wait until nodes have printed lines with all ``texts``, in any order; return who printed the last."""
+        limit, missing = time.monotonic() + _LIMIT, set(texts)
         while True:
             try:
                 node, line = self._heard.get(timeout=limit - time.monotonic())
             except (queue.Empty, ValueError):
-                raise AssertionError(f"no node printed {text!r} within {_LIMIT:g} s") from None
-            if text in line:
+                raise AssertionError(f"no node printed {sorted(missing)} within {_LIMIT:g} s") from None
+            missing -= {text for text in missing if text in line}
+            if not missing:
                 return node
 
     def losses(self, *killed: float) -> list[Loss]:

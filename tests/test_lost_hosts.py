@@ -10,7 +10,7 @@ import pytest
 
 from tests import namespaces
 from tests.jobs import Jobs
-from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, etcd, lost_hosts
+from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
 from tests.namespaces import Hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
@@ -32,7 +32,7 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> N
         second = job.until(COORDINATES)
         job.until(EVEN.format(4))
         job.come()
-        job.until(FOLLOW)
+        job.until(FOLLOW, SEATED)  # before that the store could not lose another member
         killed.append(second.kill())
         for node in job.nodes:
             if node not in (first, second):
