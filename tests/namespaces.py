@@ -61,10 +61,6 @@ class Hosts:
         self._in(host.name, "link", "set", "lo", "up")
         return host
 
-    def cut(self, host: Host) -> None:
-        """Nothing comes from this host any more, and nothing to it; what it had open is not closed."""
-        self._in(self._all, "link", "set", f"p{self._hosts.index(host)}", "down")
-
     def remove(self) -> None:
         """Take all away again; what runs there must have ended."""
         for name in (*(host.name for host in self._hosts), self._all):

@@ -143,7 +143,7 @@ class Station:
         agent = self._agent
         while not agent.over.done():
             if self._coordinator is not None:
-                await self._first(self._coordinator.outcome, agent.over, self._wait_for_change())
+                await self._first(self._coordinator.outcome, agent.over, self._changed.wait())
                 if self._coordinator is not None and self._coordinator.outcome.done():
                     return self._coordinator.outcome.result()
             elif part.choice.kind == "alone" or not agent.members.done():
@@ -230,7 +230,7 @@ class Station:
         while True:
             store = await asyncio.shield(self._store)
             following = asyncio.ensure_future(store.followed(self._term))
-            await self._first(following, self._wait_for_change())
+            await self._first(following, self._changed.wait())
             if following.cancelled():
                 continue
             leader, before = following.result(), self._term
@@ -243,7 +243,7 @@ class Station:
         """Wait until somebody else coordinates. Returns whether somebody does, within some seconds."""
         assert self._agent is not None
         limit = asyncio.ensure_future(asyncio.sleep(2 * self._config.heartbeat_timeout))
-        await self._first(self._another(""), limit, self._agent.over, self._wait_for_change())
+        await self._first(self._another(""), limit, self._agent.over, self._changed.wait())
         return limit.cancelled()
 
     async def _first(self, *waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None:
@@ -256,9 +256,6 @@ class Station:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
 
     # ---- coordinating ------------------------------------------------------------------------
 

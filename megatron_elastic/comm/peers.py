@@ -78,10 +78,6 @@ class Peers:
         """The dead that this epoch depends on, ascending."""
         return tuple(sorted(self._dead & self._watched)) if self._dead else ()
 
-    def is_dead(self, peer: int) -> bool:
-        """Whether the peer has ended, or its link is broken."""
-        return peer in self._dead
-
     def died(self, peer: int) -> None:
         """A peer has ended, or its link broke."""
         if peer not in self.lost:

@@ -60,10 +60,9 @@ def tell_members(turn: Turn, node: int) -> None:
 
 def seated(turn: Turn, event: Seated) -> None:
     """A node is a member of the embedded store."""
-    if event.node not in turn.job.nodes:
-        return
-    if set(event.members) != set(turn.job.members):
-        turn.say(f"node {turn.job.nodes[event.node].node_rank} has a lost member's seat in the store")
+    node = turn.job.nodes.get(event.node)
+    if node is not None and set(event.members) != set(turn.job.members):
+        turn.say(f"node {node.node_rank} has a lost member's seat in the store")
     turn.set(members=event.members)
     turn.tell(event.node, Seat(addresses=list(event.members)))
 
