@@ -148,7 +148,7 @@ class Transport:
         """Let peers of other hosts reach this rank, and this rank them. Idempotent."""
         with self._lock:
             if self._links is None:
-                self._links = Links(self.rank, self._broke, self._refused, _memory() // _UNPROVED)
+                self._links = Links(self.rank, self._peers.died, self._refused, _memory() // _UNPROVED)
                 self._events.register(self._links.fd, select.EPOLLIN)
                 if self._key:
                     self._links.seal = Seal(self.rank, self._key)
@@ -391,9 +391,6 @@ class Transport:
                 self._peers.look()
             else:
                 self._peers.see(events)
-
-    def _broke(self, peer: int) -> None:
-        self._peers.died(peer)
 
     # ---- progress ---------------------------------------------------------------------------
 

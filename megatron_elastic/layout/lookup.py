@@ -134,14 +134,14 @@ class Lookup:
         return (*map(tuple, others), (*also, *last))
 
 
-def runs(units: Iterable[int]) -> list[list[int]]:
-    """Ascending units as runs of those that follow one another."""
+def runs(ascending: Iterable[int]) -> list[list[int]]:
+    """Ascending units or ranks as runs of those that follow one another."""
     found: list[list[int]] = []
-    for unit in units:
-        if found and unit == found[-1][-1] + 1:
-            found[-1].append(unit)
+    for each in ascending:
+        if found and each == found[-1][-1] + 1:
+            found[-1].append(each)
         else:
-            found.append([unit])
+            found.append([each])
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.errors import LayoutError
+from megatron_elastic.layout.lookup import runs
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.stage import Stage
 from megatron_elastic.layout.tables import Tables
@@ -111,10 +112,4 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
 
 def _spans(ranks: Sequence[int]) -> str:
     """``0-3,6`` for (0, 1, 2, 3, 6); a dash for nothing."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "-"
+    return ",".join(str(of[0]) if len(of) == 1 else f"{of[0]}-{of[-1]}" for of in runs(ranks)) or "-"
