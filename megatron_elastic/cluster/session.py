@@ -17,8 +17,6 @@ from megatron_elastic.cluster.wire import Unsendable
 KEPT = 256 << 20
 """Bytes that are kept at most while the other end does not say that it has them."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 class Letter(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """A message on its way."""
@@ -42,7 +40,10 @@ class Session:
 
     def send(self, message: msgspec.Struct) -> Unsendable | None:
         """Send a message now, or when there is a connection again. Returns why it cannot be sent at all."""
-        payload = _encoder.encode(message)
+        try:
+            payload = wire.pack(message)
+        except Unsendable as error:
+            return error
         if len(payload) > wire.FRAME_LIMIT - 64:
             return Unsendable(f"a {type(message).__name__} of {len(payload)} bytes is longer than a message may be")
         if self._bytes + len(payload) > KEPT:
@@ -56,7 +57,7 @@ class Session:
 
     def beat(self, message: msgspec.Struct) -> None:
         """Send what need not come, over the present connection."""
-        self._transmit(0, _encoder.encode(message))
+        self._transmit(0, wire.pack(message))
 
     def take(self, letter: Letter) -> bytes | None:
         """The message of a letter; None if it has been here before. Raises WireError if one before it is missing."""

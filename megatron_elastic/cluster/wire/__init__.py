@@ -9,6 +9,7 @@ from megatron_elastic.cluster.wire.framing import (
     decode,
     encode,
     frame,
+    pack,
     read_frame,
     receive_frame,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "decode",
     "encode",
     "frame",
+    "pack",
     "read_frame",
     "receive_frame",
     "tune",

@@ -40,12 +40,15 @@ def frame(payload: bytes, what: str = "payload", limit: int = FRAME_LIMIT) -> by
 
 def encode(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
     """Return ``message`` as one frame. Raises Unsendable with its type, size and limit."""
-    name = type(message).__name__
+    return frame(pack(message), type(message).__name__, limit)
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    """Return ``message`` as the payload of a frame. Raises Unsendable with its type if MessagePack cannot hold it."""
     try:
-        payload = _encoder.encode(message)
+        return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:  # for instance text that is no Unicode
-        raise Unsendable(f"a {name} cannot be encoded: {error}") from None
-    return frame(payload, name, limit)
+        raise Unsendable(f"a {type(message).__name__} cannot be encoded: {error}") from None
 
 
 def decode(payload: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
