@@ -9,6 +9,7 @@ import pytest
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Enter,
+    Failed,
     Fence,
     Finished,
     FromRank,
@@ -26,7 +27,7 @@ from megatron_elastic.cluster.messages import (
     Switched,
 )
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import (
     Begun,
     Event,
@@ -132,6 +133,16 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
     assert play.job.outcome is None, "who has entered has not finished"
     play.say(finished(play, 2))
     assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+def test_a_newcomer_that_raises_is_killed_and_recorded_once(play: Play) -> None:
+    """Its program tells before it closes its connection, and its process, if it lives so long, as it ends."""
+    kinds = []
+    for traceback in ("it raised", "it raised, and more about it"):
+        play.say(Failed(rank=2, traceback=traceback))
+        kinds += [effect.kind for effect in play.effects if isinstance(effect, WriteEvent)]
+        assert play.job.outcome is None
+    assert kinds == ["error", "fenced"]
 
 
 def test_who_cannot_reach_a_newcomer_is_interrupted_when_that_is_dead(play: Play) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import VoteResult
-from megatron_elastic.cluster.protocol.decision import decide
+from megatron_elastic.cluster.protocol.decision import decide, working
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.cluster.standing import Standing
 
@@ -39,7 +39,7 @@ def test_who_is_interrupted_with_weights_on_their_way_reports_it() -> None:
         (at_step(4), False),
         (standing.distributing(at_step(4)), True),
         (standing.distributed(standing.distributing(at_step(4))), False),
-        (standing.edited(at_step(4), 5, member=True, gather=True), True),
+        (standing.edited(at_step(4), 5, 4, member=True, gather=True), True),
     ):
         assert standing.report(now, 7, [(0, 1, 0)], {}, 0.0).stale == stale
 
@@ -55,31 +55,39 @@ def test_a_report_says_all_of_it() -> None:
 def test_only_a_newer_plan_counts_as_known() -> None:
     now = standing.told(at_step(4, epoch=3), 4)
     assert standing.informed(now)
-    assert not standing.informed(standing.edited(now, 4, member=True, gather=False))
+    assert not standing.informed(standing.edited(now, 4, 4, member=True, gather=False))
     assert not standing.informed(standing.told(at_step(4, epoch=5), 4)), "a fault has overtaken it"
 
 
 def test_a_spare_does_not_remember_that_weights_are_stale() -> None:
     """Where it enters later nobody else would distribute any, and it would wait for itself."""
-    spare = standing.edited(standing.distributing(at_step(4)), 5, member=False, gather=True)
+    spare = standing.edited(standing.distributing(at_step(4)), 5, 4, member=False, gather=True)
     spare = standing.forward(spare, vote(4))
     assert (spare.step, spare.vote, spare.stale) == (5, None, False)
-    back_in = standing.enter(standing.edited(spare, 6, member=True, gather=False), 9)
+    back_in = standing.enter(standing.edited(spare, 6, 9, member=True, gather=False), 9)
     assert (back_in.step, back_in.stale, back_in.gathering) == (9, False, False)
 
 
+def test_who_becomes_a_member_tells_of_no_older_step_even_if_that_layout_is_replaced_at_once() -> None:
+    """Newcomers stand at the first step of the job, spares at that in which they became one."""
+    spare = at_step(4, member=False)
+    assert standing.edited(spare, 5, 9, member=True, gather=True).step == 9
+    assert standing.edited(spare, 5, 9, member=False, gather=True).step == 4
+
+
 def test_steps_that_are_done_again_have_no_votes() -> None:
-    ahead = standing.edited(at_step(9), 5, member=True, gather=False)
+    ahead = standing.edited(at_step(9), 5, 9, member=True, gather=False)
     assert standing.back(ahead, 9).last == vote(8)
     assert standing.back(ahead, 8).last is None
-    assert standing.reload(ahead, 3) == standing.back(standing.edited(ahead, 5, member=True, gather=True), 3)
+    assert standing.reload(ahead, 3) == standing.back(standing.edited(ahead, 5, 3, member=True, gather=True), 3)
 
 
 @given(st.integers(1, 20), st.booleans(), st.booleans(), st.booleans())
 def test_nothing_of_a_layout_outlives_it(step: int, was_member: bool, member: bool, gather: bool) -> None:
     before = standing.told(standing.voted(at_step(step, member=was_member), vote(step), agreed=True), 4)
-    after = standing.edited(standing.distributing(standing.built(before)), 5, member, gather)
-    assert after == standing.edited(standing.voted(at_step(step), vote(step), agreed=False), 5, member, gather)
+    after = standing.edited(standing.distributing(standing.built(before)), 5, step, member, gather)
+    same = at_step(step, member=was_member)
+    assert after == standing.edited(standing.voted(same, vote(step), agreed=False), 5, step, member, gather)
 
 
 class ModelJob:
@@ -93,6 +101,8 @@ class ModelJob:
         self.epoch = 0
         self.ranks = {rank: standing.built(Standing(rank=rank, step=1, epoch=0, member=True)) for rank in range(ranks)}
         self.layout = set(self.ranks)
+        self.since = dict.fromkeys(self.ranks, 0)
+        """Epoch of the first of the layouts that each member has been in without a gap."""
         self.weights: dict[int, int | None] = dict.fromkeys(self.ranks)
         self.following: set[int] = set()
         """Members that compute nothing before their first weights have come."""
@@ -153,37 +163,47 @@ class ModelJob:
                 now = standing.distributed(now)
             else:
                 self.following.add(rank)
-            self.ranks[rank] = standing.enter(standing.edited(now, self.epoch, member=True, gather=False), step)
+            self.ranks[rank] = standing.enter(standing.edited(now, self.epoch, step, member=True, gather=False), step)
         self.layout = set(self.ranks)
+        self.use()
+
+    def use(self) -> None:
+        self.since = {rank: self.since.get(rank, self.epoch) for rank in self.layout}
 
     def recover(self) -> None:
         """Everybody is interrupted, reports, and gets a decision; perhaps again before all have made it true."""
         decision = Decided("back", self.step, None)
-        before = self.step
+        before, gather = self.step, False
         while True:
             self.epoch += 1
             reports = {rank: standing.report(now, self.epoch, [], {}, 0.0) for rank, now in self.ranks.items()}
-            working = [reports[rank] for rank in sorted(self.layout) if reports[rank].member]
-            told = [each for report in working for each in (report.vote, report.last) if each is not None]
+            at_work = working(self.since, reports.values())
+            told = [each for report in at_work for each in (report.vote, report.last) if each is not None]
             self.votes |= {each.step: each for each in told}
             if decision.decision != "reload":
-                decision = decide(working, self.votes)
+                decision = decide(at_work, self.votes)
                 skipped = decision.step > before and before not in self.votes
                 assert decision.step >= before and not skipped, "a step is skipped, or a committed one done again"
                 before = decision.step
                 if self.random.random() < 0.1:
                     decision = Decided("reload", self.random.randint(1, decision.step), None)
                     self.votes = {step: each for step, each in self.votes.items() if step < decision.step}
-            gather = any(report.stale for report in working)
+            gather = gather or any(report.stale for report in at_work)
             for rank in self.random.sample(sorted(self.layout), self.random.randint(0, len(self.layout) - 1)):
-                if self.random.random() < 0.5:
+                if self.random.random() < 0.5 and (self.layout - {rank}).intersection(each.rank for each in at_work):
                     self.layout.discard(rank)
+            spares = sorted(set(self.ranks) - self.layout)
+            if self.random.random() < 0.1 and spares:
+                self.layout.add(self.random.choice(spares))
+                gather = True  # it has no weights
+            self.use()
             self.following &= self.layout
             self.entered.clear()
             for rank in self.random.sample(sorted(self.ranks), len(self.ranks)):
                 if self.random.random() < 0.05:
                     break  # the next fault, before this rank has heard of it
-                self.ranks[rank] = standing.edited(self.ranks[rank], self.epoch, rank in self.layout, gather)
+                now, member = self.ranks[rank], rank in self.layout
+                self.ranks[rank] = standing.edited(now, self.epoch, decision.step, member, gather)
                 if self.random.random() < 0.05:
                     break  # the next fault, before its state is what was decided
                 self.adopt(rank, decision)

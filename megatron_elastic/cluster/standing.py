@@ -100,13 +100,17 @@ def report(
     )  # fmt: skip
 
 
-def edited(standing: Standing, epoch: int, member: bool, gather: bool) -> Standing:
+def edited(standing: Standing, epoch: int, step: int, member: bool, gather: bool) -> Standing:
     """A new layout is the present one.
 
+    ``step``: the one that was decided about; a member is in it from now on. If this layout is replaced before more of
+    it is true, the report must not tell of an older step: others have done some since, if this rank was no member.
     ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
     for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
     remembers must not count: it would wait for others who do not know.
     """
+    if member and standing.step != step:
+        standing = replace(standing, step=step, vote=None)
     return replace(
         standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False
     )
@@ -131,8 +135,5 @@ def reload(standing: Standing, step: int) -> Standing:
 
 
 def enter(standing: Standing, step: int) -> Standing:
-    """It takes part from ``step`` on; or goes on with it, if it was a member before.
-
-    No interruption comes between ``edited`` and this: a member's report of an older step would contradict the others.
-    """
+    """It takes part from ``step`` on; or goes on with it, if it was a member before."""
     return back(standing, step)

@@ -100,9 +100,20 @@ def stale_outlives_its_layout() -> list[Patch]:
     """A spare remembers that its weights were stale, and waits for itself when it enters."""
     real = standing.edited
 
-    def edited(now: standing.Standing, epoch: int, member: bool, gather: bool) -> standing.Standing:
-        after = real(now, epoch, member, gather)
+    def edited(now: standing.Standing, epoch: int, step: int, member: bool, gather: bool) -> standing.Standing:
+        after = real(now, epoch, step, member, gather)
         return replace(after, stale=after.stale or now.stale or now.gathering)
+
+    return [patch.object(standing, "edited", edited)]
+
+
+@_mutant
+def who_becomes_a_member_tells_of_an_old_step() -> list[Patch]:
+    """Until its state is what was decided, its step is not either."""
+    real = standing.edited
+
+    def edited(now: standing.Standing, epoch: int, step: int, member: bool, gather: bool) -> standing.Standing:
+        return real(now, epoch, now.step, member, gather)
 
     return [patch.object(standing, "edited", edited)]
 
@@ -163,15 +174,15 @@ def weights_are_not_sent_again() -> list[Patch]:
 def a_spares_old_state_counts() -> list[Patch]:
     """What a spare holds counts although steps were voted without it."""
 
-    def with_state(turn: Turn, decided: Any) -> Any:
+    def with_state(turn: Turn, decided: Any, at_work: Any) -> Any:
         now = turn.job.recovery
         assert now is not None
         return decided, {rank: report.held for rank, report in now.reports.items()}
 
     real = recovery._with_state
 
-    def choose(turn: Turn, decided: Any) -> Any:
-        return (real if turn.job.settings.replay == "state" else with_state)(turn, decided)
+    def choose(turn: Turn, decided: Any, at_work: Any) -> Any:
+        return (real if turn.job.settings.replay == "state" else with_state)(turn, decided, at_work)
 
     return [patch.object(recovery, "_with_state", choose)]
 

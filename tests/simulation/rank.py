@@ -674,7 +674,7 @@ class Rank:
             own = message if message.epoch == decision.epoch else own
         member = self.rank in layout.places
         self.layout, self.tenure = layout, False
-        self.standing = standing.edited(self.standing, layout.epoch, member, gather)
+        self.standing = standing.edited(self.standing, layout.epoch, decision.step, member, gather)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
         self.save_first = decision.saved + 1
         if self.store is None:
@@ -836,8 +836,8 @@ class Rank:
         at = wanted[index][1]
         state = self.store.live.get(at)
         if state is None:
-            if self.want == ():
-                return  # it has found damage, and dropped what is damaged; an interrupt follows
+            if self.want == () or self.acknowledged > epoch:
+                return  # it has found damage, and dropped what is damaged; an interrupt follows, or has come
             raise Violation("invented", f"rank {self.rank} is asked for slice {at}, which it has not")
         self.world.after(self.world.copy_delay(), dst._got, wanted, index, epoch, token, state.step, state.bad)
 

@@ -134,7 +134,7 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     own = trainer.control.moves(decision.epoch)
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
-    trainer.standing = standing.edited(trainer.standing, layout.epoch, member, gather)
+    trainer.standing = standing.edited(trainer.standing, layout.epoch, decision.step, member, gather)
     # Who died before it was let in is lost to this rank, but never was in a layout.
     trainer.transport.advance(layout.epoch, {*layout.lost, *trainer.control.interrupt.lost})
     trainer.saving.abandon(decision.saved)

@@ -20,8 +20,9 @@ def use(turn: Turn, layout: Layout) -> None:
     unfinished: Map[int, None] = Map({
         rank: None for rank in layout.ranks if rank not in job.finished
     }) if job.finished else Map()
+    since: Map[int, int] = Map({rank: job.since.get(rank, layout.epoch) for rank in layout.ranks})
     turn.set(
-        layout=layout, epoch=layout.epoch, unsettled=unsettled, unfinished=unfinished,
+        layout=layout, since=since, epoch=layout.epoch, unsettled=unsettled, unfinished=unfinished,
         arrangement=replace(job.arrangement, samples=Map()),
     )  # fmt: skip
     turn.do(WriteLayout(layout))

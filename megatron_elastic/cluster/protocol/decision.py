@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from megatron_elastic.cluster.messages import Part, Report, VoteResult
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout
+
+
+def working(since: Mapping[int, int], reports: Iterable[Report]) -> list[Report]:
+    """Of the reports, those of ranks that have a part in the step in progress.
+
+    ``since``: rank of the interrupted layout -> epoch of the first of the layouts that it has been in without a gap.
+    Who has not made one of those true may not know that it is in, and tells of what it was before; and who has switched
+    already to one that leaves it out is out.
+    """
+    return sorted(
+        (each for each in reports if each.rank in since and each.member and each.layout >= since[each.rank]),
+        key=lambda report: report.rank,
+    )
 
 
 def decide(reports: Collection[Report], votes: Mapping[int, VoteResult]) -> Decided:

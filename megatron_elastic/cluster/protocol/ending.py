@@ -15,9 +15,12 @@ from megatron_elastic.observe.records import RecordsError
 
 
 def failed(turn: Turn, message: Failed) -> None:
-    """The program raised on a rank."""
+    """The program raised on a rank; who raises tells before its line to its agent closes, and again as it ends."""
+    rank = turn.job.ranks[message.rank]
+    if rank.fenced == "failed":
+        return
     turn.record("error", rank=message.rank, traceback=message.traceback)
-    if turn.job.ranks[message.rank].standby:
+    if rank.standby:
         suspicion.fence(turn, message.rank, "failed", "the program raised before this rank had joined; see its log")
         return
     text = message.traceback.rstrip()

@@ -247,6 +247,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 said; all others must agree with it."""
     layout: Layout | None = None
     """The newest one that is in force; None until all ranks came up."""
+    since: Map[int, int] = Map()
+    """Ranks of the layout, each with the epoch of the first of the layouts that it has been in without a gap."""
     epoch: int = 0
     """The one that was begun last; the layout's, or that of a recovery which has none yet."""
     newest_epoch: int = 0

@@ -25,7 +25,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
-from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move
+from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
 from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery
 from megatron_elastic.cluster.protocol.moves import send_moves
@@ -138,13 +138,12 @@ def _decide(turn: Turn) -> None:
     job, recovery = turn.job, turn.job.recovery
     assert job.layout is not None and recovery is not None
     old = job.layout
-    # Who has just been let in may not know it yet, and has no part in the step.
-    working = [report for rank in old.ranks if (report := recovery.reports.get(rank)) is not None and report.member]
-    if not working:
+    at_work = working(job.since, recovery.reports.values())
+    if not at_work:
         turn.end(False, "every rank of the layout is dead; restart the job from its newest checkpoint")
         return
     try:
-        decided, held, layout = _plan(turn, old, working)
+        decided, held, layout = _plan(turn, old, at_work)
     except NoLayout as error:
         turn.end(False, f"training cannot go on: {error}")
         return
@@ -152,10 +151,10 @@ def _decide(turn: Turn) -> None:
         turn.end(False, f"the reports of epoch {job.epoch} contradict each other: {error}")
         return
     # Who has switched already may have dropped units that it is to have again.
-    ahead = any(report.layout > old.epoch for report in working)
+    ahead = any(report.layout > old.epoch for report in at_work)
     recovery = turn.job.recovery
     assert recovery is not None
-    gather = (recovery.gather or turn.job.trust.healing or ahead or any(report.stale for report in working)
+    gather = (recovery.gather or turn.job.trust.healing or ahead or any(report.stale for report in at_work)
               or units_move(old, layout))
     turn.cancel_timer("report")
     turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
@@ -190,11 +189,11 @@ def _kept(job: Job, held: Mapping[int, Collection[Part]]) -> dict[int, list[Part
 
 
 def _plan(
-    turn: Turn, old: Layout, working: Collection[Report]
+    turn: Turn, old: Layout, at_work: Collection[Report]
 ) -> tuple[Decided, Mapping[int, Collection[Part]], Layout]:
     """How to go on, what each rank holds then, and the layout. Raises NoLayout, and ValueError for odd reports."""
     job = turn.job
-    decided, held = _with_state(turn, _first_choice(job, working))
+    decided, held = _with_state(turn, _first_choice(job, at_work), at_work)
     known = {*old.ranks, *old.spares, *old.lost}
     lost = [rank for rank in job.lost if rank in known]
     if decided.decision != "reload":
@@ -207,15 +206,17 @@ def _plan(
     return decided, held, lose(old, lost, readable(old), job.epoch)
 
 
-def _first_choice(job: Job, working: Collection[Report]) -> Decided:
+def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
     assert job.recovery is not None and job.ledger is not None
     begun = job.recovery.decided
     if begun is not None and begun.decision == "reload" and job.recovery.back_at is None:
         return begun  # some have gone back to the checkpoint and some have not
-    return decide(working, job.ledger.votes)
+    return decide(at_work, job.ledger.votes)
 
 
-def _with_state(turn: Turn, decided: Decided) -> tuple[Decided, Mapping[int, Collection[Part]]]:
+def _with_state(
+    turn: Turn, decided: Decided, at_work: Collection[Report]
+) -> tuple[Decided, Mapping[int, Collection[Part]]]:
     """A decision that the state which is left allows, if there is one, and what each rank holds then."""
     job, recovery = turn.job, turn.job.recovery
     assert job.layout is not None and recovery is not None
@@ -228,10 +229,11 @@ def _with_state(turn: Turn, decided: Decided) -> tuple[Decided, Mapping[int, Col
             ledger.rewind(turn, steps)
             turn.set(recovery=replace(recovery, gather=True))
         return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
-    # A spare follows the job no more: what it holds is outdated once a step was voted without it.
+    # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them.
     done = decided.step if decided.decision == "forward" else decided.step - 1
+    current = {report.rank for report in at_work}
     return decided, {rank: damage.sound(job.trust, rank, report.held)
-                     if rank in job.layout.ranks or report.step > done else []
+                     if rank in current or report.step > done else []
                      for rank, report in recovery.reports.items()}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Fence
@@ -104,7 +105,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     turn.cancel_timer("gather")
     missing = [rank for rank in (*layout.ranks, *layout.spares) if rank not in known.running]
     turn.set(
-        gathering=None, layout=layout, hosts=len(layout.hosts),
+        gathering=None, layout=layout, since=Map(dict.fromkeys(layout.ranks, 0)), hosts=len(layout.hosts),
         ranks=job.ranks.update(_ranks(turn, known, layout)),
         ledger=Ledger(written=max(known.written, job.first.start_step), total=job.first.train_iters,
                       previous_time=turn.now),
