@@ -8,6 +8,10 @@ import pytest
 
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    Back,
+    Committed,
+    Damage,
+    Damaged,
     Enter,
     Failed,
     Fence,
@@ -18,13 +22,16 @@ from megatron_elastic.cluster.messages import (
     Invite,
     Message,
     Plan,
+    RankDying,
     RankExited,
     RankNews,
     Ready,
+    Report,
     Settled,
     SliceDigest,
     Suspect,
     Switched,
+    VoteResult,
 )
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent
@@ -133,6 +140,22 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
     assert play.job.outcome is None, "who has entered has not finished"
     play.say(finished(play, 2))
     assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+def test_nothing_is_planned_while_a_fault_ends_the_recovery_before(play: Play) -> None:
+    """Training goes on, and what ended the first rank is not known yet, so that its recovery is not over."""
+    play.news(RankDying(rank=0, time=1.0))
+    held = [(unit, k, 0) for unit in range(3) for k in range(2)]
+    play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=held, interrupted_at=1.0,
+                    stale=False, layout=0, versions={}))
+    assert set(play.sent(Back)) == {1}
+    vote = VoteResult(step=1, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+    play.say(Committed(rank=1, epoch=1, vote=vote, time=1.0, first=True), Settled(rank=1, epoch=1))
+    damage = Damage(rank=1, unit=0, slice=0, tp=0, what="weights")
+    play.say(Damaged(rank=1, epoch=1, step=2, found=[damage], verified=0))
+    assert set(play.sent(Interrupt)) == {1}
+    assert play.job.change is None
+    assert not play.sent(Invite)
 
 
 def test_a_newcomer_that_raises_is_killed_and_recorded_once(play: Play) -> None:

@@ -298,6 +298,7 @@ def _close_if_over(turn: Turn) -> None:
     recovery = turn.job.recovery
     if recovery is not None and recovery.back_at is not None and all(cause is not None for _, cause in recovery.causes):
         _close(turn)
+        change.consider(turn)
 
 
 def _close(turn: Turn) -> None:
@@ -310,7 +311,6 @@ def _close(turn: Turn) -> None:
     turn.say(f"recovered from {what} {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
              f"(step {fields['step']}, {fields['decision']}); {len(job.layout.ranks)} ranks train, "
              f"{len(job.layout.spares)} spare")
-    change.consider(turn)
 
 
 def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, object]:
