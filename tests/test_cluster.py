@@ -381,7 +381,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
         back(1, b""),
         Start(layout=b"l", addresses={0: b"a"}),
         Moves(epoch=1, moves=[], kept=[]),
-        Interrupt(epoch=2, lost=[1]),
+        Interrupt(epoch=2, layout=1, lost=[1]),
         Moves(epoch=2, moves=[move], kept=None),
         back(2, b"new"),
     )
@@ -389,7 +389,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     assert control.wait((Start,), timeout=10).addresses == {0: b"a"}
     with pytest.raises((Interrupted, JobStopped)):
         control.wait((), timeout=10)
-    assert control.interrupt.lost == {1}
+    assert (control.interrupt.lost, control.interrupt.layout) == ({1}, 1)
     assert control.wait((Back,), timeout=10).layout == b"new"
     assert control.moves(2) == Moves(epoch=2, moves=[move], kept=None)
     assert control.moves(2) == Moves(epoch=2, moves=[], kept=None)

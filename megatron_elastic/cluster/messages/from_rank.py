@@ -71,8 +71,10 @@ class Report(Message, frozen=True):
     """Result of the vote of ``step`` when the rank is past it."""
     last: VoteResult | None
     """Result of the vote of ``step - 1``, so that its record survives its reporter."""
-    held: list[Part]
-    """Every live state here, as before ``step``, or after it if applied."""
+    held: list[Part] | None
+    """Every live state here, as before ``step``, or after it if applied; None: just what the layout asks for here that
+    the interrupt names.
+    """
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
     stale: bool = False

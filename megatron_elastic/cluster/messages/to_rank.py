@@ -25,6 +25,8 @@ class Interrupt(Message, frozen=True):
     """Stop what you are doing and send a ``Report`` for this epoch."""
 
     epoch: int
+    layout: int
+    """Epoch of the newest layout in force. Who has that one and holds just what it asks for need not list it."""
     lost: list[int]
     """Ranks known to be dead, all of them since the job began."""
 

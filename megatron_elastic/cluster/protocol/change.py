@@ -168,7 +168,7 @@ def settled(turn: Turn, message: Settled) -> None:
     """All that the layout asks for is live at a rank; or a spare has nothing any more that others need."""
     job, rank = turn.job, message.rank
     assert job.layout is not None
-    if rank in job.unsettled or rank in job.layout.ranks:
+    if rank in job.unsettled or rank in job.layout.places:
         # The word that they have switched may come later than this one, from another node.
         unsettled: Map[int, None] = job.unsettled
         if message.epoch >= job.layout.epoch and rank in unsettled:
