@@ -379,7 +379,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     move = Transfer(1, 2, 0, 3, 4, "replica")
     agent = Agent(
         back(1, b""),
-        Start(layout=b"l", addresses={0: b"a"}),
+        Start(addresses={0: b"a"}),
         Moves(epoch=1, moves=[], kept=[]),
         Interrupt(epoch=2, layout=1, lost=[1]),
         Moves(epoch=2, moves=[move], kept=None),

@@ -19,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     FromAgent,
     FromRank,
     Hello,
+    Invite,
     Plan,
     Recall,
     Relay,
@@ -27,6 +28,7 @@ from megatron_elastic.cluster.messages import (
     Start,
     ToRank,
 )
+from megatron_elastic.layout import changed, decode, encode
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
@@ -44,7 +46,7 @@ class Post:
 
     def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object]) -> None:
         self.layout = b""
-        """The newest that was sent to the ranks of this node."""
+        """The newest that was sent to the ranks of this node; what they have proposed if none was."""
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
         self._deliver = deliver
@@ -56,6 +58,9 @@ class Post:
     def heard(self, rank: int, message: FromRank) -> None:
         """A rank says something to the coordinator."""
         if isinstance(message, Hello):
+            self.layout = self.layout or message.layout
+            if rank != 0:
+                message = replace(message, layout=b"")
             first = next(iter(self._hellos.values()), message)
             self._hellos[rank] = message
             if first is not message and message.likeness == first.likeness:
@@ -80,11 +85,15 @@ class Post:
         """Pass a message on to ranks."""
         payload = bytes(message.message)
         content = _decoder.decode(payload)
-        if isinstance(content, Start | Plan | Decision):
-            self.layout = content.layout
         if isinstance(content, Start):
             near = {rank: hello.address for rank, hello in self._hellos.items()}
             payload = msgspec.msgpack.encode(replace(content, addresses=near))
+        if message.differs:
+            assert isinstance(content, Invite | Plan | Decision), type(content)
+            content = replace(content, layout=restored(self.layout, content.layout))
+            payload = msgspec.msgpack.encode(content)
+        if isinstance(content, Plan | Decision):
+            self.layout = content.layout
         frame = wire.frame(payload)
         for rank in message.ranks:
             self._deliver(rank, frame)
@@ -99,3 +108,8 @@ class Post:
         """Steps up to this one are on record."""
         while self.committed and self.committed[0].vote.step <= step:
             self.committed.popleft()
+
+
+def restored(base: bytes, told: bytes) -> bytes:
+    """The encoded layout that was told as the difference from ``base``."""
+    return encode(changed(decode(base), told))

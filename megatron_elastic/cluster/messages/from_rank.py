@@ -12,8 +12,8 @@ from megatron_elastic.plan import Sample
 class Hello(Message, frozen=True):
     """First message of a rank: who it is, where its links start, and the layout it derives from its flags.
 
-    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: ``layout`` is empty but
-    on rank 0, and an agent empties ``flags`` where ``likeness`` is that of its first rank.
+    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: an agent empties
+    ``layout`` but on rank 0, and ``flags`` where ``likeness`` is that of its first rank.
     """
 
     rank: int
@@ -21,7 +21,7 @@ class Hello(Message, frozen=True):
     host: str
     address: bytes
     layout: bytes
-    """The encoded layout that all ranks must propose; may be empty but on rank 0."""
+    """The encoded layout that all ranks must propose."""
     start_step: int
     """Steps already done before this job (from a checkpoint); all ranks must agree."""
     train_iters: int

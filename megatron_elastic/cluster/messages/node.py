@@ -114,6 +114,10 @@ class Relay(Message, frozen=True):
 
     ranks: list[int]
     message: msgspec.Raw
+    differs: bool = False
+    """Whether its layout is told as the difference (``layout.difference``) from the one that was sent here last; from
+    the one that the ranks have proposed if none was.
+    """
 
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed

@@ -7,9 +7,8 @@ from megatron_elastic.layout import Transfer, UnitShape
 
 
 class Start(Message, frozen=True):
-    """All ranks said hello: connect and train under this layout."""
+    """All ranks said hello: connect and train under the layout that all of them have proposed."""
 
-    layout: bytes
     addresses: dict[int, bytes]
     """Of the ranks of the same node, which the agent fills in; a rank asks ``Where`` others are when it needs them."""
 
