@@ -6,7 +6,7 @@ training. Then the coordinator's function alone, with more ranks (``--pure``).
 
 Phases: ``start`` (from the first connection until all ranks train and all is settled), ``rank_lost`` and ``node_lost``
 (until a step commits again), ``..._even`` (until the layout is as good as it can be), ``node_joins`` (until it has its
-even part), ``steps`` (100 of them), ``idle`` (a second of heartbeats).
+even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ LIMIT = 300.0
 _LOOK = 0.01
 """Seconds between two looks at how far a phase is."""
 STEPS = 100
+IDLE = 5.0
+"""Seconds in which each end of a connection sends two heartbeats."""
 
 
 class Bench:
@@ -70,7 +72,7 @@ class Bench:
             for _ in range(STEPS):
                 self._commit(None)
         with self._phase("idle"):
-            time.sleep(1.0)
+            time.sleep(IDLE)
         return {"ranks": self.size, "nodes": self._nodes, **self.phases}
 
     def close(self) -> None:

@@ -17,6 +17,11 @@ from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
 
 HOST = "127.0.0.1"
+_CONFIG = ElasticConfig(
+    elastic=True, start_timeout=SETTINGS.start_timeout, suspect_timeout=SETTINGS.suspect_timeout,
+    heartbeat_timeout=SETTINGS.heartbeat_timeout, report_timeout=SETTINGS.report_timeout,
+    wait_timeout=SETTINGS.wait_timeout,
+)  # fmt: skip
 
 
 async def begin(run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> Coordinating:
@@ -31,8 +36,7 @@ class Coordinating:
         self._screen = Screen()
         self._records = Recorder(run_dir, self._screen.say)
         self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._say)
-        self._server = Server(self.coordinator, ElasticConfig(elastic=True, start_timeout=SETTINGS.start_timeout),
-                              credentials, self._say)
+        self._server = Server(self.coordinator, _CONFIG, credentials, self._say)
         self._port = self._server.listen(HOST, 0, nodes)
         self.coordinator.post(Begun(now=time.time(), torch_port=1))
         self._said: list[str] = []

@@ -42,7 +42,6 @@ class Node:
         self.running: set[int] = set()
         self._ranks = ranks
         self._world_size = world_size
-        self._tell = tell
         self._post = Post(self._deliver, tell)
         self._frame = b""
         self._message: ToRank | None = None
@@ -74,9 +73,12 @@ class Node:
         """A rank is killed."""
         self.running.remove(rank)
         self._ranks.end([rank])
-        self._tell(RankDying(rank=rank, time=time.time()))
-        self._tell(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
-        self._post.gone(rank)
+        self._post.news(RankDying(rank=rank, time=time.time()))
+        self._post.news(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
+
+    def flush(self) -> bool:
+        """Tell what waits for others that say the same; returns whether anything did."""
+        return self._post.flush()
 
     def vanish(self) -> None:
         """The node is lost."""

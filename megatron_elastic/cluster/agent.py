@@ -130,7 +130,6 @@ class Agent:
         self.job = job
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         """How the job ended for this node, when the coordinator has said so."""
-        self._tell = tell
         self._lines = Lines(self._heard, self._closed)
         self._post = Post(self._lines.send, tell)
         self._deathwatch = Deathwatch(job.ranks_per_node)
@@ -233,7 +232,7 @@ class Agent:
 
     def _closed(self, rank: int) -> None:
         if rank in self._running and not self.over.done():
-            self._tell(RankClosed(rank=rank, time=time.time()))
+            self._post.news(RankClosed(rank=rank, time=time.time()))
 
     def _start(self, ranks: Mapping[int, int], torch_port: int) -> None:
         for local_rank, rank in ranks.items():
@@ -317,9 +316,9 @@ class Agent:
                     self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
                 case Stopped():
                     how = signal.Signals(answer.signal).name
-                    self._tell(RankStopped(rank=answer.rank, how=how, time=answer.time))
+                    self._post.news(RankStopped(rank=answer.rank, how=how, time=answer.time))
                 case Continued():
-                    self._tell(RankResumed(rank=answer.rank, time=answer.time))
+                    self._post.news(RankResumed(rank=answer.rank, time=answer.time))
         for rank in list(self._running):  # the zygote died; its ranks die with it
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
 
@@ -335,17 +334,17 @@ class Agent:
     def _dying(self, news: RankDying) -> None:
         if news.rank in self._running:
             self._lines.drain(news.rank)
-            self._tell(news)
+            self._post.news(news)
 
     def _look_for_standstills(self) -> None:
         for rank, pid in self._pids.items():
             how = standstill(pid)
             if how is not None and rank not in self._still:
                 self._still.add(rank)
-                self._tell(RankStopped(rank=rank, how=how, time=time.time()))
+                self._post.news(RankStopped(rank=rank, how=how, time=time.time()))
             elif how is None and rank in self._still:
                 self._still.remove(rank)
-                self._tell(RankResumed(rank=rank, time=time.time()))
+                self._post.news(RankResumed(rank=rank, time=time.time()))
         self._look = asyncio.get_running_loop().call_later(self.job.look_every, self._look_for_standstills)
 
     def _ended(self, exit_: RankExited) -> None:
@@ -355,5 +354,4 @@ class Agent:
         if not self._running:
             self._idle.set()
         self._lines.forget(exit_.rank)
-        self._tell(exit_)
-        self._post.gone(exit_.rank)
+        self._post.news(exit_)

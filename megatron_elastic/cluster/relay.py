@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.chorus import Chorus
 from megatron_elastic.cluster.messages import (
     Committed,
     Decision,
@@ -21,6 +22,9 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Invite,
     Plan,
+    RankDying,
+    RankExited,
+    RankNews,
     Recall,
     Relay,
     Running,
@@ -52,6 +56,7 @@ class Post:
         self._deliver = deliver
         self._tell = tell
         self._hellos: dict[int, Hello] = {}
+        self._chorus = Chorus(tell)
 
     # ---- from ranks ------------------------------------------------------------------------
 
@@ -69,15 +74,22 @@ class Post:
             self.committed.append(message)
             if not message.first:
                 return
-        self._tell(Said(message=message))
+        self._chorus.say(message, len(self._hellos))
+
+    def news(self, news: RankNews) -> None:
+        """Something has happened to a rank's process. What ranks have said before is told first."""
+        self._chorus.flush()
+        if isinstance(news, RankDying | RankExited):
+            self._hellos.pop(news.rank, None)
+        self._tell(news)
+
+    def flush(self) -> bool:
+        """Tell what waits for others that say the same; returns whether anything did."""
+        return self._chorus.flush()
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a new coordinator has to know them."""
         return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
-
-    def gone(self, rank: int) -> None:
-        """A rank's process has ended."""
-        self._hellos.pop(rank, None)
 
     # ---- from the coordinator ----------------------------------------------------------------
 

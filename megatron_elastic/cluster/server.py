@@ -116,7 +116,7 @@ def hear(coordinator: Coordinator, node: int, message: FromOutside) -> None:
         case Heartbeat():
             pass
         case Said():
-            coordinator.post(RankSaid(now=time.time(), node=node, message=message.message))
+            coordinator.post(RankSaid(now=time.time(), node=node, message=message.message, also=tuple(message.also)))
         case AgentHello() | Scale():
             raise WireError(f"an agent sent an unexpected {type(message).__name__}")
         case _:

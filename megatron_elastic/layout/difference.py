@@ -1,4 +1,4 @@
-"""Difference: a layout told by another one that the receiver has. A loss changes little, whatever the number of ranks."""
+"""Difference: a layout told by another one that the receiver has. A loss changes little, whatever the size of a job."""
 
 from __future__ import annotations
 

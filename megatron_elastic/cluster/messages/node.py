@@ -40,6 +40,8 @@ class Said(Message, frozen=True):
     """What a rank said."""
 
     message: FromRank
+    also: list[int] = msgspec.field(default_factory=list)
+    """Other ranks of the node that have said the same, each of itself."""
 
 
 class RankDying(Message, frozen=True):

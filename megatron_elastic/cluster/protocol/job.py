@@ -6,12 +6,26 @@ costs what it touches, whatever the number of ranks. A map to None is a set.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 from immutables import Map
 
 from megatron_elastic.cluster.messages import Finished, Hello, Part, Report, VoteResult
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def without(table: Map[K, V], keys: Iterable[K]) -> Map[K, V]:
+    """A map without some keys, whether they were there or not."""
+    left = table.mutate()
+    for key in keys:
+        left.pop(key, None)
+    return left.finish()
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move
 from megatron_elastic.cluster.protocol.events import Sent
-from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery
+from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
@@ -88,21 +88,21 @@ def name(turn: Turn, ranks: Collection[int], cause: str) -> None:
 # ---- reports -------------------------------------------------------------------------------
 
 
-def reported(turn: Turn, message: Report) -> None:
-    """A rank tells what it has. Raises Diverged."""
+def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
+    """Ranks tell what they have. Raises Diverged."""
     job, recovery = turn.job, turn.job.recovery
     if message.epoch != job.epoch or recovery is None or not recovery.collecting or job.layout is None:
         return
-    suspicion.reported(turn, message.rank)
+    for rank in ranks:
+        suspicion.reported(turn, rank)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
         ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
     if message.vote is not None:
         ledger.note(turn, message.vote)
-    awaited = recovery.awaited
-    if message.rank in awaited:
-        awaited = awaited.delete(message.rank)
-    turn.set(recovery=replace(recovery, reports=recovery.reports.set(message.rank, message), awaited=awaited))
+    awaited: Map[int, None] = without(recovery.awaited, ranks)
+    reports = recovery.reports.update({rank: replace(message, rank=rank) for rank in ranks})
+    turn.set(recovery=replace(recovery, reports=reports, awaited=awaited))
     if not awaited:
         _decide(turn)
 
@@ -254,12 +254,12 @@ def sent(turn: Turn, event: Sent) -> None:
 # ---- the way back --------------------------------------------------------------------------
 
 
-def recovered(turn: Turn, message: Recovered) -> None:
-    """A rank has made the new layout true; the slowest one counts."""
+def recovered(turn: Turn, message: Recovered, ranks: Collection[int]) -> None:
+    """Ranks have made the new layout true; the slowest one counts."""
     recovery = turn.job.recovery
     if message.epoch != turn.job.epoch:
         return
-    damage.adopted(turn, message.rank)
+    damage.adopted(turn, ranks)
     if recovery is not None and not recovery.collecting:
         turn.set(recovery=replace(recovery, edit_ms=max(recovery.edit_ms, message.edit_ms),
                                   state_ms=max(recovery.state_ms, message.state_ms)))
