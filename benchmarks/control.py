@@ -30,8 +30,10 @@ from megatron_elastic.cluster.wire.token import make_token
 
 LIMIT = 300.0
 """Seconds of a phase."""
-_LOOK = 0.01
+_LOOK = 0.02
 """Seconds between two looks at how far a phase is."""
+LEAST = 32
+"""Ranks, so that two nodes can be hit and every slice lives on."""
 STEPS = 100
 IDLE = 5.0
 """Seconds in which each end of a connection sends two heartbeats."""
@@ -54,7 +56,8 @@ class Bench:
         with self._phase("start"):
             self._everywhere("come", [[node for node in range(self._nodes) if node % len(self._guests) == i]
                                       for i in range(len(self._guests))])
-            self._until("all ranks train", lambda: self._sum("started") == self.size and self._state()["settled"])
+            self._until("all ranks train", lambda: self._sum("started") == self.size)
+            self._until_even()
         self._commit(None)
         with self._phase("rank_lost"):
             self._recover("kill", NODE + 5)
@@ -92,6 +95,7 @@ class Bench:
 
     def _until_even(self) -> None:
         while not (state := self._state())["settled"]:
+            self._everywhere("settle", [()] * len(self._guests))
             announced = state["announced"]
             if announced is not None and self._sum("informed", announced) == state["members"]:
                 self._commit(announced)
@@ -131,6 +135,7 @@ class Bench:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self._coordinator.ask("quiet")
         before, began = self._costs(), time.perf_counter()
         yield
         elapsed = time.perf_counter() - began
@@ -142,7 +147,6 @@ class Bench:
                  f"{costs['bytes_out'] / 1e6:.2f} MB out")
 
     def _costs(self) -> dict[str, float]:
-        self._coordinator.ask("quiet")
         passed = [sum(each) for each in zip(*(process.ask("passed") for process in self._guests), strict=True)]
         return {"processor_s": self._coordinator.processor_s, "loop_s": self._coordinator.loop_s,
                 **dict(zip(("messages_in", "messages_out", "bytes_in", "bytes_out"), passed, strict=True))}
@@ -171,6 +175,8 @@ def main(argv: Sequence[str]) -> int:
                         help="sizes for the coordinator's function alone (default: 1000,10000,100000)")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that nodes are in (default: 2)")
     options = parser.parse_args(argv)
+    if min([*options.ranks, *options.pure], default=LEAST) < LEAST or options.processes < 1:
+        parser.error(f"--ranks and --pure must be at least {LEAST}, --processes at least 1")
     load = load_average()
     sizes = []
     with run_root() as root:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ _CONFIG = ElasticConfig(
 
 
 async def begin(run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> Coordinating:
-    """A coordinator of so many ranks, which listens."""
+    """A coordinator of so many ranks, which listens. What it prints goes nowhere."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until this process ends
     return Coordinating(run_dir, ranks, nodes, credentials)
 
 
@@ -35,14 +38,10 @@ class Coordinating:
     def __init__(self, run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> None:
         self._screen = Screen()
         self._records = Recorder(run_dir, self._screen.say)
-        self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._say)
-        self._server = Server(self.coordinator, _CONFIG, credentials, self._say)
+        self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._screen.say)
+        self._server = Server(self.coordinator, _CONFIG, credentials, self._screen.say)
         self._port = self._server.listen(HOST, 0, nodes)
         self.coordinator.post(Begun(now=time.time(), torch_port=1))
-        self._said: list[str] = []
-
-    def _say(self, line: str) -> None:
-        self._said.append(line)
 
     def port(self) -> int:
         """Where it listens."""
@@ -64,11 +63,9 @@ class Coordinating:
             "written": 0 if job.ledger is None else job.ledger.written,
         }
 
-    def quiet(self) -> list[str]:
-        """Collect garbage; what was said to people since the last time."""
+    def quiet(self) -> None:
+        """Collect the garbage of what was before."""
         gc.collect()
-        said, self._said = self._said, []
-        return said
 
     async def end(self) -> None:
         """The job is over."""

@@ -110,10 +110,14 @@ class Guests:
 
     def commit(self, switch: int | None) -> None:
         """A step ends for all members."""
-        def say(rank: int, message: FromRank) -> None:
-            self._nodes[rank // NODE].say(rank, message)
+        self._ranks.commit(self._say, switch)
 
-        self._ranks.commit(say, switch)
+    def settle(self) -> None:
+        """All copies have been made."""
+        self._ranks.settle(self._say)
+
+    def _say(self, rank: int, message: FromRank) -> None:
+        self._nodes[rank // NODE].say(rank, message)
 
     def state(self, epoch: int) -> dict[str, int]:
         """How far the ranks here are; ``epoch``: of the layout that is asked about."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import traceback
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,8 @@ from typing import Any
 
 from common import JobFailed
 
+_FAREWELL = 60.0
+"""Seconds to end in good order."""
 LIMIT = 600.0
 """Seconds that one order may take."""
 Order = Callable[..., Any]
@@ -25,7 +28,7 @@ class Process:
 
     def __init__(self, begin: Callable[..., Awaitable[Any]], *arguments: Any) -> None:
         self._pipe, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=_live, args=(there, begin, arguments))
+        process = multiprocessing.get_context("fork").Process(target=_live, args=(there, begin, arguments), daemon=True)
         process.start()
         there.close()
         self._process = process
@@ -63,12 +66,14 @@ class Process:
         return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def end(self) -> None:
-        """End it."""
-        self._pipe.close()
-        self._process.join(10)
+        """End it, in good order if it can."""
+        with contextlib.suppress(OSError):
+            self.tell("end")
+        self._process.join(_FAREWELL)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._pipe.close()
 
 
 def _live(pipe: Connection, begin: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> None:
@@ -86,6 +91,8 @@ async def _obey(pipe: Connection, begin: Callable[..., Awaitable[Any]], argument
             try:
                 order, given = pipe.recv()
             except EOFError:
+                order, given = "end", ()
+            if order == "end":
                 await target.end()
                 return
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from control_plane.ranks import NODE, Ranks, grid
 from megatron_elastic.cluster import coordinator as shell
 from megatron_elastic.cluster import relay
 from megatron_elastic.cluster.coordinator import Coordinator
-from megatron_elastic.cluster.messages import FromAgent
+from megatron_elastic.cluster.messages import FromAgent, FromRank
 from megatron_elastic.cluster.protocol import Job, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost
@@ -75,6 +76,7 @@ class _Run:
                 self.come(number)
             self.flush()
             assert self.ranks.started == self.size
+            self.until_even()
         with self.phase("rank_lost"):
             self._nodes[1].kill(NODE + 5)
             self.flush()
@@ -101,6 +103,8 @@ class _Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        gc.collect()
+        gc.freeze()  # the ranks' own memory is none of the coordinator's
         before = self.clock.seconds, self.clock.events
         self.clock.longest = 0.0
         began = time.perf_counter()
@@ -133,7 +137,7 @@ class _Run:
         change = self.coordinator.job.change
         switch = change.layout.epoch if change is not None and change.announced else None
         assert switch is None or self.ranks.informed[switch] == self.ranks.members
-        self.ranks.commit(lambda rank, message: self._node_of(rank).say(rank, message), switch)
+        self.ranks.commit(self._say, switch)
         self.flush()
 
     def flush(self) -> None:
@@ -145,10 +149,13 @@ class _Run:
         """Steps, until nothing is planned any more."""
         while not settled(self.coordinator.job):
             assert self.coordinator.job.outcome is None, self.coordinator.job.outcome
-            self.commit()
+            self.ranks.settle(self._say)
+            self.flush()
+            if not settled(self.coordinator.job):
+                self.commit()
 
-    def _node_of(self, rank: int) -> Node:
-        return self._nodes[rank // NODE]
+    def _say(self, rank: int, message: FromRank) -> None:
+        self._nodes[rank // NODE].say(rank, message)
 
 
 def measure(ranks: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Ranks: what the ranks of some nodes say to the coordinator, without training anything.
 
 Each has its ``Standing``, as a training rank. They vote in lock-step, so that whoever drives them says when a step ends
-and whether they switch to a planned layout at its end. States are copied in no time.
+and whether they switch to a planned layout at its end; and when the copies that a layout asks for have been made.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Ranks:
         self._planned: Layout | None = None
         self._ranks: dict[int, Standing] = {}
         self._epoch = 0
+        self._copying: dict[int, int] = {}
+        """Ranks that have not said that a layout is settled, and its epoch."""
 
     @property
     def members(self) -> int:
@@ -100,6 +102,7 @@ class Ranks:
         """These are dead."""
         for rank in ranks:
             del self._ranks[rank]
+            self._copying.pop(rank, None)
 
     def hear(self, rank: int, message: ToRank, say: Say) -> None:
         """A rank is told something."""
@@ -108,7 +111,7 @@ class Ranks:
                 self.started += 1
                 say(rank, Where(rank=rank, ask=1, ranks=self._neighbours(rank)))
                 say(rank, Built(rank=rank, shapes=dict.fromkeys(self._layout.held_by(rank), _SHAPE)))
-                say(rank, Settled(rank=rank, epoch=self._layout.epoch))
+                self._copying[rank] = self._layout.epoch
             case Interrupt():
                 self._interrupted(rank, message, say)
             case Forward() | Back():
@@ -121,7 +124,13 @@ class Ranks:
                 self.informed[message.epoch] = self.informed.get(message.epoch, 0) + 1
             case Enter():
                 self._enter(rank, message.epoch, message.step)
-                say(rank, Settled(rank=rank, epoch=message.epoch))
+                self._copying[rank] = message.epoch
+
+    def settle(self, say: Say) -> None:
+        """All copies that the present layout asks for have been made."""
+        copying, self._copying = self._copying, {}
+        for rank, epoch in copying.items():
+            say(rank, Settled(rank=rank, epoch=epoch))
 
     def commit(self, say: Say, switch: int | None) -> None:
         """The step in progress ends for all members here, who switch to the layout of epoch ``switch`` if that is due.
@@ -149,7 +158,7 @@ class Ranks:
             self._enter(rank, epoch, self.step)
             if rank == first:
                 say(rank, Switched(rank=rank, epoch=epoch, step=self.step))
-            say(rank, Settled(rank=rank, epoch=epoch))
+            self._copying[rank] = epoch
 
     def _enter(self, rank: int, epoch: int, step: int) -> None:
         self._ranks[rank] = standing.enter(standing.edited(self._ranks[rank], epoch, True, False), step)
@@ -171,7 +180,7 @@ class Ranks:
         if each.member:
             self.back += 1
             say(rank, Recovered(rank=rank, epoch=decision.epoch, edit_ms=1.0, state_ms=1.0))
-        say(rank, Settled(rank=rank, epoch=decision.epoch))
+        self._copying[rank] = decision.epoch
 
     def _neighbours(self, rank: int) -> list[int]:
         """On other nodes: who computes the stages before and after, and who keeps a copy of something."""

@@ -8,6 +8,7 @@ out comes back as an event.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import traceback
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from megatron_elastic.cluster.messages import Answer, Decision, ToAgent
+from megatron_elastic.cluster.messages import Answer, Decision, Start, ToAgent
 from megatron_elastic.cluster.outgoing import Outgoing
 from megatron_elastic.cluster.protocol import Job, Outcome, advance
 from megatron_elastic.cluster.protocol.effects import (
@@ -174,6 +175,8 @@ class Coordinator:
             self._agents[node].obey(outgoing.to(ranks, self._told.get(node)))
             if outgoing.leaves is not None:
                 self._told[node] = outgoing.leaves
+        if isinstance(effect.message, Start):
+            gc.freeze()  # what all ranks said at the start stays: looking through it would take longer than a recovery
         if isinstance(effect.message, Decision):
             self.post(Sent(now=time.time(), epoch=effect.message.epoch))
 
