@@ -207,6 +207,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Those whose agents are there."""
     early: tuple[tuple[int, int], ...] = ()
     """Nodes that are to join and came before training began, with the ranks of each."""
+    unplaced: int = 0
+    """Ranks of the beginning that have no node yet."""
     launched: bool = False
     """Whether every rank of the beginning has a node."""
     hosts: int = 0
@@ -251,7 +253,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def new(cls, settings: Settings, world_size: int) -> Job:
         """A job of so many ranks that has not begun."""
-        return cls(settings=settings, world_size=world_size, silent=world_size,
+        return cls(settings=settings, world_size=world_size, unplaced=world_size, silent=world_size,
                    ranks=Map({rank: Rank() for rank in range(world_size)}))
 
     @property
