@@ -42,6 +42,7 @@ class ElasticConfig:
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
     end_timeout: float = 60.0
+    store: str = "auto"
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
@@ -80,7 +81,7 @@ class ElasticConfig:
 
     @property
     def cut_off(self) -> float:
-        """Seconds without a word from the coordinator after which a node counts itself as cut off and ends its ranks.
+        """Seconds without a word from a coordinator that none can follow after which a node ends its ranks.
 
         Longer than what the coordinator grants an agent: a coordinator that stands still for some seconds does no harm.
         """
@@ -148,8 +149,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="how long a suspected or stopped rank (SIGSTOP, debugger, freezer) has to go on before it "
                        "is killed (default: %(default)s)")
     group.add_argument("--elastic-heartbeat-timeout", type=float, metavar="S", default=d.heartbeat_timeout,
-                       help="how long a node may be silent before its ranks count as lost; a node without a word from "
-                       "the coordinator for four times as long ends its ranks (default: %(default)s)")
+                       help="how long a node may be silent before its ranks count as lost, and a coordinator before a "
+                       "node looks for another; without a store (--elastic-store) a node without a word from it for "
+                       "four times as long ends its ranks (default: %(default)s)")
     group.add_argument("--elastic-report-timeout", type=float, metavar="S", default=d.report_timeout,
                        help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
     group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,
@@ -157,6 +159,10 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-end-timeout", type=float, metavar="S", default=d.end_timeout,
                        help="how long a script may take to end after training, for loggers and the like, before its "
                        "rank is killed (default: %(default)s)")
+    group.add_argument("--elastic-store", metavar="WHAT", default=d.store,
+                       help="what decides which node coordinates: auto (embedded from three nodes on, else alone), "
+                       "alone, embedded, etcd://HOST:PORT[,HOST:PORT...] or kubernetes://NAMESPACE/NAME; the same on "
+                       "every node (default: %(default)s)")
     group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
                        help="this node's certificate for control connections (PEM), for both servers and clients; "
                        "needs the other two. Without them the coordinator makes one for itself, and the job's token "

@@ -10,21 +10,26 @@ import pytest
 
 from megatron_elastic import argument_file, support
 from megatron_elastic.cluster import launcher
+from megatron_elastic.cluster.wire.certificate import self_signed
 from megatron_elastic.config import ElasticConfig, UsageError
 
+PEM = "all.pem"
 EVERYTHING = {
     "elastic": True, "elastic_run_dir": "somewhere", "elastic_consistency": "fast", "elastic_slices": 3,
     "elastic_replicas": 2, "elastic_respawn": True, "elastic_verify_every": 5, "elastic_profile": "measured",
     "elastic_replay": "state", "elastic_background_mbps": 10.5, "elastic_inject": ["kill:rank=1,step=2,at=vote"],
     "elastic_start_timeout": 11, "elastic_suspect_timeout": 2, "elastic_heartbeat_timeout": 3,
     "elastic_report_timeout": 40, "elastic_wait_timeout": 200, "elastic_schedule": "split",
-    "elastic_dataflow": "resize",
+    "elastic_dataflow": "resize", "elastic_end_timeout": 30, "elastic_store": "etcd://localhost:2379",
+    "elastic_tls_cert": PEM, "elastic_tls_key": PEM, "elastic_tls_ca": PEM,
 }  # fmt: skip
 """A value that is not the default for each of our flags."""
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / PEM).write_text(self_signed())  # tried out when the command is read
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "script.py"
     path.write_text("print()\n")
     return path
@@ -36,7 +41,7 @@ def assert_everything(config: ElasticConfig) -> None:
         value = getattr(config, field.name)
         assert value != getattr(ElasticConfig(), field.name), field.name
         if field.name not in ("run_dir", "inject"):
-            assert value == given
+            assert (str(value) if isinstance(value, Path) else value) == given
 
 
 def test_all_flags_from_the_environment(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.chorus import Chorus
+from megatron_elastic.cluster.chorus import Chorus, Later
 from megatron_elastic.cluster.messages import (
     Back,
     FromRank,
@@ -58,12 +58,16 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(all_of_it())
 
 
+def later() -> Later:
+    return asyncio.get_running_loop().call_later
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, VOICES - 1).flatmap(messages), max_size=20))
 def test_what_each_rank_says_arrives_whole_and_in_order(said: list[FromRank]) -> None:
     async def body() -> None:
         told: list[Said] = []
-        chorus = Chorus(told.append)
+        chorus = Chorus(told.append, later())
         for message in said:
             chorus.say(message, VOICES)
         chorus.flush()
@@ -77,7 +81,7 @@ def test_what_each_rank_says_arrives_whole_and_in_order(said: list[FromRank]) ->
 def test_what_all_say_is_told_at_once_and_the_slowest_counts() -> None:
     async def body() -> None:
         told: list[Said] = []
-        chorus = Chorus(told.append)
+        chorus = Chorus(told.append, later())
         for rank, took in enumerate((1.0, 5.0, 3.0)):
             assert not told
             chorus.say(Recovered(rank=rank, epoch=1, edit_ms=took, state_ms=-took), VOICES)
@@ -89,21 +93,21 @@ def test_what_all_say_is_told_at_once_and_the_slowest_counts() -> None:
 def test_nobody_waits_long_for_the_others() -> None:
     async def body() -> None:
         told: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
-        Chorus(told.set_result).say(Settled(rank=4, epoch=1), VOICES)
+        Chorus(told.set_result, later()).say(Settled(rank=4, epoch=1), VOICES)
         assert await asyncio.wait_for(told, 10) == Said(message=Settled(rank=4, epoch=1))
 
     run(body)
 
 
 def hello(rank: int, layout: Layout) -> Hello:
-    return Hello(rank=rank, pid=1, host="h", address=b"a", layout=encode(layout), start_step=0, train_iters=4, flags={},
-                 likeness=b"x", tied=True)
+    return Hello(rank=rank, pid=1, host="h", address=b"a", linked=True, layout=encode(layout), start_step=0,
+                 train_iters=4, flags={}, likeness=b"x", tied=True)
 
 
 def test_what_a_rank_said_is_told_before_its_end() -> None:
     async def body() -> None:
         told: list[Any] = []
-        post = Post(lambda rank, frame: None, told.append)
+        post = Post(lambda rank, frame: None, told.append, later())
         layout = grid()
         for rank in (0, 1):
             post.heard(rank, hello(rank, layout))
@@ -132,7 +136,7 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
     delivered: list[ToRank] = []
 
     async def body() -> None:
-        post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), lambda message: None)
+        post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), lambda message: None, later())
         post.heard(0, hello(0, first))
         has: Layout | None = None
         relays: list[Relay] = []
@@ -146,7 +150,7 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
             post.relay(relays[-1])
             has = outgoing.leaves
             assert has == layout
-            assert post.layout == encode(layout)
+            assert post.past(1, [], 0.0).layout == encode(second if layout is third else layout)
         assert [relay.differs for relay in relays] == [False, True, True]
         assert all(len(bytes(relay.message)) < len(encode(first)) for relay in relays)
         whole = Outgoing(Plan(epoch=2, layout=encode(third), shapes={}), replace(job, layout=third)).to([0], None)

@@ -390,6 +390,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     with pytest.raises((Interrupted, JobStopped)):
         control.wait((), timeout=10)
     assert (control.interrupt.lost, control.interrupt.layout) == ({1}, 1)
+    control.interrupt.acknowledge(2)
     assert control.wait((Back,), timeout=10).layout == b"new"
     assert control.moves(2) == Moves(epoch=2, moves=[move], kept=None)
     assert control.moves(2) == Moves(epoch=2, moves=[], kept=None)
@@ -420,8 +421,8 @@ def test_messages_survive_the_wire() -> None:
     decoder = msgspec.msgpack.Decoder(FromAgent)
     for message in (
         Committed(rank=1, epoch=2, vote=vote, time=1.5),
-        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", layout=b"{}", start_step=0, train_iters=4, flags={},
-              likeness=b"x", tied=True),
+        Hello(rank=0, pid=1, host="h", address=b"\x00\xff", linked=False, layout=b"{}", start_step=0, train_iters=4,
+              flags={}, likeness=b"x", tied=True),
     ):
         said = Said(message=message)
         assert wire.decode(wire.encode(said)[4:], decoder) == said

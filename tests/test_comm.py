@@ -12,10 +12,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_elastic.cluster.control import Interrupted, InterruptFlag
 from megatron_elastic.comm import backend, transport
-from megatron_elastic.comm.tag import Channel, is_older, make_tag, pair
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.mailbox import encode
+from megatron_elastic.comm.operation import Steps
+from megatron_elastic.comm.sleep import YIELDS
+from megatron_elastic.comm.tag import (
+    GRAINS,
+    GROUPS,
+    NUMBERS,
+    PARTS,
+    POSITIONS,
+    RANKS,
+    SLICES,
+    UNITS,
+    Channel,
+    at_grain,
+    at_group,
+    at_slice,
+    check_sizes,
+    is_older,
+    make_tag,
+    source_of,
+)
 from tests import world
 from tests.world import Peer
 
@@ -234,6 +257,11 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _reduce_in(group: Group, tensor: torch.Tensor) -> None:
+    while True:
+        group.transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+
+
 def _reduce_for_ever(tensor: torch.Tensor) -> None:
     while True:
         dist.all_reduce(tensor)
@@ -275,6 +303,46 @@ def test_edit_after_a_death(apart: bool) -> None:
 
 
 @APART
+def test_a_newcomer_that_dies_is_a_fault_only_where_it_is_needed(apart: bool) -> None:
+    """It dies under the layout that lets it in, and no later one ever lists it among the lost."""
+
+    def body(peer: Peer) -> None:
+        # Large enough that everybody exchanges parts with everybody: a link tells only its own end.
+        transport, tensor = peer.transport, torch.zeros(100_000)
+        group = Group(transport, 0, [0, 1, 2])
+        if peer.rank != 3:
+            transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+        peer.meet()
+        transport.advance(1)
+        group.edit([0, 1, 2, 3])
+        transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+        if peer.rank == 3:
+            _die()
+        for _ in range(2):  # as often as anybody waits under this layout
+            with pytest.raises(Interrupted) as caught:
+                _reduce_in(group, tensor)
+            assert caught.value.suspects == (3,)
+        transport.advance(2)
+        group.edit([0, 1, 2])
+        for _ in range(50):
+            tensor.fill_(1)
+            transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+            _equal(tensor, torch.full((100_000,), 3.0))
+        assert 3 not in transport._peers.near  # nothing of it stays open
+        transport.advance(3)
+        group.edit([0, 1, 2, 3])
+        with pytest.raises(Interrupted) as caught:
+            _reduce_in(group, tensor)
+        assert caught.value.suspects == (3,)
+        transport.advance(4, [3])
+        group.edit([0, 1, 2])
+        transport.run(group.all_reduce(tensor, torch.Tensor.add_))
+        peer.leave()
+
+    world.run(body, killed=[3], apart=apart)
+
+
+@APART
 def test_older_epochs_are_dropped(apart: bool) -> None:
     """A message of an epoch that is over is never taken for one of the present; an early one is kept."""
 
@@ -299,14 +367,14 @@ def test_older_epochs_are_dropped(apart: bool) -> None:
                 transport.wait(transport.recv(0, Channel.ACTIVATION, size, got))
                 _equal(got, torch.full((size,), 2.0))
             transport.wait(transport.recv(0, Channel.ACTIVATION, 3, torch.zeros(1)))
-            assert not transport._inbox.arrived
+            assert not len(transport._inbox)
             assert not stale.any()
         peer.leave()
 
     world.run(body, size=2, apart=apart)
 
 
-LAST_LOOK = transport._YIELDS + 1
+LAST_LOOK = YIELDS + 1
 """How often a wait looks before it sleeps."""
 
 
@@ -426,18 +494,142 @@ def test_sizes_that_disagree_are_an_error(apart: bool) -> None:
     world.run(body, size=2, apart=apart)
 
 
+@APART
+def test_an_error_in_the_background_reaches_who_waits_and_ends_nothing_else(apart: bool) -> None:
+    """What arrives wrong while nobody waits is the error of who expects it; the others' messages go on."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+
+        def expect(numel: int) -> Steps:
+            yield [transport.recv(0, Channel.VOTE, 1, torch.zeros(numel))]
+
+        def echo(numel: int) -> Steps:
+            got = torch.zeros(numel)
+            yield [transport.recv(0, Channel.STATE, 2, got)]
+            yield [transport.send(0, Channel.STATE, 3, got)]
+
+        if peer.rank == 0:
+            peer.meet()
+            transport.wait(transport.send(1, Channel.VOTE, 1, torch.ones(4)))
+            transport.wait(transport.send(1, Channel.STATE, 2, torch.ones(3)))
+            # Comes only if the other one's background has survived the first message.
+            transport.wait(transport.recv(1, Channel.STATE, 3, torch.zeros(3)), limit=20)
+            peer.meet()
+        else:
+            wrong, right = transport.start(expect(3)), transport.start(echo(3))
+            peer.meet()
+            peer.meet()  # which does not look at messages
+            with pytest.raises(RuntimeError, match=r"got 16 bytes from rank 0 .* where it expected 12"):
+                transport.wait(transport.recv(0, Channel.ACTIVATION, 98, torch.zeros(1)), wrong)
+            transport.wait(right, limit=20)
+        _greet(peer)
+        peer.leave()
+
+    world.run(body, size=2, apart=apart)
+
+
+def test_the_background_itself_survives_an_error() -> None:
+    """What no operation is to blame for is raised to whoever waits next, once."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            peer.meet()
+            neighbour = transport._peers.near[1]
+            assert neighbour.write(encode(make_tag(0, Channel.VOTE, 1, 0), 99))  # no such kind of frame
+            transport.wait(transport.send(1, Channel.VOTE, 2, torch.ones(3)))
+            transport.wait(transport.recv(1, Channel.VOTE, 3, torch.zeros(3)), limit=20)
+            peer.meet()
+        else:
+
+            def echo() -> Steps:
+                got = torch.zeros(3)
+                yield [transport.recv(0, Channel.VOTE, 2, got)]
+                yield [transport.send(0, Channel.VOTE, 3, got)]
+
+            task = transport.start(echo())
+            peer.meet()
+            peer.meet()
+            with pytest.raises(RuntimeError, match="frame of unknown kind 99 from rank 0"):
+                transport.wait(task)
+            transport.wait(task)
+        _greet(peer)
+        peer.leave()
+
+    world.run(body, size=2)
+
+
 # ---- tags ---------------------------------------------------------------------------------
 
 
-def test_tags() -> None:
-    tags = {
-        make_tag(epoch, channel, coordinate, source)
-        for epoch in (0, 1, 4095) for channel in Channel for coordinate in (0, pair(3, 5)) for source in (0, 65535)
-    }  # fmt: skip
-    assert len(tags) == 3 * len(Channel) * 2 * 2
-    assert is_older(make_tag(4095, Channel.VOTE, 0, 0), 4096)  # epochs wrap around
-    assert not is_older(make_tag(4096, Channel.VOTE, 0, 0), 4095)
+COORDINATES: dict[Callable[..., int], tuple[int, ...]] = {
+    at_group: (GROUPS, NUMBERS),
+    at_slice: (UNITS, SLICES, PARTS),
+    at_grain: (GRAINS, POSITIONS),
+}
+"""What makes coordinates, and what its arguments are below."""
+
+
+@given(st.data())
+def test_tags_tell_messages_apart(data: st.DataObject) -> None:
+    """Two tags are equal only if all that they are made of is."""
+    make = data.draw(st.sampled_from(list(COORDINATES)))
+    fields = st.tuples(
+        st.integers(0, 4095), st.sampled_from(Channel), st.tuples(*(st.integers(0, n - 1) for n in COORDINATES[make])),
+        st.integers(0, RANKS - 1),
+    )  # fmt: skip
+    first, second = data.draw(fields), data.draw(fields)
+    if data.draw(st.booleans()):  # so that they differ in one field only
+        same = data.draw(st.integers(0, 3))
+        second = (*first[:same], second[same], *first[same + 1 :])
+    tags = [make_tag(epoch, channel, make(*numbers), source) for epoch, channel, numbers, source in (first, second)]
+    assert (tags[0] == tags[1]) == (first == second)
+    assert all(0 <= tag < 1 << 64 for tag in tags)
+    assert source_of(tags[0]) == first[3]
+
+
+@given(st.integers(0, 10**7), st.integers(0, 2047))
+def test_older_epochs_are_told_from_newer_ones(epoch: int, ahead: int) -> None:
+    """Also after millions of them."""
+    tag = make_tag(epoch, Channel.VOTE, 0, 0)
+    assert is_older(tag, epoch + ahead) == (ahead > 0)
+    assert not is_older(make_tag(epoch + ahead, Channel.VOTE, 0, 0), epoch)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for make, limits in COORDINATES.items():
+        for i, limit in enumerate(limits):
+            for wrong in (limit, -1):
+                with pytest.raises(ValueError, match="there can be"):
+                    make(*(wrong if i == j else 0 for j in range(len(limits))))
     with pytest.raises(ValueError, match="does not fit"):
         make_tag(0, Channel.VOTE, 1 << 28, 0)
-    with pytest.raises(ValueError, match="does not fit"):
-        pair(1, 1 << 14)
+    with pytest.raises(ValueError, match=f"rank {RANKS}: messages can tell"):
+        transport.Transport(RANKS, InterruptFlag(), 60)
+    check_sizes(units=UNITS, slices=SLICES, grains=GRAINS, positions=POSITIONS)
+    with pytest.raises(ValueError, match=r"65537 slices .* lower --elastic-slices"):
+        check_sizes(units=1, slices=SLICES + 1, grains=1, positions=1)
+
+
+@APART
+@pytest.mark.parametrize("epoch", [2049, 4095, 1_000_000])
+def test_a_rank_joins_at_any_epoch(apart: bool, epoch: int) -> None:
+    """It hears what is sent to it before it has entered its first one."""
+
+    def body(peer: Peer) -> None:
+        transport = peer.transport
+        if peer.rank == 0:
+            transport.advance(epoch)
+            transport.wait(*(transport.send(1, Channel.PARAMETER, size, torch.ones(size)) for size in (10, 50_000)))
+        else:
+            while len(transport._inbox) < 2:
+                transport.progress()
+            transport.advance(epoch)
+            for size in (10, 50_000):
+                got = torch.zeros(size)
+                transport.wait(transport.recv(0, Channel.PARAMETER, size, got), limit=20)
+                _equal(got, torch.ones(size))
+        peer.leave()
+
+    world.run(body, size=2, apart=apart)

@@ -6,15 +6,20 @@ import gc
 import os
 import signal
 import time
+from collections import deque
+from itertools import repeat
 
 import msgspec
 import pytest
 import torch
 
 from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.comm import transport as transport_module
 from megatron_elastic.comm.arena import Arena, ArenaView
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.mailbox import BLOCK, INLINE, WHOLE, Mailbox, NearAddress, Neighbour, encode
+from megatron_elastic.comm.operation import Recv, Steps
+from megatron_elastic.comm.strangers import Strangers
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
 from tests import world
@@ -182,12 +187,127 @@ def test_what_is_dropped_makes_room_again() -> None:
             assert (got == epoch).all()
             peer.meet()
         transport.progress()
-        assert not transport._inbox.arrived and not transport._inbox._partial
+        assert not len(transport._inbox)
         peer.meet()
         assert transport._arena.holders() == set()
         peer.leave()
 
     world.run(body, size=2)
+
+
+# ---- what nobody expects --------------------------------------------------------------------
+
+
+def _two(inbox_limit: int | None = None) -> tuple[Transport, Transport]:
+    """Two ranks of this process that know each other."""
+    one, other = (Transport(rank, InterruptFlag(), 60, inbox_limit=inbox_limit) for rank in range(2))
+    for transport, peer in ((one, other), (other, one)):
+        transport.add_peers({peer.rank: peer.address})
+    return one, other
+
+
+def test_a_peer_cannot_fill_the_memory() -> None:
+    """What is too much is dropped, and whoever waits next learns from whom it came; the rest is as it was."""
+    here, peer = _two(inbox_limit=10_000)
+    for i in range(4):
+        peer.send(0, Channel.VOTE, i, torch.full((800,), float(i)))  # 3200 bytes each
+    with pytest.raises(RuntimeError, match=r"dropped a message from rank 1: .* 10000 bytes .* rank 1 sent 9600 bytes"):
+        here.wait(here.recv(1, Channel.VOTE, 9, torch.empty(1)))
+    for i in range(3):
+        got = torch.empty(800)
+        here.wait(here.recv(1, Channel.VOTE, i, got))
+        assert (got == i).all()
+    peer.send(0, Channel.VOTE, 5, torch.ones(800))  # there is room again
+    here.wait(here.recv(1, Channel.VOTE, 5, torch.empty(800)))
+    here.close()
+    peer.close()
+
+
+def test_too_much_waits_in_the_memory_of_its_sender() -> None:
+    """Blocks that nobody expects are copied as long as they may; then their sender waits for room."""
+    here, peer = _two(inbox_limit=10_000_000)
+    send = peer.send(0, Channel.STATE, 1, torch.ones(LARGE))
+    for _ in range(200):
+        peer.progress()
+        here.progress()
+    assert not send.done
+    assert here._inbox._budget.used < 10_000_000 + (16 << 20)  # what an arena has for background traffic comes on top
+    got = torch.zeros(LARGE)
+    here.wait(here.recv(1, Channel.STATE, 1, got))  # the other one's background sends the rest
+    assert (got == 1).all()
+    assert here._inbox._budget.used == 0
+    here.close()
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (encode(1, WHOLE, 9000, 0, 9000), "frame from rank 1 says that it has 9000 bytes"),
+        (encode(1, BLOCK, 100, 1 << 31, 100, 5000), "frame from rank 1 about 100 bytes at 2147483648"),
+        (encode(1, BLOCK, 100, 5000, 100, 1 << 31), "frame from rank 1 about 100 bytes at 5000"),
+        (encode(1, 77), "frame of unknown kind 77 from rank 1"),
+    ],
+    ids=["too large", "outside", "released outside", "unknown"],
+)
+def test_a_frame_that_nobody_would_send_is_an_error(frame: bytes, message: str) -> None:
+    here, peer = _two()
+    assert peer._peers.near[0].write(frame)
+    with pytest.raises(RuntimeError, match=message):
+        here.wait(here.recv(1, Channel.VOTE, 1, torch.empty(3)))
+    peer.send(0, Channel.VOTE, 2, torch.ones(3))
+    here.wait(here.recv(1, Channel.VOTE, 2, torch.empty(3)))
+    here.close()
+    peer.close()
+
+
+def test_strangers_cannot_fill_the_memory() -> None:
+    strangers, frame = Strangers(0), (1 << 20, 4000, 0, 4000, 0, WHOLE, bytes(4000))
+    for _ in range(15_000):
+        strangers.put(7, frame)
+    with pytest.raises(RuntimeError, match="dropped a frame from rank 7, whose address it does not know"):
+        deque(map(strangers.put, repeat(7), repeat(frame)))
+    assert 15_000 < len(list(strangers.take(7))) < 20_000
+    strangers.put(7, frame)
+
+
+# ---- what an event costs --------------------------------------------------------------------
+
+
+class Counted(Recv):
+    """Counts how often anybody looks whether it is done."""
+
+    looks = 0
+
+    @property
+    def done(self) -> bool:
+        Counted.looks += 1
+        return super().done
+
+
+@pytest.mark.parametrize("count", [100, 1000])
+def test_an_arrival_costs_the_same_however_much_is_awaited(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are looked at when the wait begins and never again, in waits and in tasks."""
+    monkeypatch.setattr(transport_module, "Recv", Counted)
+    here, peer = _two()
+    monkeypatch.setattr(here, "_work_goes_on", lambda: None)
+    recvs = [here.recv(1, Channel.VOTE, i, torch.empty(1)) for i in range(count)]
+
+    def one(i: int) -> Steps:
+        yield [here.recv(1, Channel.GRADIENT, i, torch.empty(1))]
+
+    tasks = [here.start(one(i)) for i in range(count)]
+    Counted.looks = 0
+    for i in range(count):
+        peer.send(0, Channel.GRADIENT, i, torch.ones(1))
+        peer.send(0, Channel.VOTE, count - 1 - i, torch.ones(1))
+        here.progress()
+    assert all(task.done for task in tasks)
+    assert Counted.looks == 0
+    here.wait(*recvs)
+    assert Counted.looks == count
+    here.close()
+    peer.close()
 
 
 # ---- peers come and go ----------------------------------------------------------------------
@@ -276,7 +396,8 @@ def test_close_leaves_nothing_open() -> None:
         transport.add_peers(addresses)
     got = torch.empty(LARGE)
     send = transports[0].send(1, Channel.STATE, 1, torch.ones(LARGE))
-    transports[1].wait(transports[1].recv(0, Channel.STATE, 1, got), send)
+    transports[1].wait(transports[1].recv(0, Channel.STATE, 1, got))
+    transports[0].wait(send)
     for transport in transports:
         transport.close()
     for flag in flags:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +22,7 @@ from megatron_elastic.numerics.exact import (
     GradientOverflow,
     make_accumulator,
 )
+from megatron_elastic.numerics.exact_sum import SIZE, float_of, write_sum
 
 FLOATS = st.floats(-1000, 1000, width=32)
 
@@ -42,6 +46,35 @@ def test_sums_have_no_order_and_no_grouping(rows: list[list[float]], data: st.Da
     whole = _sum(values)
     assert torch.equal(whole, _sum(shuffled))
     assert torch.equal(whole, _sum(shuffled[:cut]) + _sum(shuffled[cut:]))  # two ranks, added by the owner
+
+
+def limbs_of(values: Iterable[float]) -> npt.NDArray[np.int64]:
+    """A sum."""
+    limbs = np.zeros(SIZE, dtype=np.int64)
+    write_sum(values, limbs)
+    return limbs
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, max_value=1e305, min_value=-1e305)), st.data())
+def test_exact_sums_are_rounded_once(values: list[float], data: st.DataObject) -> None:
+    """Whoever adds what: subnormals, cancellation and everything between included."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
+    parts = [values[a:b] for a, b in itertools.pairwise([0, *cuts, len(values)])]
+    total = sum((limbs_of(part) for part in parts), start=limbs_of(()))
+    assert float_of(total).hex() == math.fsum(values).hex()
+
+
+def test_exact_sums_of_what_is_no_number() -> None:
+    inf, nan = math.inf, math.nan
+    assert float_of(limbs_of([1.0, inf]) + limbs_of([inf])) == inf
+    assert float_of(limbs_of([1.0, -inf]) + limbs_of([1e308])) == -inf
+    assert math.isnan(float_of(limbs_of([inf]) + limbs_of([-inf])))
+    assert math.isnan(float_of(limbs_of([nan]) + limbs_of([inf])))
+    largest = 1.7976931348623157e308
+    assert float_of(limbs_of([largest]) + limbs_of([largest])) == inf
+    assert float_of(limbs_of([-largest] * 3)) == -inf
+    many = limbs_of([largest] * 1000) * 1000  # beyond every float, on the way
+    assert float_of(many + limbs_of([-largest] * 999) + limbs_of([-largest] * 1000) * 999) == largest
 
 
 def test_float_sums_have_an_order() -> None:

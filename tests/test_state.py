@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.comm.group import Group
+from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.comm.group import Group, place_in_tree
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
@@ -24,7 +29,7 @@ from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.replay import GradientReplay, StateReplay
 from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
-from megatron_elastic.state.vote import Ballot, vote
+from megatron_elastic.state.vote import Ballot, add_up, count, vote
 from tests import world
 from tests.world import Peer
 
@@ -475,18 +480,110 @@ def test_vote() -> None:
             norms={at: norms[at] for at in layout.owned(peer.rank)},
             losses={grain: losses[grain] for grain in layout.cell_of(peer.rank).grains},
         )
-        outcome = vote(layout, Group(peer.transport, 7, layout.ranks), 0, ballot)
-        assert outcome.tokens == 46
-        assert outcome.grad_norm == math.sqrt(math.fsum(norms.values()))
-        assert outcome.loss == math.fsum(loss for loss, _ in losses.values()) / 46
+        found = vote(Group(peer.transport, 7, layout.ranks), ballot)
+        assert found.tokens == 46
+        assert found.grad_norm == math.sqrt(math.fsum(norms.values()))
+        assert found.loss == math.fsum(loss for loss, _ in losses.values()) / 46
         if peer.rank == 0:
-            alone = _layout(dp=1)
-            assert vote(alone, Group(peer.transport, 8, [0]), 0, Ballot(norms, losses)) == outcome
-        nothing = vote(layout, Group(peer.transport, 9, layout.ranks), 0, Ballot({}, {}))
+            assert vote(Group(peer.transport, 8, [0]), Ballot(norms, losses)) == found
+        nothing = vote(Group(peer.transport, 9, layout.ranks), Ballot({}, {}))
         assert (nothing.loss, nothing.tokens, nothing.grad_norm) == (0.0, 0, 0.0)
         peer.leave()
 
     world.run(body, size=2)
+
+
+def test_a_vote_of_many_interrupts_all_when_one_dies() -> None:
+    """In a tree most have nothing to do with the one that dies."""
+
+    def body(peer: Peer) -> None:
+        group = Group(peer.transport, 7, range(peer.size))
+        ballot = Ballot({(0, peer.rank): 0.1 * peer.rank}, {peer.rank: (0.3, 2.0)}, informed=True)
+        expected = math.sqrt(math.fsum(0.1 * rank for rank in range(peer.size)))
+        found = vote(group, ballot)
+        assert (found.grad_norm, found.tokens, found.switch) == (expected, 2 * peer.size, True)
+        assert not vote(group, replace(ballot, informed=peer.rank != 9)).switch
+        if peer.rank == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(Interrupted) as caught:
+            vote(group, ballot)
+        assert caught.value.suspects == (10,)
+        peer.leave()
+
+    world.run(body, size=11, killed=[10])
+
+
+def _by_slots(ballots: Sequence[Ballot]) -> tuple[float, ...]:
+    """What the vote is to find: numbers of each slice and grain, collected at one place and added up there."""
+    slots: tuple[dict[Any, float], ...] = {}, {}, {}
+    for rank, ballot in enumerate(ballots):
+        for at, square in ballot.norms.items():
+            slots[0][rank, at] = square
+        for grain, numbers in ballot.losses.items():
+            for slot, number in zip(slots[1:], numbers, strict=True):
+                slot[grain] = slot.get(grain, 0.0) + number
+    return *(math.fsum(slot.values()) for slot in slots), sum(ballot.informed for ballot in ballots)
+
+
+SQUARES = st.floats(0, 1e300) | st.floats(0, 1e-300)
+LOSSES = st.floats(0.0009765625, 131072, width=32)
+"""As they are summed in single precision; those of a grain's parts differ by less than double precision holds."""
+
+
+@st.composite
+def _elections(draw: st.DrawFn) -> list[Ballot]:
+    """Ballots under a layout: stages of uneven width, a unit of two stages, which one of them owns, and cut grains."""
+    widths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    tp, slices, grains = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    units = [[stage, len(widths)] if stage in (0, len(widths) - 1) else [stage] for stage in range(len(widths))]
+    ballots, cut = [], draw(st.sets(st.integers(0, grains - 1)))
+    for stage, width in enumerate(widths):
+        homed = [unit for unit in units[stage] if unit == stage or stage == 0]
+        for cell in range(width):
+            for tp_index in range(tp):
+                norms = {(u, k): draw(SQUARES) for u in homed for k in range(slices) if k % width == cell}
+                speaks = stage == len(widths) - 1 and tp_index == 0
+                shares = [g for g in range(grains) if speaks and (g in cut or g % width == cell)]
+                losses = {g: (draw(LOSSES), float(draw(st.integers(0, 9999)))) for g in shares}
+                ballots.append(Ballot(norms, losses, draw(st.booleans())))
+    return ballots
+
+
+def _elect(ballots: Sequence[Ballot]) -> tuple[tuple[float, ...], int]:
+    """The same, along the tree, and the most messages that one member sends and receives."""
+    size = len(ballots)
+    numbers = [count(ballot) for ballot in ballots]
+    places = [place_in_tree(i, size) for i in range(size)]
+    for i in reversed(range(size)):  # children come after their parents
+        parent, children = places[i]
+        assert all(places[child][0] == i for child in children)
+        if parent is None:
+            assert i == 0
+        else:
+            assert parent < i
+            assert i in places[parent][1]
+            numbers[parent] = numbers[parent] + numbers[i]
+    busiest = max(2 * len(children) + 2 * (parent is not None) for parent, children in places)
+    return add_up(numbers[0]), busiest
+
+
+@given(_elections())
+@settings(deadline=None, max_examples=150)
+def test_a_vote_finds_the_same_bits_as_one_place_would(ballots: list[Ballot]) -> None:
+    assert _elect(ballots)[0] == _by_slots(ballots)
+
+
+@pytest.mark.parametrize(("ranks", "messages"), [(8, 14), (96, 30), (1000, 44)])
+def test_a_vote_of_many_makes_nobody_busy(ranks: int, messages: int) -> None:
+    """Messages that the busiest rank sends and receives, each of the same size."""
+    draw = random.Random(ranks)
+    ballots = [
+        Ballot({(i % 7, k): draw.random() for k in range(4)}, {i: (draw.random(), 3.0)}, True) for i in range(ranks)
+    ]
+    found, busiest = _elect(ballots)
+    assert found == _by_slots(ballots)
+    assert busiest == messages
+    assert {count(ballot).nbytes for ballot in ballots} == {1688}
 
 
 def _exchange(peer: Peer, texts: list[str]) -> list[str]:

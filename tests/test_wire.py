@@ -208,7 +208,7 @@ def test_a_client_waits_for_a_door_that_opens_later() -> None:
         late.open(HOST, port)
         line = await connecting
         line.send(Heartbeat())
-        assert await line.receive() == Answer(ok=True, text="Heartbeat()")
+        assert await line.receive() == Answer(ok=True, text="Heartbeat(recorded=0)")
         line.close()
         await line.closed()
         await late.close(timeout=2)

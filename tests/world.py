@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from megatron_elastic.cluster.control import InterruptFlag
-from megatron_elastic.comm.transport import Interruptible, PeerAddress, Transport
+from megatron_elastic.comm.peers import PeerAddress
+from megatron_elastic.comm.transport import Interruptible, Transport
 
 _LIMIT = 60.0
 """Seconds that any wait in these tests may take."""
@@ -24,11 +25,13 @@ _LIMIT = 60.0
 class Peer:
     """What one process knows: who it is, its transport (linked with the others'), and how to wait for them."""
 
-    def __init__(self, rank: int, size: int, everybody: Any, survivors: Any, flag: Interruptible) -> None:
+    def __init__(self, rank: int, size: int, everybody: Any, survivors: Any, flag: Interruptible, apart: bool) -> None:
         self.rank = rank
         self.size = size
         self.flag = flag
         self.transport = Transport(rank, flag, _LIMIT)
+        if apart:
+            self.transport.listen()
         self.pids: list[int] = []
         self._everybody = everybody
         self._survivors = survivors
@@ -67,7 +70,7 @@ def run(
     barriers = context.Barrier(size), context.Barrier(size - len(killed))
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_live, args=(body, rank, barriers, pipes, make_flag)) for rank in range(size)
+        context.Process(target=_live, args=(body, rank, barriers, pipes, make_flag, apart)) for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -102,7 +105,7 @@ def _elsewhere(rank: int, address: bytes) -> bytes:
     known = msgspec.msgpack.decode(address, type=PeerAddress)
     arena = msgspec.structs.replace(known.near.arena, boot=f"host {rank}")
     near = msgspec.structs.replace(known.near, arena=arena)
-    return msgspec.msgpack.encode(msgspec.structs.replace(known, near=near))
+    return msgspec.structs.replace(known, near=near).encode()
 
 
 def _receive(connection: Connection) -> Any:
@@ -117,6 +120,7 @@ def _receive(connection: Connection) -> Any:
 def _live(
     body: Callable[[Peer], None], rank: int, barriers: tuple[Any, Any],
     pipes: Sequence[tuple[Connection, Connection]], make_flag: Callable[[], Interruptible],
+    apart: bool,
 ) -> None:  # fmt: skip
     for index, (parents, childs) in enumerate(pipes):
         parents.close()
@@ -126,7 +130,7 @@ def _live(
     faulthandler.dump_traceback_later(0.9 * _LIMIT)  # where a rank hangs that the test then calls silent
     torch.set_num_threads(1)  # OpenMP's threads did not come along
     try:
-        peer = Peer(rank, len(pipes), *barriers, make_flag())
+        peer = Peer(rank, len(pipes), *barriers, make_flag(), apart)
         parent.send(peer.transport.address)
         addresses, peer.pids = parent.recv()
         peer.transport.add_peers(addresses)

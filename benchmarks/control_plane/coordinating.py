@@ -39,7 +39,8 @@ class Coordinating:
         self._screen = Screen()
         self._records = Recorder(run_dir, self._screen.say)
         self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._screen.say)
-        self._server = Server(self.coordinator, _CONFIG, credentials, self._screen.say)
+        self._server = Server(_CONFIG, credentials, self._screen.say)
+        self._server.coordinator = self.coordinator
         self._port = self._server.listen(HOST, 0, nodes)
         self.coordinator.post(Begun(now=time.time(), torch_port=1))
 

@@ -17,30 +17,32 @@ from control_plane.nodes import Node
 from control_plane.pure import SETTINGS
 from control_plane.ranks import NODE, Ranks, grid
 from megatron_elastic.cluster import relay
-from megatron_elastic.cluster.messages import FromRank, Heartbeat, ToAgent
+from megatron_elastic.cluster.messages import FromRank, Heartbeat, ToAgent, Welcome
 from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.wire import AsyncWire, Broken, Credentials, Unsendable
+from megatron_elastic.cluster.session import Letter, Session
+from megatron_elastic.cluster.wire import AsyncWire, Broken, Credentials
 
+_letters: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
 _orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _LIMIT = 120.0
 """Seconds to connect, and until a silent coordinator counts as gone."""
 _TCP_INFO_BYTES = 120  # offset of tcpi_bytes_acked, which tcpi_bytes_received follows
 
 
-class Wire(AsyncWire[ToAgent]):
+class Wire(AsyncWire[Letter]):
     """A connection that knows what has passed."""
 
     sent = 0
     received = 0
 
-    def send(self, message: msgspec.Struct) -> Unsendable | Broken | None:
+    def send_encoded(self, encoded: bytes) -> Broken | None:
         self.sent += 1
-        return super().send(message)
+        return super().send_encoded(encoded)
 
-    async def receive(self) -> ToAgent | None:
-        message = await super().receive()
-        self.received += message is not None
-        return message
+    async def receive(self) -> Letter | None:
+        letter = await super().receive()
+        self.received += letter is not None
+        return letter
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received, as TCP counts them: with what encryption adds."""
@@ -77,19 +79,27 @@ class Guests:
         await asyncio.gather(*map(self._come, numbers))
 
     async def _come(self, number: int) -> None:
-        wire = await Wire.connect(HOST, self._port, self._credentials, _LIMIT, _orders, _LIMIT)
+        wire = await Wire.connect(HOST, self._port, self._credentials, _LIMIT, _letters, _LIMIT)
         assert isinstance(wire, Wire)
         self._wires[number] = wire
-        self._nodes[number] = Node(number, self._ranks, self._world_size, wire.send)
-        self._tasks[number] = asyncio.get_running_loop().create_task(self._serve(self._nodes[number], wire))
-        wire.send(self._nodes[number].hello(SETTINGS.heartbeat_timeout))
+        session = Session()
+        node = self._nodes[number] = Node(number, self._ranks, self._world_size, session.send)
+        self._tasks[number] = asyncio.get_running_loop().create_task(self._serve(node, wire, session))
+        hello = msgspec.msgpack.encode(node.hello(SETTINGS.heartbeat_timeout))
+        wire.send(Letter(0, 0, msgspec.Raw(hello)))
 
-    async def _serve(self, node: Node, wire: Wire) -> None:
-        pulse = Pulse(lambda: wire.send(Heartbeat()), SETTINGS.heartbeat_timeout, _LIMIT, wire.abort)
+    async def _serve(self, node: Node, wire: Wire, session: Session) -> None:
+        pulse = Pulse(lambda: session.beat(Heartbeat()), SETTINGS.heartbeat_timeout, _LIMIT, wire.abort)
         try:
-            while (message := await wire.receive()) is not None:
+            while (letter := await wire.receive()) is not None:
                 pulse.heard()
-                node.obey(message)
+                if (payload := session.take(letter)) is None:
+                    continue
+                message = _orders.decode(payload)
+                if isinstance(message, Welcome):
+                    session.resume(message.received, wire.send_encoded)
+                else:
+                    node.obey(message)
         finally:
             pulse.stop()
 

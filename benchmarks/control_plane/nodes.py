@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable
@@ -42,13 +43,13 @@ class Node:
         self.running: set[int] = set()
         self._ranks = ranks
         self._world_size = world_size
-        self._post = Post(self._deliver, tell)
+        self._post = Post(self._deliver, tell, asyncio.get_running_loop().call_later)
         self._frame = b""
         self._message: ToRank | None = None
 
     def hello(self, heartbeat_timeout: float) -> AgentHello:
         """How the agent introduces itself."""
-        return AgentHello(node_rank=self.number, slots=NODE, host=f"node{self.number}",
+        return AgentHello(session=str(self.number), node_rank=self.number, slots=NODE, host=f"node{self.number}",
                           heartbeat_timeout=heartbeat_timeout)
 
     def obey(self, message: ToAgent) -> None:

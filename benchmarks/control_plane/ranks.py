@@ -94,7 +94,7 @@ class Ranks:
         """A rank comes up."""
         self._ranks[rank] = Standing(rank=rank, step=self.step, epoch=0, member=not joins)
         return Hello(
-            rank=rank, pid=rank, host="node", address=_ADDRESS, layout=self._encoded,
+            rank=rank, pid=rank, host="node", address=_ADDRESS, linked=True, layout=self._encoded,
             start_step=0, train_iters=STEPS, flags=_FLAGS, likeness=b"like", tied=True,
         )  # fmt: skip
 

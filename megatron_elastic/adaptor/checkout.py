@@ -145,8 +145,7 @@ class CheckoutTrainer(Trainer):
         return self.rank == self.layout.ranks[-1]
 
     def _compute_part(self, forward_step: ForwardStep, data: Any, model: torch.nn.Module) -> Any:
-        """The script's step function. A cell's first rank sends the others the batch, whose size these take from the
-        arguments."""
+        """The script's step function: a cell's first rank sends the batch, whose size others take from the flags."""
         whole = self.args.micro_batch_size
         self.args.micro_batch_size = whole * self.stage.key.part.size // self.layout.samples
         try:

@@ -28,6 +28,7 @@ from megatron_elastic.cluster.messages import (
     FromRank,
     Heartbeat,
     Launch,
+    Members,
     RankClosed,
     RankDying,
     RankExited,
@@ -130,8 +131,10 @@ class Agent:
         self.job = job
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         """How the job ended for this node, when the coordinator has said so."""
+        self.members: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        """Members of the store, once training has begun."""
         self._lines = Lines(self._heard, self._closed)
-        self._post = Post(self._lines.send, tell)
+        self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(job.ranks_per_node)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -144,6 +147,7 @@ class Agent:
         self._still: set[int] = set()
         """Ranks that were at a standstill at the last look."""
         self._look: asyncio.TimerHandle | None = None
+        self._torch_port = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -159,6 +163,7 @@ class Agent:
             # Counting devices must not initialise CUDA before the fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
+        env.pop(wire.TOKEN_VARIABLE, None)  # ranks have no use for it
         watch = self._deathwatch
         with theirs, log.open("ab") as output:
             arguments = f"{theirs.fileno()}, {watch.fd}, {watch.slots}, {self.job.program.directory!r}"
@@ -182,14 +187,15 @@ class Agent:
 
     # ---- what the coordinator says -------------------------------------------------------
 
-    @property
-    def hello(self) -> AgentHello:
-        """How this agent introduces itself."""
+    def hello(self, session: str, address: str, member: str, alone_since: float | None) -> AgentHello:
+        """How this agent introduces itself; ``alone_since`` unless it has had no coordinator before."""
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
+        members = self.members.result() if self.members.done() else []
         return AgentHello(
-            node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
-            heartbeat_timeout=self.job.heartbeat_timeout, running=self._post.running(running),
-            layout=self._post.layout, committed=list(self._post.committed),
+            session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
+            heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
+            running=self._post.running(running),
+            past=None if alone_since is None else self._post.past(self._torch_port, members, alone_since),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:
@@ -205,6 +211,9 @@ class Agent:
                 self.kill(message.rank)
             case Recall():
                 self._post.recall(message)
+            case Members():
+                if not self.members.done():
+                    self.members.set_result(message.addresses)
             case Stop():
                 self.stop(message)
 
@@ -223,6 +232,7 @@ class Agent:
                                             f"{job.world_size}; give every node the same --nnodes and "
                                             "--nproc-per-node"))
             return
+        self._torch_port = message.torch_port
         self._start(message.ranks, message.torch_port)
 
     # ---- ranks ---------------------------------------------------------------------------

@@ -6,7 +6,6 @@ milliseconds for the others, at most; the order of what each rank says stays.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from megatron_elastic.cluster.messages import Built, FromRank, Ready, Recovered,
 
 _PATIENCE = 0.005
 """Seconds that what can be told together waits at most."""
+Later = Callable[[float, Callable[[], object]], object]
 _Alike = Built | Ready | Recovered | Report | Settled
 
 
@@ -23,12 +23,13 @@ class Chorus:
 
     Args:
         tell: tells the coordinator.
+        later: calls something after so many seconds.
     """
 
-    def __init__(self, tell: Callable[[Said], object]) -> None:
+    def __init__(self, tell: Callable[[Said], object], later: Later) -> None:
         self._tell = tell
+        self._later = later
         self._waiting: list[Said] = []
-        self._timer: asyncio.TimerHandle | None = None
 
     def say(self, message: FromRank, voices: int) -> None:
         """A rank says something; ``voices``: how many ranks of the node may."""
@@ -36,17 +37,15 @@ class Chorus:
             self.flush()
             self._tell(Said(message=message))
             return
+        first = not self._waiting
         at = self._join(message)
         if len(self._waiting[at].also) + 1 >= voices:
             self.flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_PATIENCE, self.flush)
+        elif first:
+            self._later(_PATIENCE, self.flush)
 
     def flush(self) -> bool:
         """Tell all that waits; returns whether anything did."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         waiting, self._waiting = self._waiting, []
         for said in waiting:
             self._tell(said)

@@ -60,9 +60,9 @@ class JobStopped(Exception):
 class InterruptFlag:
     """Raised while an interrupt waits to be acknowledged, or the job has been stopped.
 
-    Raised by the thread that listens to the coordinator, looked at by every wait and hook point of the training
-    thread. ``raised`` is cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none), ``lost`` the ranks
-    it names as dead and ``layout`` the epoch of the layout it names, not an older one if it is read after ``epoch``;
+    Raised by the thread that listens to the coordinator, looked at by every wait of the training thread. ``raised`` is
+    cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none), ``lost`` the ranks it names as dead and
+    ``layout`` the epoch of the layout that it names, not an older one if it is read after ``epoch``;
     ``fd`` is readable while raised, so that epoll loops wake.
     """
 

@@ -24,6 +24,7 @@ from megatron_elastic.cluster.protocol.effects import (
     Effect,
     End,
     ReadCosts,
+    Record,
     Reply,
     Say,
     Send,
@@ -35,7 +36,7 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteMetrics,
     WriteProfile,
 )
-from megatron_elastic.cluster.protocol.events import Costed, Ended, Event, Expired, Sent, Troubled
+from megatron_elastic.cluster.protocol.events import Costed, Ended, Event, Expired, Recorded, Sent, Troubled
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import Unsendable
@@ -57,13 +58,18 @@ class Coordinator:
         job: as it begins.
         records: where an elastic job is written down; None for a plain one.
         say: prints one line for people; does not block.
+        remember: lets a later coordinator know that an epoch was begun; to answer with ``Recorded``. None if there can
+            be none.
     """
 
-    def __init__(self, job: Job, records: Recorder | None, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, records: Recorder | None, say: Callable[[str], None],
+                 remember: Callable[[Record], None] | None = None) -> None:
         self.job = job
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._records = records
         self._say = say
+        self._remember = remember or (lambda record: self.post(Recorded(now=time.time(), epoch=record.epoch)))
+        self._deposed = False
         self._timers = Timers()
         self._agents: dict[int, Agent] = {}
         self._told: dict[int, Layout] = {}
@@ -78,7 +84,7 @@ class Coordinator:
     def post(self, event: Event) -> None:
         """Something has happened."""
         self._events.append(event)
-        if self._busy:
+        if self._busy or self._deposed:
             return
         self._busy = True
         try:
@@ -104,6 +110,11 @@ class Coordinator:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._people[self._names] = answer
         return self._names, answer
+
+    def depose(self) -> None:
+        """Another coordinates: nothing is decided here any more."""
+        self._deposed = True
+        self._timers.cancel_all()
 
     @property
     def recorded(self) -> int:
@@ -154,6 +165,8 @@ class Coordinator:
                     answer.set_result(effect.answer)
             case ReadCosts():
                 self.post(_read_costs(effect))
+            case Record():
+                self._remember(effect)
             case End():
                 self._timers.cancel_all()
                 if not self.outcome.done():

@@ -6,14 +6,12 @@ import argparse
 import ast
 import asyncio
 import contextlib
-import errno
 import importlib.util
 import itertools
 import os
 import runpy
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -21,27 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from megatron_elastic import argument_file, support
-from megatron_elastic.cluster.agent import END_LIMIT, Agent, AgentError
+from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
-from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.messages import Heartbeat, Stop, ToAgent
-from megatron_elastic.cluster.protocol import Job, Outcome, Settings
-from megatron_elastic.cluster.protocol.events import Begun, NodeCame
-from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.recorder import Recorder, Screen
-from megatron_elastic.cluster.server import Server, hear
-from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError
-from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
+from megatron_elastic.cluster.leadership import Choice, parse
+from megatron_elastic.cluster.recorder import Screen
+from megatron_elastic.cluster.station import Part, Station
+from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
-
-_orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
@@ -56,7 +45,8 @@ examples:
   export MEGATRON_ELASTIC_TOKEN=$(openssl rand -hex 32)     # the same value on both nodes
   megatron-elastic run --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
   megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
-      two nodes; the first one's launcher keeps the records
+      two nodes; the first one's launcher coordinates and keeps the records (from three nodes on another's, if it is
+      lost)
 
 The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
 in the environment is put before them, for run scripts that are not to be edited; before that, what the file of
@@ -84,6 +74,8 @@ class _Command:
     port: int
     config: ElasticConfig
     credentials: Credentials
+    choice: Choice
+    """Of the store that says who coordinates."""
 
 
 def _parser() -> _Parser:
@@ -138,7 +130,7 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     token = given_token(os.environ) if several else token_of(os.environ) or make_token()
     program = Program(options.script, options.module, options.arguments)
     command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config,
-                       Credentials(token, certificates_of(config)))
+                       Credentials(token, certificates_of(config)), parse(config.store, nodes if config.elastic else 1))
     _check_script(command)
     return command
 
@@ -259,8 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     exit_signal = ExitSignal(command.program.arguments)
-    job = (_lead if command.node_rank == 0 else _follow)(command, run_dir, exit_signal)
-    code = _run_until_signalled(job, exit_signal)
+    code = _run_until_signalled(_take_part(command, run_dir, exit_signal), exit_signal)
     print(f"records and logs are in {run_dir}", flush=True)
     return code
 
@@ -294,152 +285,28 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
     return 128 + received[0] if received else code
 
 
-async def _lead(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
-    """Node 0: coordinate, and run this node's ranks."""
-    world_size = command.nodes * command.ranks_per_node
+async def _take_part(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
+    """Run this node's part of the job to its end; returns the exit code."""
     screen = Screen()
-    coordinator: Coordinator | None = None
-    records = Recorder(run_dir, lambda what: coordinator.trouble(what) if coordinator else None) \
-        if command.config.elastic else None
-    coordinator = Coordinator(Job.new(_settings(command.config), world_size), records, screen.say)
-    server = Server(coordinator, command.config, command.credentials, screen.say)
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: coordinator.end(
-        False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}"))
-    agent: Agent | None = None
-    try:
-        port = _listen(server, command)
-        if command.config.elastic:
-            leave_address(run_dir, Address(command.host, port, command.credentials))
-        screen.say(f"{world_size} ranks of {command.program.target}, logs in {_shown(run_dir / 'logs')}")
-        agent = Agent(_agents_job(command, run_dir), lambda message: hear(coordinator, node, message))
-        node = coordinator.name(agent)
-        exit_signal.pass_on = agent.kill_all
-        coordinator.post(Begun(now=time.time(), torch_port=_free_port()))
-        await _prepare(agent, command.config)
-        coordinator.post(NodeCame(now=time.time(), node=node, hello=agent.hello))
-        outcome = await asyncio.shield(coordinator.outcome)
-    except asyncio.CancelledError:
-        outcome = Outcome(False, "interrupted; ending all ranks (interrupt again to kill them at once)")
-    except AgentError as error:
-        outcome = Outcome(False, str(error))
-    coordinator.end(outcome.ok, outcome.reason)
+    station = Station(_part(command, run_dir), exit_signal, screen, _note)
+    outcome = await station.run()
     if not outcome.ok:
         _complain(outcome.reason)
-    if agent is not None:
-        _name_stubborn(await agent.end(patient=outcome.ok))
-    await server.close(END_LIMIT + 1)
-    remove_address(run_dir)
+    await station.end(outcome)
     if outcome.ok:
         screen.say(outcome.reason)
-    if records is not None and (left := records.close(END_LIMIT)):
-        _note(f"{left} records could not be written to {run_dir}")
     screen.close(END_LIMIT)
     return 0 if outcome.ok else 1
 
 
-def _settings(config: ElasticConfig) -> Settings:
-    return Settings(
-        elastic=config.elastic, respawn=config.respawn, replay=config.replay, profile=config.profile,
-        start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
-        report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
-        heartbeat_timeout=config.heartbeat_timeout,
-    )  # fmt: skip
-
-
-def _listen(server: Server, command: _Command) -> int:
-    # To a job of one node others can come only if it was started with an address that they can reach.
-    address = "127.0.0.1" if command.nodes == 1 and command.host == "127.0.0.1" else "0.0.0.0"
-    try:
-        return server.listen(address, command.port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise AgentError(f"cannot listen on {address}:{command.port}: {error.strerror}") from None
-        fix = "choose another --master-port" + (", or leave it out" if command.nodes == 1 else " on every node")
-        raise AgentError(f"port {command.port} is in use by another program; {fix}") from None
-
-
-async def _follow(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
-    """Another node: run its ranks as node 0's coordinator says."""
-    agent: Agent | None = None
-    wire: AsyncWire[ToAgent] | None = None
-    outcome = Outcome(False, f"lost the coordinator at {command.host}:{command.port}")
-    try:
-        wire = await AsyncWire.connect(command.host, command.port, command.credentials, command.config.cut_off,
-                                       _orders, command.config.start_timeout)
-        agent = Agent(_agents_job(command, run_dir), wire.send)
-        exit_signal.pass_on = agent.kill_all
-        await _prepare(agent, command.config)
-        wire.send(agent.hello)
-        outcome = await _obey(wire, agent, command.config) or outcome
-    except asyncio.CancelledError:
-        outcome = Outcome(False, "interrupted; ending this node's ranks")
-    except TimeoutError as error:
-        outcome = Outcome(False, f"{error}; is node 0 started, and its address right?")
-    except (AgentError, WireError) as error:
-        outcome = Outcome(False, str(error))
-    if not outcome.ok:
-        _complain(outcome.reason)
-    if agent is not None:
-        agent.stop(Stop(ok=outcome.ok, reason=outcome.reason))
-        _name_stubborn(await agent.end(patient=outcome.ok))
-    if wire is not None:
-        wire.close()
-    if outcome.ok:
-        _say(outcome.reason)
-    return 0 if outcome.ok else 1
-
-
-async def _obey(wire: AsyncWire[ToAgent], agent: Agent, config: ElasticConfig) -> Outcome | None:
-    """Do what the coordinator says until the job is over for this node; None when its connection ended."""
-    silent = False
-
-    def cut_off() -> None:
-        nonlocal silent
-        silent = True
-        wire.abort()
-
-    pulse = Pulse(lambda: wire.send(Heartbeat()), config.heartbeat_timeout, config.cut_off, cut_off)
-    try:
-        while not agent.over.done() and (message := await wire.receive()) is not None:
-            pulse.heard()
-            agent.obey(message)
-    finally:
-        pulse.stop()
-    if silent:
-        return Outcome(False, f"the coordinator was silent for {config.cut_off:g} s (4 x --elastic-heartbeat-timeout), "
-                              "so this node counts itself as cut off; ending its ranks")
-    return Outcome(agent.over.result().ok, agent.over.result().reason) if agent.over.done() else None
-
-
-async def _prepare(agent: Agent, config: ElasticConfig) -> None:
-    ready = await agent.prepare(config.start_timeout)
-    if ready.threads > 1:
-        _note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "
-              "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
-
-
-def _agents_job(command: _Command, run_dir: Path) -> AgentsJob:
-    return AgentsJob(
+def _part(command: _Command, run_dir: Path) -> Part:
+    config = command.config
+    job = AgentsJob(
         program=command.program, nodes=command.nodes, node_rank=command.node_rank,
         ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host,
-        heartbeat_timeout=command.config.heartbeat_timeout, grace=command.config.end_timeout,
-        look_every=command.config.suspect_timeout / 4,
+        heartbeat_timeout=config.heartbeat_timeout, grace=config.end_timeout, look_every=config.suspect_timeout / 4,
     )  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _name_stubborn(ranks: Sequence[int] | set[int]) -> None:
-    if ranks:
-        _note(f"ranks {sorted(ranks)} had not ended although the job was over, and were killed")
+    return Part(job, config, command.credentials, command.choice, command.port)
 
 
 def _say(line: str) -> None:

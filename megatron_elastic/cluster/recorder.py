@@ -85,6 +85,8 @@ class Clerk(Generic[T]):
                     if self._closing or self._changed.wait_for(lambda: self._closing, _AGAIN):
                         return
                 continue
+            except Exception as error:
+                self._tell(f"left out, please report it: {error!r}")
             if self._failing:
                 self._failing = False
                 self._tell("writing works again" + (f"; {self._dropped} items are lost" if self._dropped else ""))
@@ -100,8 +102,8 @@ class Recorder:
     """Writes ``records`` as the protocol's effects say."""
 
     def __init__(self, run_dir: Path, trouble: Callable[[str], None]) -> None:
-        """Raises OSError if the records cannot be opened."""
-        self._records = RunRecords(run_dir)
+        self._run_dir = run_dir
+        self._opened: RunRecords | None = None
         self.recorded = 0
         """Steps up to this one are on record."""
         self._clerk: Clerk[Write] = Clerk("records", self._write, lambda what: trouble(f"records: {what}"))
@@ -113,22 +115,24 @@ class Recorder:
     def close(self, limit: float) -> int:
         """Wait until all is written, and close the files; returns how much is not."""
         left = self._clerk.close(limit)
-        self._records.close()
+        if self._opened is not None:
+            self._opened.close()
         return left
 
     def _write(self, effect: Write) -> None:
+        records = self._opened = self._opened or RunRecords(self._run_dir)
         match effect:
             case WriteMetrics():
-                self._records.metrics(effect.record)
+                records.metrics(effect.record)
                 self.recorded = effect.record["step"]
             case WriteEvent():
-                self._records.event(effect.kind, effect.epoch, at=effect.time, **effect.fields)
+                records.event(effect.kind, effect.epoch, at=effect.time, **effect.fields)
             case WriteLayout():
-                self._records.layout(effect.layout)
+                records.layout(effect.layout)
             case WriteProfile():
-                self._records.profile(effect.text)
+                records.profile(effect.text)
             case WriteDigest():
-                self._records.digest(effect.digest)
+                records.digest(effect.digest)
 
 
 class Screen:

@@ -13,26 +13,33 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.chorus import Chorus
+from megatron_elastic.cluster.chorus import Chorus, Later
 from megatron_elastic.cluster.messages import (
+    Built,
     Committed,
     Decision,
+    Event,
     FromAgent,
     FromRank,
     Hello,
+    Interrupt,
     Invite,
+    Past,
     Plan,
     RankDying,
     RankExited,
     RankNews,
+    Reachable,
     Recall,
     Relay,
     Running,
     Said,
+    Settled,
     Start,
+    Switched,
     ToRank,
 )
-from megatron_elastic.layout import changed, decode, encode
+from megatron_elastic.layout import UnitShape, changed, decode, encode
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
@@ -45,51 +52,88 @@ class Post:
 
     Args:
         deliver: sends a frame to a rank.
-        tell: tells the coordinator.
+        tell: tells the coordinator, if there is one.
+        later: calls something after so many seconds.
     """
 
-    def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object]) -> None:
-        self.layout = b""
-        """The newest that was sent to the ranks of this node; what they have proposed if none was."""
-        self.committed: deque[Committed] = deque(maxlen=_KEPT)
-        """Steps that may not be on record."""
+    def __init__(
+        self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object], later: Later
+    ) -> None:
         self._deliver = deliver
         self._tell = tell
         self._hellos: dict[int, Hello] = {}
-        self._chorus = Chorus(tell)
+        self._dying: set[int] = set()
+        self._chorus = Chorus(tell, later)
+        self._told = b""
+        """The layout that was sent here last; what the ranks have proposed if none was."""
+        self._layouts: dict[int, bytes] = {}
+        """By epoch, the newest that the ranks are in, and what is planned after it."""
+        self._in_force = -1
+        """Epoch of the layout that they are in."""
+        self._epoch = 0
+        """The highest one that was begun, as far as they have been told."""
+        self._shapes: dict[int, UnitShape] = {}
+        self._saved = 0
+        self._recorded = 0
+        self.committed: deque[Committed] = deque(maxlen=_KEPT)
+        """Steps that may not be on record."""
+
+    def running(self, slots: dict[int, int]) -> list[Running]:
+        """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
+        return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
+
+    def past(self, torch_port: int, members: list[str], alone_since: float) -> Past:
+        """What is known here of the job, for a new coordinator."""
+        return Past(
+            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
+            members=members, shapes=self._shapes, saved=self._saved, recorded=self._recorded,
+            committed=list(self.committed), alone_since=alone_since,
+        )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
 
     def heard(self, rank: int, message: FromRank) -> None:
         """A rank says something to the coordinator."""
-        if isinstance(message, Hello):
-            self.layout = self.layout or message.layout
-            if rank != 0:
-                message = replace(message, layout=b"")
-            first = next(iter(self._hellos.values()), message)
-            self._hellos[rank] = message
-            if first is not message and message.likeness == first.likeness:
-                message = replace(message, flags={})
-        elif isinstance(message, Committed):
-            self.committed.append(message)
-            if not message.first:
-                return
-        self._chorus.say(message, len(self._hellos))
+        match message:
+            case Hello():
+                self._told = self._told or message.layout
+                if rank != 0:
+                    message = replace(message, layout=b"")
+                first = next(iter(self._hellos.values()), message)
+                self._hellos[rank] = message
+                if first is not message and message.likeness == first.likeness:
+                    message = replace(message, flags={})
+            case Reachable():
+                if rank in self._hellos:
+                    self._hellos[rank] = replace(self._hellos[rank], address=message.address, linked=True)
+            case Built():
+                self._shapes |= message.shapes
+            case Settled() | Switched():
+                self._enter(message.epoch)
+            case Event():
+                step = message.fields.get("step")
+                if message.kind == "saved" and isinstance(step, int):
+                    self._saved = max(self._saved, step)
+            case Committed():
+                self._enter(message.epoch)
+                self.committed.append(message)
+                if not message.first:
+                    return
+        self._chorus.say(message, len(self._hellos.keys() - self._dying))
 
     def news(self, news: RankNews) -> None:
         """Something has happened to a rank's process. What ranks have said before is told first."""
         self._chorus.flush()
-        if isinstance(news, RankDying | RankExited):
-            self._hellos.pop(news.rank, None)
         self._tell(news)
+        if isinstance(news, RankDying):
+            self._dying.add(news.rank)
+        elif isinstance(news, RankExited):
+            self._dying.discard(news.rank)
+            self._hellos.pop(news.rank, None)
 
     def flush(self) -> bool:
         """Tell what waits for others that say the same; returns whether anything did."""
         return self._chorus.flush()
-
-    def running(self, slots: dict[int, int]) -> list[Running]:
-        """The ranks of this node, given with their local ranks, as a new coordinator has to know them."""
-        return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
     # ---- from the coordinator ----------------------------------------------------------------
 
@@ -97,15 +141,26 @@ class Post:
         """Pass a message on to ranks."""
         payload = bytes(message.message)
         content = _decoder.decode(payload)
-        if isinstance(content, Start):
-            near = {rank: hello.address for rank, hello in self._hellos.items()}
-            payload = msgspec.msgpack.encode(replace(content, addresses=near))
         if message.differs:
             assert isinstance(content, Invite | Plan | Decision), type(content)
-            content = replace(content, layout=restored(self.layout, content.layout))
+            content = replace(content, layout=restored(self._told, content.layout))
             payload = msgspec.msgpack.encode(content)
         if isinstance(content, Plan | Decision):
-            self.layout = content.layout
+            self._told = content.layout
+        match content:
+            case Start():
+                self._layouts[0] = self._told
+                self._enter(0)
+                near = {rank: hello.address for rank, hello in self._hellos.items()}
+                payload = msgspec.msgpack.encode(replace(content, addresses=near))
+            case Plan():
+                self._layouts[content.epoch] = content.layout
+            case Decision():
+                self._layouts[content.epoch] = content.layout
+                self._saved = max(self._saved, content.saved)
+                self._enter(content.epoch)
+            case Interrupt():
+                self._epoch = max(self._epoch, content.epoch)
         frame = wire.frame(payload)
         for rank in message.ranks:
             self._deliver(rank, frame)
@@ -118,9 +173,16 @@ class Post:
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""
+        self._recorded = max(step, self._recorded)
         while self.committed and self.committed[0].vote.step <= step:
             self.committed.popleft()
 
+    def _enter(self, epoch: int) -> None:
+        """A rank is in the layout of ``epoch``, or is about to be."""
+        self._epoch = max(self._epoch, epoch)
+        if epoch > self._in_force and epoch in self._layouts:
+            self._in_force = epoch
+            self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}
 
 def restored(base: bytes, told: bytes) -> bytes:
     """The encoded layout that was told as the difference from ``base``."""

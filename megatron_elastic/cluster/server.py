@@ -9,31 +9,34 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_elastic.cluster.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Said, Scale, Stop, ToAgent
-from megatron_elastic.cluster.protocol.events import Asked, News, NodeCame, NodeLost
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Said, Scale, Stop, ToAgent, Welcome
+from megatron_elastic.cluster.protocol.events import Asked, News, NodeAbsent, NodeBack, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
-from megatron_elastic.cluster.wire import AsyncWire, Credentials, Unsendable, WireError
+from megatron_elastic.cluster.session import Letter, Session
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
 from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig
 
-FromOutside = FromAgent | Scale
+FromOutside = Letter | Scale
 _decoder: msgspec.msgpack.Decoder[FromOutside] = msgspec.msgpack.Decoder(FromOutside)
+_letters: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 
 
 class Server:
     """Serves one job's connections.
 
     Args:
-        coordinator: what is told of everything that comes.
         config: limits.
         credentials: what every client must show.
         say: prints one line for people.
     """
 
-    def __init__(self, coordinator: Coordinator, config: ElasticConfig, credentials: Credentials,
-                 say: Callable[[str], None]) -> None:
-        self._coordinator = coordinator
+    def __init__(self, config: ElasticConfig, credentials: Credentials, say: Callable[[str], None]) -> None:
+        self.coordinator: Coordinator | None = None
+        """What is told of everything that comes; None while another process coordinates."""
+        self._agents: dict[str, RemoteAgent] = {}
+        """By session."""
         self._config = config
         self._say = say
         self._door: Door[FromOutside] = Door(credentials, _decoder, self._serve_guest, config.cut_off, say)
@@ -46,6 +49,13 @@ class Server:
         """Stop listening, and wait until all connections have ended; those left after ``timeout`` seconds are cut."""
         await self._door.close(timeout)
 
+    def depose(self) -> None:
+        """Another process coordinates: agents are to look for it."""
+        self.coordinator = None
+        for agent in self._agents.values():
+            agent.cut()
+        self._agents.clear()
+
     async def _serve_guest(self, wire: AsyncWire[FromOutside]) -> None:
         try:
             await self._serve(wire)
@@ -56,22 +66,32 @@ class Server:
         # An agent connects before it imports what its ranks need, and introduces itself after.
         async with asyncio.timeout(self._config.start_timeout):
             first = await wire.receive()
-        match first:
-            case AgentHello():
-                await self._serve_agent(wire, first)
-            case Scale():
-                person, answer = self._coordinator.asking()
-                self._coordinator.post(Asked(now=time.time(), person=person, request=first))
-                wire.send(await answer)
-            case None:
-                pass
-            case _:
-                raise WireError(f"it began with {type(first).__name__} instead of AgentHello or Scale")
+        coordinator = self.coordinator
+        if first is None or coordinator is None:
+            return  # whoever it is looks for the coordinator, who is elsewhere
+        if isinstance(first, Scale):
+            person, answer = coordinator.asking()
+            coordinator.post(Asked(now=time.time(), person=person, request=first))
+            wire.send(await answer)
+            return
+        hello = decode(bytes(first.message), _letters)
+        if not isinstance(hello, AgentHello):
+            raise WireError(f"it began with {type(hello).__name__} instead of AgentHello or Scale")
+        await self._serve_agent(wire, hello, first.received, coordinator)
 
-    async def _serve_agent(self, wire: AsyncWire[FromOutside], hello: AgentHello) -> None:
-        coordinator = self._coordinator
-        agent = RemoteAgent(wire, coordinator)
-        node = coordinator.name(agent)
+    async def _serve_agent(
+        self, wire: AsyncWire[FromOutside], hello: AgentHello, received: int, coordinator: Coordinator
+    ) -> None:
+        agent = self._agents.get(hello.session)
+        if agent is None and received:
+            wire.send(Letter(0, 0, msgspec.Raw(msgspec.msgpack.encode(Welcome(received=-1)))))
+            return
+        back = agent is not None
+        if agent is None:
+            agent = self._agents[hello.session] = RemoteAgent(coordinator)
+        agent.connect(wire, received)
+        node, now = agent.node, time.time()
+        coordinator.post(NodeBack(now=now, node=node) if back else NodeCame(now=now, node=node, hello=hello))
 
         def silent() -> None:
             agent.obey(Stop(ok=False, reason=f"this node was silent for {limit:g} s and counts as lost "
@@ -82,42 +102,66 @@ class Server:
 
         # Losing a node ends a plain job, which has no use for knowing it that soon.
         limit = self._config.heartbeat_timeout if self._config.elastic else self._config.cut_off
-        pulse = Pulse(lambda: wire.send(Heartbeat(recorded=coordinator.recorded)), self._config.heartbeat_timeout,
-                      limit, silent)
+        pulse = Pulse(lambda: agent.session.beat(Heartbeat(recorded=coordinator.recorded)),
+                      self._config.heartbeat_timeout, limit, silent)
         try:
-            coordinator.post(NodeCame(now=time.time(), node=node, hello=hello))
-            while (message := await wire.receive()) is not None:
+            while (letter := await wire.receive()) is not None:
                 pulse.heard()
-                hear(coordinator, node, message)
+                if not isinstance(letter, Letter):
+                    raise WireError(f"an agent sent an unexpected {type(letter).__name__}")
+                if (payload := agent.session.take(letter)) is not None:
+                    hear(coordinator, node, decode(payload, _letters))
         finally:
             pulse.stop()
-            coordinator.post(NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} lost",
-                                      since=time.time()))
-            coordinator.forget(node)
+            if agent.disconnect(wire):
+                coordinator.post(NodeAbsent(now=time.time(), node=node))
 
 
 class RemoteAgent:
-    """The agent at the other end of a connection."""
+    """The agent at the other end of connections that follow one another."""
 
-    def __init__(self, wire: AsyncWire[FromOutside], coordinator: Coordinator) -> None:
-        self._wire = wire
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.session = Session()
+        self.node = coordinator.name(self)
         self._coordinator = coordinator
+        self._wire: AsyncWire[FromOutside] | None = None
+
+    def connect(self, wire: AsyncWire[FromOutside], received: int) -> None:
+        """It has come, by this connection; ``received``: the number of the last message that it has."""
+        if self._wire is not None:
+            self._wire.abort()
+        self._wire = wire
+        self.session.transmit = wire.send_encoded
+        self.session.beat(Welcome(received=self.session.received))
+        self.session.resume(received, wire.send_encoded)
+
+    def disconnect(self, wire: AsyncWire[FromOutside]) -> bool:
+        """A connection has ended. Returns whether there is no other."""
+        if self._wire is not wire:
+            return False
+        self._wire = self.session.transmit = None
+        return True
+
+    def cut(self) -> None:
+        """Break the connection."""
+        if self._wire is not None:
+            self._wire.abort()
 
     def obey(self, message: ToAgent) -> None:
         """Send it a message."""
-        problem = self._wire.send(message)
-        if isinstance(problem, Unsendable):  # ours, not that agent's
+        problem = self.session.send(message)
+        if problem is not None:
             self._coordinator.trouble(str(problem), fatal=True)
 
 
-def hear(coordinator: Coordinator, node: int, message: FromOutside) -> None:
+def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
     """The agent of ``node`` says something after it has introduced itself. Raises WireError if it may not say that."""
     match message:
         case Heartbeat():
             pass
         case Said():
             coordinator.post(RankSaid(now=time.time(), node=node, message=message.message, also=tuple(message.also)))
-        case AgentHello() | Scale():
+        case AgentHello():
             raise WireError(f"an agent sent an unexpected {type(message).__name__}")
         case _:
             coordinator.post(News(now=time.time(), node=node, news=message))

@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import runpy
 import selectors
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -324,6 +325,16 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+class _Log(io.FileIO):
+    """A log that a full disk leaves with gaps: a rank must not end because it cannot print."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))
+
+
 def _become_rank(request: Spawn) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -333,8 +344,9 @@ def _become_rank(request: Spawn) -> None:
         os.dup2(source, target)
     os.close(log)
     os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed rank keeps what it printed
+    for name, target in (("stdout", 1), ("stderr", 2)):
+        stream = io.TextIOWrapper(io.BufferedWriter(_Log(target, "w", closefd=False)), line_buffering=True)
+        setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(request.env)
 

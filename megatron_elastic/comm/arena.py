@@ -11,6 +11,7 @@ before it died can still be read.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import secrets
@@ -39,9 +40,9 @@ copy.restype = None
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
-    """Where an arena is: on the machine of this boot, under /proc/PID/fd/FD, beginning with the cookie."""
+    """Where an arena is: seen from ``place``, under /proc/PID/fd/FD, beginning with the cookie."""
 
-    boot: str
+    place: str
     pid: int
     fd: int
     size: int
@@ -75,7 +76,7 @@ class Arena:
         border = size // 4 * 3
         self._regions = (_Region(self._memory, _BLOCKS, border), _Region(self._memory, border, size))
         self._life = life.Life(self._memory, _LIFE)
-        self.address = ArenaAddress(boot_id(), os.getpid(), self._fd, size, cookie)
+        self.address = ArenaAddress(here(), os.getpid(), self._fd, size, cookie)
 
     @staticmethod
     def header(readers: int) -> int:
@@ -166,6 +167,7 @@ class ArenaView:
 
     def __init__(self, memory: mmap.mmap, nudge: Callable[[], None]) -> None:
         self.memory = memory
+        self.size = len(memory)
         self._base = ctypes.c_char.from_buffer(memory)
         self.start = ctypes.addressof(self._base)
         """Address of the first byte."""
@@ -175,7 +177,7 @@ class ArenaView:
     @classmethod
     def open(cls, address: ArenaAddress, nudge: Callable[[], None]) -> ArenaView | None:
         """Map a peer's arena; None if it is on another machine or cannot be reached. ``nudge`` wakes its owner."""
-        if address.boot != boot_id():
+        if address.place != here():
             return None
         try:
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -206,9 +208,11 @@ class ArenaView:
             self._nudge()
 
 
-def boot_id() -> str:
-    """Names this boot of this machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+@functools.cache
+def here() -> str:
+    """Names this boot of this machine, and the namespace in which its process numbers mean something."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.cluster.control import InterruptFlag
+from megatron_elastic.comm.arena import here
 from megatron_elastic.comm.devices import BACKENDS, Devices
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.process_group import NAME, ElasticProcessGroup
@@ -39,6 +40,9 @@ def _create(options: Any, _: Any) -> ElasticProcessGroup:
         return _given.pop()
     crowded = size > len(os.sched_getaffinity(0))
     transport = Transport(rank, InterruptFlag(), options.timeout.total_seconds(), crowded)
+    options.store.set(f"place/{rank}", here())
+    if {options.store.get(f"place/{peer}") for peer in range(size)} != {here().encode()}:
+        transport.listen()
     options.store.set(f"address/{rank}", transport.address)
     transport.add_peers({peer: options.store.get(f"address/{peer}") for peer in range(size)})
     group, devices = Group(transport, 0, range(size)), Devices(transport.interrupt, options.timeout)

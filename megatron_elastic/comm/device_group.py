@@ -25,7 +25,7 @@ from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.link_store import LinkStore
 from megatron_elastic.comm.operation import Operation
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_group
 
 _LOOK = 1e-3
 """Seconds between looks at work that nothing announces the end of."""
@@ -143,7 +143,7 @@ class DeviceGroup:
     def _in_step(self) -> bool:
         """Whether every member has the same communicator and did the same number of operations on it."""
         group, transport = self._group, self._group.transport
-        coordinate = pair(group.ident, 0)
+        coordinate = at_group(group.ident, 0)
         mine = torch.tensor([self._born, self._issued] if self._communicator is not None else [-1, 0])
         others = [rank for rank in group.ranks if rank != transport.rank]
         theirs = [torch.zeros_like(mine) for _ in others]
@@ -281,6 +281,7 @@ class _Condition:
     """Anything that comes true, in the shape of an operation."""
 
     __slots__ = ("_done", "peer")
+    tells = False
 
     def __init__(self, done: Callable[[], bool], peer: int) -> None:
         self._done, self.peer = done, peer

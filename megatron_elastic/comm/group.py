@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_elastic.comm.operation import Operation, Recv, Send, Steps
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import NUMBERS, Channel, at_group
 from megatron_elastic.comm.transport import Transport
 
 _STAR = 256 * 1024
@@ -24,9 +24,10 @@ _FEW = 3
 """Up to this many members, small messages go from each to each: one hop instead of two."""
 _PART = 512 * 1024
 """Bytes of a chunk that is reduced at once: while it is read, the next ones are written, and it stays in the cache."""
+_FAN = 8
+"""Members of a tree that are combined at once."""
 _PHASES = 2
-_SEQUENCES = (1 << 14) // _PHASES
-_TAGS = 1 << 14
+_SEQUENCES = NUMBERS // _PHASES
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """In-place reduction of the second tensor into the first."""
@@ -72,15 +73,17 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Send:
         """Start sending a contiguous tensor to member ``to``."""
-        return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
+        coordinate = at_group(self.ident, tag % NUMBERS)
+        return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, coordinate, tensor)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Recv:
         """Expect a message from member ``source`` in a contiguous tensor."""
-        return self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, pair(self.ident, tag % _TAGS), tensor)
+        coordinate = at_group(self.ident, tag % NUMBERS)
+        return self.transport.recv(self.ranks[source], Channel.POINT_TO_POINT, coordinate, tensor)
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> int:
         """Receive from whichever member's message is here first; returns its index."""
-        coordinate = pair(self.ident, tag % _TAGS)
+        coordinate = at_group(self.ident, tag % NUMBERS)
         source = self.transport.first_of(self.ranks, Channel.POINT_TO_POINT, coordinate)
         self.transport.wait(self.transport.recv(source, Channel.POINT_TO_POINT, coordinate, tensor))
         return self.ranks.index(source)
@@ -97,6 +100,17 @@ class Group:
         if self.size <= _FEW:
             return self._exchange_and_reduce(at, tensor, combine)
         return _both(self._reduce(at, tensor, combine, 0), self._broadcast(at + 1, tensor, 0))
+
+    def reduce_exact(self, tensor: torch.Tensor, combine: Combine) -> Steps:
+        """Reduce a contiguous tensor into the first member's, in a tree, so that nobody talks to many.
+
+        For a reduction whose order does not matter. Others' tensors become sums of parts.
+        """
+        return self._reduce_in_tree(self._next(), tensor, combine)
+
+    def broadcast_from_root(self, tensor: torch.Tensor) -> Steps:
+        """Copy the first member's contiguous tensor into everybody's, in the same tree."""
+        return self._broadcast_in_tree(self._next(), tensor)
 
     def reduce(self, tensor: torch.Tensor, combine: Combine, to: int) -> Steps:
         """Reduce into member ``to``, in member order; other members' tensors keep their values."""
@@ -140,7 +154,8 @@ class Group:
 
     def barrier(self) -> Steps:
         """End when every member has entered."""
-        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.Tensor.add_)
+        token = torch.zeros(1, dtype=torch.uint8)
+        return _both(self.reduce_exact(token, torch.Tensor.add_), self.broadcast_from_root(token))
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -152,7 +167,7 @@ class Group:
         # Members are interrupted at different points, so the count restarts with each epoch.
         if self._epoch != self.transport.epoch:
             self._epoch, self._sequence = self.transport.epoch, 0
-            self.transport.watch(self.ident, self.ranks)
+            self.transport.watch(self.ranks)
         self._sequence = (self._sequence + 1) % _SEQUENCES
         return self._sequence * _PHASES
 
@@ -161,7 +176,7 @@ class Group:
         ranks = self.ranks
         return self.transport.exchange(
             Channel.COLLECTIVE,
-            pair(self.ident, at),
+            at_group(self.ident, at),
             [(ranks[i], tensor) for i, tensor in sends.items() if tensor.numel()],
             [(ranks[i], tensor) for i, tensor in recvs.items() if tensor.numel()],
         )
@@ -174,7 +189,7 @@ class Group:
         others = [rank for i, rank in enumerate(self.ranks) if i != self.index]
         if not others or not tensor.numel():
             return []
-        return self.transport.send_all(others, Channel.COLLECTIVE, pair(self.ident, at), tensor)
+        return self.transport.send_all(others, Channel.COLLECTIVE, at_group(self.ident, at), tensor)
 
     def _tell_all(self, at: int, tensor: torch.Tensor) -> Steps:
         yield self._tell(at, tensor)
@@ -186,6 +201,28 @@ class Group:
         parts = self._borrow(at, tensor)
         yield list(parts.values())
         self._combine_in_order(tensor, parts, combine)
+
+    def _reduce_in_tree(self, at: int, tensor: torch.Tensor, combine: Combine) -> Steps:
+        parent, children = place_in_tree(self.index, self.size)
+        coordinate, flat = at_group(self.ident, at), tensor.view(-1)
+        parts = [
+            self.transport.borrow(self.ranks[i], Channel.COLLECTIVE, coordinate, flat.numel(), flat.dtype)
+            for i in children
+        ]
+        yield parts
+        for part in parts:
+            combine(flat, part.buffer)
+            part.release()
+        if parent is not None:
+            yield self._exchange(at, {parent: tensor}, {})
+
+    def _broadcast_in_tree(self, at: int, tensor: torch.Tensor) -> Steps:
+        parent, children = place_in_tree(self.index, self.size)
+        if parent is not None:
+            yield self._exchange(at, {}, {parent: tensor})
+        if children:
+            below = [self.ranks[i] for i in children]
+            yield self.transport.send_all(below, Channel.COLLECTIVE, at_group(self.ident, at), tensor)
 
     def _exchange_and_reduce(self, at: int, tensor: torch.Tensor, combine: Combine) -> Steps:
         parts = self._borrow(at, tensor)
@@ -272,7 +309,7 @@ class Group:
 
     def _borrow(self, at: int, like: torch.Tensor) -> dict[int, Recv]:
         """Expect every other member's tensor, to be read once."""
-        coordinate = pair(self.ident, at)
+        coordinate = at_group(self.ident, at)
         return {
             i: self.transport.borrow(self.ranks[i], Channel.COLLECTIVE, coordinate, like.numel(), like.dtype)
             for i in self._others()
@@ -296,6 +333,23 @@ class Group:
             combine(flat, mine if i == me else parts[i].buffer)
         for recv in parts.values():
             recv.release()
+
+
+def place_in_tree(index: int, size: int) -> tuple[int | None, list[int]]:
+    """A member's parent (None: it is the root) and its children in a tree over so many, those with most below first.
+
+    The first of every ``_FAN`` consecutive members is the parent of the others, then so among these first ones, and so
+    on: neighbours are combined first, and who is first of many has ``_FAN - 1`` children for each level.
+    """
+    children: list[int] = []
+    stride = 1
+    while stride < size:
+        block = stride * _FAN
+        if index % block:
+            return index - index % block, children
+        children[:0] = range(index + stride, min(index + block, size), stride)
+        stride = block
+    return None, children
 
 
 def _put(target: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -1,22 +1,17 @@
-"""Life: a mark in shared memory that the kernel changes when its holder begins to die.
+"""Life: a mark in shared memory that the kernel changes when its holder begins to die (``cluster.robust_mutex``).
 
-A process's end is told to others (``pidfd``, sockets) when its memory has been freed, which takes tens of milliseconds
-where ranks outnumber cores. Before that the kernel looks through the robust mutexes that its threads hold and marks
-them. So a rank holds one, and who waits for the rank looks at it.
+A rank holds one, and who waits for the rank looks at it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import threading
 
-SIZE = 64
-"""Bytes for a mark: a ``pthread_mutex_t`` has 40 or 48, by architecture, and begins with the word that is marked."""
-_OWNER_DIED = 0x40000000
-_ROBUST = _SHARED = 1
-_libc = ctypes.CDLL(None)
+from megatron_elastic.cluster.robust_mutex import SIZE, RobustMutex
+
+__all__ = ["SIZE", "Life", "LifeView"]
+
 _held: set[Life] = set()
 """Marks of this process. Each thread's list of them runs through their memory, which must stay mapped."""
 
@@ -27,20 +22,17 @@ class Life:
     """
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self._mutex = (ctypes.c_char * SIZE).from_buffer(memory, offset)
+        self._mutex = RobustMutex(memory, offset, make=True)
         if threading.current_thread() is threading.main_thread():
-            attributes = ctypes.create_string_buffer(SIZE)
-            _check(_libc.pthread_mutexattr_init(attributes))
-            _check(_libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
-            _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
-            _check(_libc.pthread_mutex_init(self._mutex, attributes))
-            _check(_libc.pthread_mutex_lock(self._mutex))
+            self._mutex.lock()
             _held.add(self)
 
     def release(self) -> bool:
         """The rank ends in order. False if only the main thread could do that: the memory must stay mapped then."""
         if self in _held:
-            if _libc.pthread_mutex_unlock(self._mutex):
+            try:
+                self._mutex.unlock()
+            except PermissionError:
                 return False
             _held.remove(self)
         del self._mutex
@@ -51,14 +43,9 @@ class LifeView:
     """Another process's mark."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self._word = ctypes.c_uint32.from_buffer(memory, offset)
+        self._mutex = RobustMutex(memory, offset)
 
     @property
     def ended(self) -> bool:
         """Whether its holder is dying or dead."""
-        return bool(self._word.value & _OWNER_DIED)
-
-
-def _check(code: int) -> None:
-    if code:
-        raise OSError(code, os.strerror(code))
+        return self._mutex.orphaned

@@ -146,16 +146,17 @@ class LinkRequest:
 class LinkMessage:
     """A message that has been probed off the worker."""
 
-    __slots__ = ("_links", "_probe", "length")
+    __slots__ = ("_links", "_probe", "kept", "length")
+    lent = False
 
     def __init__(self, links: Links, probe: Any) -> None:
         self._links = links
         self._probe = probe
-        self.length = int(probe.length)
+        self.length = self.kept = int(probe.length)
 
     def give(self, recv: Recv) -> None:
         """Start receiving it."""
-        recv.request = LinkRequest(self._links.receive(self._probe, recv.room()), recv.peer)
+        recv.begin(LinkRequest(self._links.receive(self._probe, recv.room()), recv.peer))
 
     def drop(self) -> None:
         """Drain it."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_group
 from megatron_elastic.comm.transport import Transport
 
 _SIZE, _ENTRY = 1, 2
@@ -33,7 +33,7 @@ class LinkStore(dist.Store):
     def __init__(self, transport: Transport, ident: int, ranks: Sequence[int]) -> None:
         super().__init__()
         self._transport = transport
-        self._size, self._entry = pair(ident, _SIZE), pair(ident, _ENTRY)
+        self._size, self._entry = at_group(ident, _SIZE), at_group(ident, _ENTRY)
         self._others = [rank for rank in ranks if rank != transport.rank]
         self._entries: dict[str, bytes] = {}
         self._lock = threading.RLock()  # backends also look into the store from threads of their own

@@ -19,8 +19,9 @@ from collections import deque
 
 import msgspec
 
-from megatron_elastic.comm.arena import ArenaAddress, ArenaView
+from megatron_elastic.comm.arena import ArenaAddress, ArenaView, here
 from megatron_elastic.comm.operation import Send
+from megatron_elastic.comm.tag import source_of
 
 _HEADER = struct.Struct("<QQIIII")
 INLINE = select.PIPE_BUF - _HEADER.size
@@ -67,7 +68,7 @@ class Mailbox:
         self._rest = b""
 
     def take(self) -> list[Frame]:
-        """The frames that are here."""
+        """The frames that are here. Raises RuntimeError, naming its sender, for one that is larger than frames are."""
         frames: list[Frame] = []
         while True:
             try:
@@ -82,6 +83,11 @@ class Mailbox:
                 tag, size, start, length, release, kind = _HEADER.unpack_from(data, at)
                 if kind == WHOLE:
                     body = at + _HEADER.size
+                    if length > INLINE:
+                        raise RuntimeError(
+                            f"a frame from rank {source_of(tag)} says that it has {length} bytes, where {INLINE} fit: "
+                            "what came with it is lost"
+                        )
                     if body + length > end:
                         break
                     frames.append((tag, size, start, length, release, kind, data[body : body + length]))
@@ -119,6 +125,8 @@ class Neighbour:
     def open(cls, rank: int, address: NearAddress, me: int) -> Neighbour | None:
         """None if the rank is on another host, cannot be reached, or has ended."""
         arena, opened = address.arena, []
+        if arena.place != here():  # its process number is another process's here, or nobody's
+            return None
         mailbox = f"/proc/{arena.pid}/fd/{address.mailbox}"
         try:
             opened.append(os.open(mailbox, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))

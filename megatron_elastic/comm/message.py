@@ -16,6 +16,14 @@ class Message(Protocol):
     def length(self) -> int:
         """Bytes of the whole message."""
 
+    @property
+    def kept(self) -> int:
+        """Bytes of this rank's memory that it takes."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether it holds memory of its sender's."""
+
     def give(self, recv: Recv) -> None:
         """Hand it to who expects it; the sizes are the same."""
 
@@ -29,11 +37,12 @@ class Message(Protocol):
 class Whole:
     """A message that came in its frame."""
 
-    __slots__ = ("_data", "length")
+    __slots__ = ("_data", "kept", "length")
+    lent = False
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.length = len(data)
+        self.length = self.kept = len(data)
 
     def give(self, recv: Recv) -> None:
         """Copy it."""
@@ -56,6 +65,8 @@ class Block:
     """A message, or a piece of one, that lies in its sender's arena."""
 
     __slots__ = ("_release", "_start", "_view", "length")
+    kept = 0
+    lent = True
 
     def __init__(self, view: ArenaView, start: int, length: int, release: int) -> None:
         self._view, self._start, self._release = view, start, release
@@ -97,6 +108,21 @@ class Pieces:
         self._kept: deque[Block | Whole] = deque()
         self._recv: Recv | None = None
         self._address = 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the pieces that were detached."""
+        return sum(piece.kept for piece in self._kept)
+
+    @property
+    def lent(self) -> bool:
+        """Whether any piece is."""
+        return any(piece.lent for piece in self._kept)
+
+    @property
+    def expected(self) -> bool:
+        """Whether somebody has it already, although it is not whole."""
+        return self._recv is not None
 
     def add(self, piece: Block) -> bool:
         """The next piece. Returns whether it was the last."""

@@ -6,6 +6,7 @@ Sends and receives are single messages; a task is a collective that goes on by i
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,16 +38,87 @@ class Request(Protocol):
         """Whether it is over. Raises Interrupted when it cannot be."""
 
 
+class Pending:
+    """Operations that are waited for together.
+
+    Those that tell when they are done count down; only the others are looked at, one of them at a time. So a wake-up
+    costs what has happened, not what is still to come.
+
+    Args:
+        operations: raises what those raise that have failed already.
+        ready: called when all that tell are done, or one has failed.
+    """
+
+    __slots__ = ("_error", "_left", "_ready", "looked_at")
+
+    def __init__(self, operations: Sequence[Operation], ready: Callable[[], None] | None = None) -> None:
+        self._left = 0
+        self._error: Exception | None = None
+        self._ready = ready
+        self.looked_at: list[Operation] = []
+        """Operations that do not tell and are not seen to be done."""
+        for operation in operations:
+            if operation.done:
+                continue
+            if operation.tells:
+                operation.pending = self  # type: ignore[union-attr]
+                self._left += 1
+            else:
+                self.looked_at.append(operation)
+
+    @property
+    def done(self) -> bool:
+        """Whether all operations are. Raises what one that failed raises."""
+        if self._error is not None:
+            raise self._error
+        looked_at = self.looked_at
+        while looked_at and looked_at[-1].done:
+            looked_at.pop()
+        return not (self._left or looked_at)
+
+    def told(self) -> None:
+        """One more is done."""
+        self._left -= 1
+        if not self._left and self._ready is not None:
+            self._ready()
+
+    def failed(self, error: Exception) -> None:
+        """One will never be done."""
+        self._error = error
+        if self._ready is not None:
+            self._ready()
+
+    def look_at(self, operation: Operation) -> None:
+        """One that was to tell will not."""
+        self.looked_at.append(operation)
+        self.told()
+        if self._left and self._ready is not None:
+            self._ready()
+
+
 class Send:
     """A message on its way to ``peer``. Once it is done its buffer may be reused, and it needs no more progress."""
 
-    __slots__ = ("left", "peer", "request")
+    __slots__ = ("left", "peer", "pending", "request")
 
     def __init__(self, peer: int, request: Request | None = None) -> None:
         self.peer = peer
         self.request = request
         self.left = 0
         """Frames to be written yet."""
+        self.pending: Pending | None = None
+        """Who waits for it."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether it tells who waits for it when it is done."""
+        return self.request is None
+
+    def written(self) -> None:
+        """One more frame is."""
+        self.left -= 1
+        if not self.left and self.pending is not None:
+            self.pending.told()
 
     @property
     def done(self) -> bool:
@@ -61,7 +133,7 @@ class Recv:
     the sender's memory; it must be released as soon as it is read.
     """
 
-    __slots__ = ("_finished", "_release", "_shape", "buffer", "peer", "request", "tag")
+    __slots__ = ("_error", "_finished", "_release", "_shape", "buffer", "peer", "pending", "request", "tag")
 
     def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: Shape | None = None) -> None:
         self.peer = peer
@@ -69,8 +141,11 @@ class Recv:
         self.buffer: torch.Tensor = buffer  # type: ignore[assignment]  # set when a borrowing receive begins
         self.request: Request | None = None
         """Set when the message comes over a link."""
+        self.pending: Pending | None = None
+        """Who waits for it."""
         self._shape = shape
         self._finished = False
+        self._error: Exception | None = None
         self._release: Callable[[], None] | None = None
 
     @property
@@ -92,11 +167,30 @@ class Recv:
     def lend(self, buffer: torch.Tensor, release: Callable[[], None]) -> None:
         """The message is here, in ``buffer`` until it is released."""
         self.buffer, self._release = buffer, release
-        self._finished = True
+        self.finish()
 
     def finish(self) -> None:
         """The message is in the buffer."""
         self._finished = True
+        if self.pending is not None:
+            self.pending.told()
+
+    def begin(self, request: Request) -> None:
+        """The message is here as far as a link is concerned, and goes into the buffer."""
+        self.request = request
+        if self.pending is not None:
+            self.pending.look_at(self)
+
+    def fail(self, error: Exception) -> None:
+        """The message cannot be taken: who waits for it gets the error."""
+        self._error = error
+        if self.pending is not None:
+            self.pending.failed(error)
+
+    @property
+    def tells(self) -> bool:
+        """Whether it tells who waits for it when it is done."""
+        return self.request is None
 
     @property
     def held(self) -> bool:
@@ -114,7 +208,12 @@ class Recv:
 
     @property
     def done(self) -> bool:
-        """Whether the whole message is in the buffer. Raises Interrupted when the link broke first."""
+        """Whether the whole message is in the buffer.
+
+        Raises Interrupted when the link broke first, RuntimeError for a message of another size.
+        """
+        if self._error is not None:
+            raise self._error
         return self._finished or (self.request is not None and self.request.done)
 
 
@@ -123,14 +222,24 @@ Steps = Generator["Sequence[Operation]", None, None]
 
 
 class Task:
-    """Steps under way. Itself an operation that can be waited for."""
+    """Steps under way. Itself an operation that can be waited for.
 
-    __slots__ = ("_error", "_finished", "_pending", "_steps", "peer")
+    Args:
+        steps: what it does.
+        peer: whom a wait for it blames.
+        ready: where it puts itself when it can go on.
+    """
 
-    def __init__(self, steps: Steps, peer: int) -> None:
+    __slots__ = ("_error", "_finished", "_ready", "_steps", "_under_way", "peer", "pending")
+    tells = True
+
+    def __init__(self, steps: Steps, peer: int, ready: deque[Task]) -> None:
         self.peer = peer
+        self.pending: Pending | None = None
+        """Who waits for it."""
         self._steps = steps
-        self._pending: list[Operation] = []
+        self._ready = ready
+        self._under_way = Pending(())
         self._finished = False
         self._error: Exception | None = None
 
@@ -141,40 +250,52 @@ class Task:
             raise self._error
         return self._finished
 
+    @property
+    def looks(self) -> bool:
+        """Whether it can go on only when somebody lets it look."""
+        return bool(self._under_way.looked_at)
+
     def advance(self) -> bool:
         """Go as far as the operations that are done allow. Returns whether the task has ended."""
         try:
             while not self._finished and self._error is None:
-                self._pending = [op for op in self._pending if not op.done]
-                if self._pending:
+                if not self._under_way.done:
                     return False
-                self._pending = list(next(self._steps))
+                self._under_way = Pending(next(self._steps), self._can_go_on)
         except StopIteration:
             self._finished = True
+            if self.pending is not None:
+                self.pending.told()
         except Exception as error:
-            self._error = error
+            self.abandon(error)
         return True
 
     def abandon(self, error: Exception) -> None:
         """End without a result."""
-        if not self._finished:
+        if not self._finished and self._error is None:
             self._error = error
+            if self.pending is not None:
+                self.pending.failed(error)
+
+    def _can_go_on(self) -> None:
+        self._ready.append(self)
 
 
 class Arrival:
-    """Done when a message of one of the tags is here, not yet received."""
+    """Done when a message of one of the tags, which are given by peer, is here and not yet received."""
 
-    __slots__ = ("_arrived", "_tags", "peer")
+    __slots__ = ("_has", "_tags", "peer")
+    tells = False
 
-    def __init__(self, arrived: Mapping[int, object], tags: Mapping[int, int]) -> None:
-        self._arrived = arrived
+    def __init__(self, has: Callable[[int, int], bool], tags: Mapping[int, int]) -> None:
+        self._has = has
         self._tags = tags
         self.peer = -1
 
     @property
     def done(self) -> bool:
         """Whether there is one; ``peer`` is its source then."""
-        self.peer = next((peer for tag, peer in self._tags.items() if tag in self._arrived), -1)
+        self.peer = next((peer for peer, tag in self._tags.items() if self._has(peer, tag)), -1)
         return self.peer >= 0
 
 
@@ -182,6 +303,7 @@ class Pause:
     """Done at a time, of ``time.monotonic()``. Tasks look at it now and then: some hundredths of a second may pass."""
 
     __slots__ = ("_until", "peer")
+    tells = False
 
     def __init__(self, peer: int, until: float) -> None:
         self.peer = peer
@@ -197,6 +319,7 @@ class Aside(Generic[Result]):
     """Done when a function has run in another thread, which may take its time there."""
 
     __slots__ = ("_future", "peer")
+    tells = False
 
     def __init__(self, peer: int, future: Future[Result]) -> None:
         self.peer = peer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import select
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +51,8 @@ class Outbox:
         self._events = events
         self._queues: tuple[deque[_Parcel], deque[_Parcel]] = (deque(), deque())
         """Parcels that wait for room: a step's, and background traffic's."""
+        self._queued: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
+        """How many parcels of each tag wait in each queue."""
         self._full: dict[int, Neighbour] = {}
         """Whose mailbox is full, by its descriptor."""
         self._readers: dict[int, Neighbour] = {}
@@ -67,8 +69,8 @@ class Outbox:
         """Send a contiguous tensor to some neighbours. It is copied at once if there is room."""
         send = Send(to[0].rank)
         size, address = buffer.nbytes, address_of(buffer)
-        queue = self._queues[background]
-        if queue and any(parcel.tag == tag for parcel in queue):
+        queue, queued = self._queues[background], self._queued[background]
+        if tag in queued:
             pass  # behind the one with the same tag
         elif size <= INLINE:
             frame = encode(tag, WHOLE, size, 0, size, 0, ctypes.string_at(address, size))
@@ -79,6 +81,7 @@ class Outbox:
         if queue or not self._write_pieces(parcel):
             send.left += 1
             queue.append(parcel)
+            queued[tag] += 1
             self._ask_for_room()
         return send
 
@@ -90,9 +93,14 @@ class Outbox:
             if not neighbour.backlog:
                 del self._full[fd]
                 self._events.unregister(fd)
-        for queue in self._queues:
+        for queue, queued in zip(self._queues, self._queued, strict=True):
             while queue and self._write_pieces(queue[0]):
-                queue.popleft().send.left -= 1
+                parcel = queue.popleft()
+                parcel.send.written()
+                if queued[parcel.tag] == 1:
+                    del queued[parcel.tag]
+                else:
+                    queued[parcel.tag] -= 1
         if self._queues[0] or self._queues[1]:
             self._ask_for_room()
         elif self._arena.hungry:
@@ -104,10 +112,12 @@ class Outbox:
 
     def advance(self, epoch: int) -> None:
         """Forget what has not been written of older epochs' messages."""
-        for queue in self._queues:
+        for queue, queued in zip(self._queues, self._queued, strict=True):
             kept = [parcel for parcel in queue if not is_older(parcel.tag, epoch)]
             queue.clear()
             queue.extend(kept)
+            queued.clear()
+            queued.update(parcel.tag for parcel in kept)
 
     def forget(self, neighbour: Neighbour) -> None:
         """A rank is dead: nothing is for it any more."""
@@ -133,7 +143,7 @@ class Outbox:
 
     def _written(self, send: Send | None) -> None:
         if send is not None:
-            send.left -= 1
+            send.written()
 
     def _write_pieces(self, parcel: _Parcel) -> bool:
         """Write as many pieces as find room. Returns whether all did."""

@@ -21,12 +21,12 @@ from megatron_elastic.comm.device_group import DeviceGroup
 from megatron_elastic.comm.devices import Devices
 from megatron_elastic.comm.group import Combine, Group
 from megatron_elastic.comm.operation import Steps, Task
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import GROUPS, Channel, at_group
 from megatron_elastic.comm.work import ElasticWork, ReceivedFrom
 
 NAME = "elastic"
 
-_LOCAL_IDENTS, _NO_IDENT = 1 << 13, (1 << 14) - 1
+_LOCAL_IDENTS, _NO_IDENT = GROUPS // 2, GROUPS - 1
 """Groups have numbers below the first when all ranks make them together, from it on when only their members do."""
 
 _COMBINE: dict[Any, Combine] = {
@@ -141,7 +141,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     def _agree_on_ident(self, members: Sequence[int]) -> int:
         """A number that no member has for another group, although they have made different groups so far."""
-        transport, coordinate = self.group.transport, pair(_NO_IDENT, 0)
+        transport, coordinate = self.group.transport, at_group(_NO_IDENT, 0)
         mine = torch.tensor([self._made_locally])
         others = [rank for rank in members if rank != transport.rank]
         theirs = [torch.zeros_like(mine) for _ in others]

@@ -1,16 +1,28 @@
-"""Tag: the 64-bit address of a message, ``epoch:12 | channel:8 | coordinate:28 | source:16``.
+"""Tag: the 64-bit address of a message, ``epoch:12 | channel:4 | coordinate:28 | source:20``.
 
 Messages are matched by what they are (which grain, which slice, which collective), never by arrival order, so
 there is no ordering between peers to deadlock on; the epoch lets a receiver drop what an older layout sent.
+
+Epochs are compared modulo 4096. That is safe however many there are: a rank that lives is told of every one, and reads
+what has come before it enters the next, so two that meet are never 2048 apart. Only who has not entered any must not
+compare (``Inbox``): a rank that joins, whose first epoch may be any.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-EPOCH_BITS, CHANNEL_BITS, COORDINATE_BITS, SOURCE_BITS = 12, 8, 28, 16
+EPOCH_BITS, CHANNEL_BITS, COORDINATE_BITS, SOURCE_BITS = 12, 4, 28, 20
+RANKS = 1 << SOURCE_BITS
+"""Ranks are below this, those that are lost too: their numbers are never used again."""
+GROUPS, NUMBERS = 1 << 14, 1 << 14
+"""Groups, and messages of each that can be told apart at a time."""
+UNITS, SLICES, PARTS = 1 << 10, 1 << 16, 1 << 2
+"""Units, slices of each, and messages about each slice."""
+GRAINS, POSITIONS = 1 << 17, 1 << 11
+"""Grains, and the positions (chunks of all stages) that each passes."""
 _EPOCHS = 1 << EPOCH_BITS
-_SOURCE_MASK = (1 << SOURCE_BITS) - 1
+_SOURCE_MASK = RANKS - 1
 
 
 class Channel(IntEnum):
@@ -51,8 +63,40 @@ def is_older(tag: int, epoch: int) -> bool:
     return 0 < (epoch - sent) % _EPOCHS < _EPOCHS // 2
 
 
-def pair(first: int, second: int, second_bits: int = 14) -> int:
-    """Two small numbers as one coordinate, e.g. (unit, slice) or (grain, stage)."""
-    if second >> second_bits or first >> (COORDINATE_BITS - second_bits):
-        raise ValueError(f"({first}, {second}) does not fit a message coordinate")
-    return (first << second_bits) | second
+def at_group(ident: int, number: int) -> int:
+    """Coordinate of a group's message. Raises ValueError when it does not fit, as the two below do."""
+    if not (0 <= ident < GROUPS and 0 <= number < NUMBERS):
+        raise ValueError(f"message {number} of group {ident}: there can be {GROUPS} groups with {NUMBERS} messages")
+    return ident * NUMBERS + number
+
+
+def at_slice(unit: int, k: int, part: int = 0) -> int:
+    """Coordinate of a message about slice ``k`` of a unit."""
+    if not (0 <= unit < UNITS and 0 <= k < SLICES and 0 <= part < PARTS):
+        raise ValueError(
+            f"part {part} of slice {k} of unit {unit}: there can be {UNITS} units of {SLICES} slices of {PARTS} parts"
+        )
+    return (unit * SLICES + k) * PARTS + part
+
+
+def at_grain(grain: int, position: int) -> int:
+    """Coordinate of a message about a grain at a position of the pipeline."""
+    if not (0 <= grain < GRAINS and 0 <= position < POSITIONS):
+        raise ValueError(f"grain {grain} at position {position}: there can be {GRAINS} grains, {POSITIONS} positions")
+    return grain * POSITIONS + position
+
+
+def check_sizes(*, units: int, slices: int, grains: int, positions: int) -> None:
+    """Raise ValueError, saying what to change, unless messages of a job of these sizes have tags.
+
+    ``positions``: pipeline stages times chunks of each. Ranks are checked one by one, when their transport is made.
+    """
+    limits = (
+        ("units (layers and the like)", units, UNITS, "group layers into fewer units"),
+        ("slices of each unit", slices, SLICES, "lower --elastic-slices"),
+        ("grains (micro-batches of a step)", grains, GRAINS, "raise --micro-batch-size"),
+        ("positions of the pipeline", positions, POSITIONS, "use fewer virtual pipeline stages"),
+    )
+    for what, size, limit, remedy in limits:
+        if size > limit:
+            raise ValueError(f"{size} {what} are more than messages can tell apart, {limit}: {remedy}")

@@ -15,42 +15,44 @@ import os
 import select
 import threading
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-import msgspec
 import torch
 
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.arena import Arena, address_of
 from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.link import Links
-from megatron_elastic.comm.mailbox import NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, Neighbour, encode
+from megatron_elastic.comm.mailbox import BLOCK, NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, encode
 from megatron_elastic.comm.message import Block, Whole
-from megatron_elastic.comm.operation import Arrival, Aside, Operation, Recv, Result, Send, Shape, Steps, Task
+from megatron_elastic.comm.operation import (
+    Arrival,
+    Aside,
+    Operation,
+    Pending,
+    Recv,
+    Result,
+    Send,
+    Shape,
+    Steps,
+    Task,
+)
 from megatron_elastic.comm.outbox import Outbox
-from megatron_elastic.comm.tag import Channel, make_tag, source_of
+from megatron_elastic.comm.peers import PeerAddress, Peers
+from megatron_elastic.comm.sleep import Sleep
+from megatron_elastic.comm.strangers import Strangers
+from megatron_elastic.comm.tag import RANKS, Channel, make_tag, source_of
 
 _ARENA_SIZE = 64 << 20
-_SPINS, _WORTH = 60, 100e-6
-"""Times that a wait looks before it sleeps, where every rank has a core, and about the seconds that takes. A sleep that
-lasts longer halves the looks: the core has other work, or messages are rare. One that does not doubles them."""
-_YIELDS = 2
-"""Times that a wait lets others have its core before it sleeps, where ranks outnumber cores: what it waits for has come
-often when the core comes back, and a sleep and a wake-up cost more than that."""
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
+_SHARE = 8
+"""Messages that nobody expects may take one of so many parts of the machine's memory."""
 _BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
 """Channels that must leave room for a step's messages."""
-
-
-class PeerAddress(msgspec.Struct, frozen=True):
-    """What a rank must know to talk to another; opaque to everybody else."""
-
-    worker: bytes
-    near: NearAddress
 
 
 class Interruptible(Protocol):
@@ -66,69 +68,81 @@ class Transport:
     """Point-to-point messages between ranks, addressed by (epoch, channel, coordinate, peer).
 
     Args:
-        rank: this rank's global id.
+        rank: this rank's global id; ValueError if it does not fit message tags.
         interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
         wait_timeout: seconds after which one wait gives up with TimeoutError.
         crowded: ranks outnumber cores: sleep in the kernel almost at once.
+        inbox_limit: bytes of memory that messages may take which nobody here expects yet; by default an eighth of the
+            machine's. A peer that sends more is an error of whoever waits next; what still lies in the peer's own
+            memory waits there.
+        find: says where ranks are that are not known yet, without those that are dead; may be interrupted.
     """
 
-    def __init__(self, rank: int, interrupt: Interruptible, wait_timeout: float, crowded: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        interrupt: Interruptible,
+        wait_timeout: float,
+        crowded: bool = True,
+        inbox_limit: int | None = None,
+        find: Callable[[Sequence[int]], Mapping[int, bytes]] | None = None,
+    ) -> None:
+        if not 0 <= rank < RANKS:
+            raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
         self.rank = rank
         self.epoch = 0
         self.bytes_sent = 0
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
-        self._crowded = crowded
-        self._looks = _YIELDS if crowded else _SPINS
+        self._find = find
         self._lock = threading.RLock()
-        self._events = select.epoll()
-        """Readable when there is something to do."""
-        self._epoll = select.epoll()
-        """The same, and interrupts."""
-        self._epoll.register(self._events.fileno(), select.EPOLLIN)
-        if interrupt.fd >= 0:
-            self._epoll.register(interrupt.fd, select.EPOLLIN)
-        self._links = Links(rank, self._broke)
-        self._linked = False
-        """Whether there are peers that only a link reaches."""
+        self._sleep = Sleep(interrupt.fd, crowded)
+        self._events = events = self._sleep.events
+        self._links: Links | None = None
+        """None while nobody on another host matters."""
         self._arena = Arena(_ARENA_SIZE)
         self._mailbox = Mailbox()
-        self._events.register(self._mailbox.fd, select.EPOLLIN)
-        self._outbox = Outbox(rank, self._arena, self._events)
-        self._peers: dict[int, PeerAddress] = {}
-        self._near: dict[int, Neighbour] = {}
-        self._pidfds: dict[int, int] = {}
-        """Which peer's end each descriptor tells."""
-        self._strangers: dict[int, list[Frame]] = defaultdict(list)
-        """Frames of ranks whose address is not known yet."""
-        self._gone: set[int] = set()
-        """Peers of this host that have ended."""
-        self._touched: set[int] = set()
-        """Peers that messages were sent to or expected from."""
-        self._members: dict[int, Sequence[int]] = {}
-        """Members of the groups that ran something in this epoch: who waits for one of them may wait for all."""
-        self._broken: set[int] = set()
-        self._lost: set[int] = set()
-        self._inbox = Inbox(rank)
-        self._tasks: list[Task] = []
+        events.register(self._mailbox.fd, select.EPOLLIN)
+        self._outbox = Outbox(rank, self._arena, events)
+        self._peers = Peers(rank, events)
+        self._frames: deque[Frame] = deque()
+        """Taken from the mailbox and not yet looked at."""
+        self._strangers = Strangers(rank)
+        self._inbox = Inbox(rank, _memory() // _SHARE if inbox_limit is None else inbox_limit)
+        self._tasks: dict[Task, None] = {}
+        """Under way, in the order of their start."""
+        self._ready: deque[Task] = deque()
+        """Those that can go on."""
+        self._looking: dict[Task, None] = {}
+        """Those that wait for what does not tell."""
         self._background: threading.Thread | None = None
         self._aside: ThreadPoolExecutor | None = None
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
+        self._failure: Exception | None = None
+        """What went wrong in the background, until somebody waits."""
         self._closing = False
 
     # ---- peers ------------------------------------------------------------------------------
 
     @property
     def address(self) -> bytes:
-        """What peers must be given to reach this rank."""
+        """What peers must be given to reach this rank; those of other hosts once it listens for them."""
         near = NearAddress(self._arena.address, self._mailbox.fd)
-        return msgspec.msgpack.encode(PeerAddress(self._links.address, near))
+        return PeerAddress(b"" if self._links is None else self._links.address, near).encode()
 
-    def knows(self, peer: int) -> bool:
-        """Whether it is known where a rank is."""
-        return peer in self._peers or peer == self.rank
+    @property
+    def listening(self) -> bool:
+        """Whether peers of other hosts can reach this rank."""
+        return self._links is not None
+
+    def listen(self) -> None:
+        """Let peers of other hosts reach this rank, and this rank them. Idempotent."""
+        with self._lock:
+            if self._links is None:
+                self._links = Links(self.rank, self._broke)
+                self._events.register(self._links.fd, select.EPOLLIN)
 
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
@@ -136,47 +150,37 @@ class Transport:
             for peer, address in addresses.items():
                 if peer in self._peers or peer == self.rank:
                     continue
-                self._peers[peer] = known = msgspec.msgpack.decode(address, type=PeerAddress)
-                # At once: what a peer sent before it died can only be read in memory that was open by then.
-                neighbour = Neighbour.open(peer, known.near, self.rank)
-                if neighbour is not None:
-                    self._near[peer] = neighbour
-                    self._pidfds[neighbour.pidfd] = peer
-                    self._events.register(neighbour.pidfd, select.EPOLLIN)
-                elif not self._linked:
-                    self._linked = True
-                    self._events.register(self._links.fd, select.EPOLLIN)
-                for frame in self._strangers.pop(peer, ()):
+                self._peers.add(peer, address)
+                for frame in self._strangers.take(peer):
                     self._deliver(frame)
 
     def advance(self, epoch: int, lost: Iterable[int] = ()) -> None:
-        """Enter an epoch: forget the waits of older ones, drop their messages, close links to ``lost``. Idempotent."""
+        """Enter an epoch: forget the waits of older ones, drop their messages, let go of the dead. Idempotent.
+
+        Messages of ``lost`` ranks do not count from now on. Other dead peers are a fault again if the new epoch depends
+        on them: if something is sent to them, expected from them, or run in a group that they are members of.
+        """
         with self._lock:
+            try:
+                self._take_in()  # what is here is compared with the epoch before, which it is near to (``comm.tag``)
+            except Exception as error:
+                self._failure = error
             self.epoch = epoch
             for task in self._tasks:
                 task.abandon(Interrupted(epoch))
-            self._tasks.clear()
-            gone = set(lost)
-            self._inbox.advance(epoch, gone)
+            for tasks in (self._tasks, self._ready, self._looking):
+                tasks.clear()
+            self._inbox.advance(epoch, lost)
             self._outbox.advance(epoch)
-            self._members.clear()
-            for peer in gone - self._lost:
-                self._lose(peer)
+            for peer, neighbour in self._peers.advance(lost).items():
+                self._strangers.take(peer)
+                if self._links is not None:
+                    self._links.forget(peer)
+                if neighbour is not None:
+                    self._outbox.forget(neighbour)
+                self._peers.forget(peer)
             if not self._outbox.busy:
                 self._rest()
-
-    def _lose(self, peer: int) -> None:
-        self._lost.add(peer)
-        for peers in (self._broken, self._gone, self._touched):
-            peers.discard(peer)
-        self._strangers.pop(peer, None)
-        self._links.forget(peer)
-        neighbour = self._near.pop(peer, None)
-        if neighbour is not None:
-            self._outbox.forget(neighbour)
-            if self._pidfds.pop(neighbour.pidfd, None) is not None:
-                self._events.unregister(neighbour.pidfd)
-            neighbour.close()
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -193,11 +197,12 @@ class Transport:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
-            near = [self._near[peer] for peer in peers if peer in self._near]
-            sends = [self._send(peer, tag, buffer, False) for peer in peers if peer not in self._near]
+            neighbours = self._peers.near
+            near = [neighbours[peer] for peer in peers if peer in neighbours]
+            sends = [self._send(peer, tag, buffer, False) for peer in peers if peer not in neighbours]
             if near:
                 self.bytes_sent += buffer.nbytes * len(near)
-                self._touched.update(peers)
+                self._peers.watch(peers)
                 sends.append(self._outbox.send(near, tag, buffer, channel in _BACKGROUND))
                 if self._outbox.busy:
                     self._work_goes_on()
@@ -232,40 +237,54 @@ class Transport:
             tag = make_tag(self.epoch, channel, coordinate, peer)
             return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
 
-    def watch(self, group: int, members: Sequence[int]) -> None:
+    def watch(self, members: Sequence[int]) -> None:
         """Members of a group depend on each other from now on: the death of one interrupts every wait of this epoch."""
-        self._members[group] = members
+        self._peers.watch(members)
 
     def first_of(self, peers: Sequence[int], channel: Channel, coordinate: int) -> int:
         """The peer whose message of this coordinate is here first; blocks until there is one."""
-        self._touched.update(peers)
-        tags = {make_tag(self.epoch, channel, coordinate, peer): peer for peer in peers}
-        arrival = Arrival(self._inbox.arrived, tags)
+        self._peers.watch(peers)
+        tags = {peer: make_tag(self.epoch, channel, coordinate, peer) for peer in peers}
+        arrival = Arrival(self._inbox.has, tags)
         self.wait(arrival)
         return arrival.peer
 
     def _send(self, peer: int, tag: int, buffer: torch.Tensor, background: bool) -> Send:
         self.bytes_sent += buffer.nbytes
-        self._touched.add(peer)
-        neighbour = self._near.get(peer)
+        self._need(peer)
+        neighbour = self._peers.near.get(peer)
         if neighbour is not None:
             return self._outbox.send((neighbour,), tag, buffer, background)
-        if peer not in self._peers:
-            raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
-        return Send(peer, self._links.send(peer, self._peers[peer].worker, tag, buffer))
+        worker = self._peers.far.get(peer)
+        if worker is not None:
+            if self._links is None:
+                raise RuntimeError(f"rank {self.rank} has no links, and rank {peer} is on another host: listen first")
+            return Send(peer, self._links.send(peer, worker, tag, buffer))
+        return Send(peer)  # to the dead: who waits for anything in this epoch learns it
 
     def _expect(self, recv: Recv) -> Recv:
-        self._touched.add(recv.peer)
+        self._need(recv.peer)
         return self._inbox.expect(recv)
+
+    def _need(self, peer: int) -> None:
+        """This epoch depends on a peer. It is looked up when it is first needed."""
+        self._peers.watch((peer,))
+        if peer in self._peers or peer == self.rank:
+            return
+        if self._find is None:
+            raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
+        self.add_peers(self._find([peer]))
+        if peer not in self._peers:
+            self._peers.died(peer)
 
     # ---- waiting ----------------------------------------------------------------------------
 
     def start(self, steps: Steps) -> Task:
         """Start a collective that goes on while the caller computes; wait for it with ``wait``."""
         with self._lock:
-            task = Task(steps, self.rank)
-            if not task.advance():
-                self._tasks.append(task)
+            task = Task(steps, self.rank, self._ready)
+            if not self._go_on(task):
+                self._tasks[task] = None
                 self._work_goes_on()
             return task
 
@@ -285,44 +304,43 @@ class Transport:
     def wait(self, *operations: Operation, limit: float | None = None) -> None:
         """Block until all are done, at most ``limit`` seconds (default: the transport's).
 
-        Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks or a process ends, and
-        TimeoutError naming the peers waited for when the limit passes. An interrupted wait leaves its operations to
-        ``advance``.
+        Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks or a process ends,
+        TimeoutError naming the peers waited for when the limit passes, and what went wrong in the background since the
+        wait before. An interrupted wait leaves its operations to ``advance``.
         """
-        pending = [op for op in operations if not op.done]
-        if not pending:
-            return
         with self._lock:
+            pending = Pending(operations)
+            if pending.done and self._failure is None:
+                return
             self._waiting += 1
             self._rest()
         try:
-            self._wait(pending, self._wait_timeout if limit is None else limit)
+            self._wait(operations, pending, self._wait_timeout if limit is None else limit)
         finally:
             with self._lock:
                 self._waiting -= 1
                 if self._tasks or self._outbox.busy:
                     self._work_goes_on()
 
-    def _wait(self, pending: list[Operation], limit: float) -> None:
-        deadline, looks = time.monotonic() + limit, self._looks
+    def _wait(self, operations: Sequence[Operation], pending: Pending, limit: float) -> None:
+        deadline, looks = time.monotonic() + limit, self._sleep.looks
         while True:
             with self._lock:
                 self._progress()
-                pending = [op for op in pending if not op.done]
-                if not pending:
+                self._raise_failure()
+                if pending.done:
                     return
                 self._check()
-                idle = not self._linked or self._links.arm()
+                idle = self._links is None or self._links.arm()
             if looks:
                 looks -= 1
-                if self._crowded:
-                    os.sched_yield()
+                self._sleep.give_way()
                 continue
             if idle:
-                self._sleep(min(_NAP, limit))
-                looks = self._looks
+                self._see(self._sleep.sleep(min(_NAP, limit)))
+                looks = self._sleep.looks
             if time.monotonic() > deadline:
-                peers = sorted({op.peer for op in pending})
+                peers = sorted({op.peer for op in operations if not op.done})
                 raise TimeoutError(
                     f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
                     "raise --elastic-wait-timeout if the step is that slow"
@@ -335,38 +353,25 @@ class Transport:
 
     def _check(self) -> None:
         self.look()
-        if self._broken or self._gone:
-            suspects = self._broken | (self._gone & self._watched())
-            if suspects:
-                raise Interrupted(0, suspects=tuple(sorted(suspects)))
+        suspects = self._peers.suspects
+        if suspects:
+            raise Interrupted(0, suspects=suspects)
 
-    def _watched(self) -> set[int]:
-        return self._touched.union(*self._members.values())
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
-    def _sleep(self, limit: float) -> None:
-        begun = time.monotonic()
-        events = self._epoll.poll(limit)
-        if not self._crowded:
-            worth = time.monotonic() - begun < _WORTH
-            self._looks = min(_SPINS, 2 * self._looks) if worth else max(1, self._looks // 2)
-        if any(fd == self._events.fileno() for fd, _ in events):
-            self._see(self._events.poll(0))
-        elif not events:
-            with self._lock:
-                near = ((peer, self._near.get(peer)) for peer in self._watched())
-                self._gone.update(peer for peer, neighbour in near if neighbour and neighbour.view.life.ended)
-
-    def _see(self, events: Sequence[tuple[int, int]]) -> None:
-        """See who has ended. What they had sent is taken before a wait looks at that."""
-        for fd, _ in events:
-            if fd in self._pidfds:
-                with self._lock:
-                    self._gone.add(self._pidfds.pop(fd))
-                    self._events.unregister(fd)
+    def _see(self, events: Sequence[tuple[int, int]] | None) -> None:
+        """See who has ended, or, if nothing happened, who is dying. What they had sent is taken before that counts."""
+        with self._lock:
+            if events is None:
+                self._peers.look()
+            else:
+                self._peers.see(events)
 
     def _broke(self, peer: int) -> None:
-        if peer not in self._lost:
-            self._broken.add(peer)
+        self._peers.died(peer)
 
     # ---- progress ---------------------------------------------------------------------------
 
@@ -376,40 +381,64 @@ class Transport:
             self._progress()
 
     def _progress(self) -> None:
-        for frame in self._mailbox.take():
-            self._deliver(frame)
+        self._take_in()
         if self._outbox.busy:
             self._outbox.progress()
-        if self._linked:
+        if self._looking:
+            self._ready.extend(self._looking)
+            self._looking.clear()
+        while self._ready:
+            task = self._ready.popleft()
+            if task in self._tasks and self._go_on(task):
+                del self._tasks[task]
+        if not self._tasks and self._work.is_set() and not self._outbox.busy:
+            self._rest()
+
+    def _take_in(self) -> None:
+        """Give what has arrived to who expects it."""
+        frames = self._frames
+        frames.extend(self._mailbox.take())
+        while frames:
+            self._deliver(frames.popleft())
+        if self._links is not None:
             for tag, message in self._links.progress():
                 self._inbox.put(tag, message)
-        if self._tasks or self._work.is_set():
-            self._tasks = [task for task in self._tasks if not task.advance()]
-            if not self._tasks and not self._outbox.busy:
-                self._rest()
+
+    def _go_on(self, task: Task) -> bool:
+        """Returns whether the task has ended."""
+        ended = task.advance()
+        if not ended and task.looks:
+            self._looking[task] = None
+        return ended
 
     def _deliver(self, frame: Frame) -> None:
         """Make a message of a frame from this host."""
         tag, size, start, length, release, kind, data = frame
         source = source_of(tag)
-        neighbour = self._near.get(source)
+        neighbour = self._peers.near.get(source)
         if kind == NUDGE:
             pass  # to wake is all it is for
-        elif neighbour is None and source not in self._peers and source not in self._lost:
-            self._strangers[source].append(frame)
+        elif neighbour is None and source not in self._peers:
+            self._strangers.put(source, frame)
         elif kind == WHOLE:
             self._inbox.put(tag, Whole(data))
         elif neighbour is None:
-            self._broke(source)  # it had ended before its memory could be opened
+            self._peers.died(source)  # it had ended before its memory could be opened
         elif kind == SQUEEZE:
             self._inbox.squeeze(source)
             self._outbox.answer(neighbour, encode(self.rank, NUDGE))
-        else:
+        elif kind == BLOCK:
+            if not (start + length <= neighbour.view.size and release < neighbour.view.size and length <= size):
+                raise RuntimeError(
+                    f"rank {self.rank} got a frame from rank {source} about {length} bytes at {start}: it has none"
+                )
             block = Block(neighbour.view, start, length, release)
             if size == length:
                 self._inbox.put(tag, block)
             else:
                 self._inbox.put_piece(tag, size, block)
+        else:
+            raise RuntimeError(f"rank {self.rank} got a frame of unknown kind {kind} from rank {source}")
 
     def _work_goes_on(self) -> None:
         """Let the background thread work while nobody waits."""
@@ -422,36 +451,49 @@ class Transport:
 
     def _rest(self) -> None:
         """Let the background thread sleep."""
-        if self._work.is_set():  # which costs less than to clear
+        if self._work.is_set() and not self._closing:  # to ask costs less than to clear
             self._work.clear()
 
     def _progress_in_background(self) -> None:
         while True:
             self._work.wait()
-            with self._lock:
-                if self._closing:
-                    return
-                if self._waiting:
-                    continue  # who waits makes everything progress, and would miss events taken from under it
-                self._progress()
-                idle = not self._linked or self._links.arm()
-            if idle and self._work.is_set():
-                self._see(self._events.poll(0.1))
+            if self._closing:
+                return
+            try:
+                self._progress_while_nobody_waits()
+            except Exception as error:
+                with self._lock:
+                    if self._failure is not None:
+                        self._rest()  # it fails again and again: leave it to who waits
+                    self._failure = error
+
+    def _progress_while_nobody_waits(self) -> None:
+        with self._lock:
+            if self._waiting:
+                return  # who waits makes everything progress, and would miss events taken from under it
+            self._progress()
+            idle = self._links is None or self._links.arm()
+        if idle and self._work.is_set():
+            self._see(self._events.poll(0.1))
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""
         if self._aside is not None:
             self._aside.shutdown()
         if self._background is not None:
-            self._closing = True
-            self._work.set()
+            with self._lock:
+                self._closing = True
+                self._work.set()
             self._background.join()
-        self._epoll.close()
-        self._events.close()
-        self._links.close()
-        for neighbour in self._near.values():
-            neighbour.close()
-        self._near.clear()
+        self._sleep.close()
+        if self._links is not None:
+            self._links.close()
+        self._peers.close()
         self._inbox.clear()
         self._mailbox.close()
         self._arena.close()
+
+
+def _memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

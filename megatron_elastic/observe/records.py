@@ -8,6 +8,8 @@ they were.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
@@ -43,15 +45,15 @@ class RunRecords:
         self._dir = Path(run_dir)
         (self._dir / "layouts").mkdir(parents=True, exist_ok=True)
         # Unbuffered and in append mode: a line is one write, and nothing is left behind in a process that dies.
-        self._metrics = (self._dir / "metrics.jsonl").open("ab", buffering=0)
-        self._events = (self._dir / "events.jsonl").open("ab", buffering=0)
+        self._metrics = _open(self._dir / "metrics.jsonl")
+        self._events = _open(self._dir / "events.jsonl")
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """Append the line of one committed step: exactly the fields ``METRICS``, else RecordsError."""
         if set(record) != set(METRICS):
             missing, unknown = sorted(set(METRICS) - set(record)), sorted(set(record) - set(METRICS))
             raise RecordsError(f"a metrics line lacks fields {missing} and has unknown fields {unknown}")
-        self._metrics.write(_line({name: record[name] for name in METRICS}))
+        _append(self._metrics, _line({name: record[name] for name in METRICS}))
 
     def event(self, kind: str, epoch: int, at: float | None = None, **fields: Any) -> None:
         """Append one event, stamped with the time of day ``at`` (seconds; None: now). Raises RecordsError for an
@@ -61,7 +63,8 @@ class RunRecords:
             if missing := [name for name in RECOVERED if name not in fields]:
                 raise RecordsError(f"a recovered event lacks fields {missing}")
             fields = {name: fields[name] for name in RECOVERED} | fields
-        self._events.write(_line({"time": time.time() if at is None else at, "kind": kind, "epoch": epoch, **fields}))
+        stamp = {"time": time.time() if at is None else at, "kind": kind, "epoch": epoch}
+        _append(self._events, _line({**stamp, **fields}))
 
     def layout(self, layout: Layout) -> None:
         """Write ``layouts/EPOCH.json``."""
@@ -132,6 +135,23 @@ def _line(record: Mapping[str, Any]) -> bytes:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _open(path: Path) -> io.FileIO:
+    """Open a file of lines to append to. Half a line at its end, of a writer that was killed, is taken out."""
+    file = path.open("ab", buffering=0)
+    lines = path.read_bytes()
+    if not lines.endswith(b"\n"):
+        file.truncate(lines.rfind(b"\n") + 1)
+    return file
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    """Append a line, whole or not at all. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    if file.write(line) < len(line):  # the disk is full, and has taken the beginning
+        file.truncate(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_grain
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Cell, Layout, Part
@@ -182,7 +182,7 @@ class Executor:
         recvs: list[Recv] = []
         for rank, common in self._peers(source, part):
             buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
-            recvs.append(self._transport.recv(rank, channel, pair(part.grain, source), buffers[-1]))
+            recvs.append(self._transport.recv(rank, channel, at_grain(part.grain, source), buffers[-1]))
         self._transport.wait(*recvs)
         return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
 
@@ -192,7 +192,7 @@ class Executor:
         for rank, common in self._peers(target, part):
             first = (common.start - part.start) * self._piece
             piece = tensor.detach()[:, first : first + common.size * self._piece].contiguous()
-            sends.append(self._transport.send(rank, channel, pair(part.grain, source), piece))
+            sends.append(self._transport.send(rank, channel, at_grain(part.grain, source), piece))
         return sends
 
     # ---- losses of grains that are shared ---------------------------------------------------
@@ -200,12 +200,12 @@ class Executor:
     def _tell_tokens(self, part: Part, model: StageModel) -> list[Send]:
         """Tell those that share the grain over how many tokens this cell's loss is the mean."""
         tokens = torch.tensor([model.tokens(part.grain)], dtype=torch.float64)
-        where = pair(part.grain, self._stage)
+        where = at_grain(part.grain, self._stage)
         return [self._transport.send(rank, Channel.TOKENS, where, tokens) for rank in self._sharers(part)]
 
     def _part_of_loss(self, part: Part, model: StageModel, loss: torch.Tensor) -> torch.Tensor | None:
         """How much this cell's mean loss is of that of the grain, in which all tokens count alike; None: all of it."""
-        where = pair(part.grain, self._stage)
+        where = at_grain(part.grain, self._stage)
         recvs = [
             self._transport.recv(rank, Channel.TOKENS, where, torch.empty(1, dtype=torch.float64))
             for rank in self._sharers(part)

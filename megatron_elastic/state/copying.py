@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from megatron_elastic.comm.operation import Pause, Send, Steps
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 
 SliceId = tuple[int, int]
@@ -28,7 +28,7 @@ _LEAST = 1024
 
 def part_of(at: SliceId, part: int) -> int:
     """Coordinate of a message about one of a slice's tensors, or about all of them (3)."""
-    return pair(at[0], at[1] * 4 + part)
+    return at_slice(*at, part)
 
 
 def serve(

@@ -15,14 +15,14 @@ import torch
 
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Operation, Recv, Steps, Task
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import GROUPS, Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
 
-_CELL_GROUP = (1 << 14) - 2
+_CELL_GROUP = GROUPS - 2
 """Group id of a cell's ranks, beyond any that Megatron's groups reach."""
 
 
@@ -77,7 +77,7 @@ class Reduction:
                 owned.append((k, self._expect_gradient(unit, k)))
             elif unit in self._computed:
                 part = buffer.slice_of(buffer.sums, k)
-                sends.append(self._transport.send(owner, Channel.GRADIENT, pair(unit, k), part))
+                sends.append(self._transport.send(owner, Channel.GRADIENT, at_slice(unit, k), part))
         for k, recvs in owned:
             if unit in self._computed:
                 total = buffer.slice_of(buffer.sums, k).clone()
@@ -103,7 +103,7 @@ class Reduction:
         buffer = self._units[unit]
         return [
             self._transport.borrow(
-                rank, Channel.GRADIENT, pair(unit, k), buffer.partition.slice_size, buffer.sums.dtype
+                rank, Channel.GRADIENT, at_slice(unit, k), buffer.partition.slice_size, buffer.sums.dtype
             )
             for rank in (cell.ranks[self._tp] for cell in self._layout.contributors(unit))
             if rank != self._transport.rank
@@ -141,9 +141,9 @@ class Reduction:
                 target.copy_(self._store[unit, k].master)
                 holders = [cell.ranks[self._tp] for cell in self._layout.holders(unit)]
                 others = [rank for rank in holders if rank != me]
-                operations += self._transport.send_all(others, Channel.PARAMETER, pair(unit, k), target)
+                operations += self._transport.send_all(others, Channel.PARAMETER, at_slice(unit, k), target)
             else:
-                operations.append(self._transport.recv(owner, Channel.PARAMETER, pair(unit, k), target))
+                operations.append(self._transport.recv(owner, Channel.PARAMETER, at_slice(unit, k), target))
         yield operations
 
     def _owners(self, unit: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 
 from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
 from megatron_elastic.state.store import StateStore
@@ -67,13 +67,13 @@ class GradientReplay:
             grad = self._store[unit, k].grad
             assert grad is not None
             sends += self._transport.send_all(
-                self._layout.copies(unit, k, self._tp), Channel.REPLAY, pair(unit, k), grad
+                self._layout.copies(unit, k, self._tp), Channel.REPLAY, at_slice(unit, k), grad
             )
         recvs: list[Recv] = []
         for unit, k in self._layout.replicated(me):
             grad = self._store.empty_gradient((unit, k), self._dtype)
             owner = self._layout.owner(unit, k, self._tp)
-            recvs.append(self._transport.recv(owner, Channel.REPLAY, pair(unit, k), grad))
+            recvs.append(self._transport.recv(owner, Channel.REPLAY, at_slice(unit, k), grad))
         self._transport.wait(*recvs, *sends)
         for at, recv in zip(self._layout.replicated(me), recvs, strict=True):
             self._store.set_gradient(at, recv.buffer)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
@@ -69,14 +69,14 @@ class Verification:
                 self._states[at] = self._state_checksum(at)
             if at in owned:
                 self._recvs[at] = [
-                    self._transport.recv(copy, Channel.DIGEST, pair(unit, k), torch.zeros(1, dtype=torch.int64))
+                    self._transport.recv(copy, Channel.DIGEST, at_slice(unit, k), torch.zeros(1, dtype=torch.int64))
                     for copy in self._layout.copies(unit, k, self._tp)
                 ]
             elif at in replicated:
                 owner = self._layout.owner(unit, k, self._tp)
                 assert owner != me
                 digest = torch.tensor([self._states.get(at, _NOT_LIVE)])
-                self._sends.append(self._transport.send(owner, Channel.DIGEST, pair(unit, k), digest))
+                self._sends.append(self._transport.send(owner, Channel.DIGEST, at_slice(unit, k), digest))
 
     def check(self) -> list[Damage]:
         """What is damaged of what ``note`` has looked at, and forget it. Waits for the replicas' checksums."""

@@ -1,12 +1,13 @@
 """Vote: the last exchange before a step is applied. Who gets past it knows that the step can be finished by the others.
 
-A rank enters the vote only when the gradients of all slices it owns or replicates are here. The vote is an
-all-reduce, so a rank past it knows that every rank had entered: every slice's gradient exists at its owner and its
-replica, and the step can be rolled forward whoever dies now.
+A rank enters the vote only when the gradients of all slices it owns or replicates are here. Nobody hears the outcome
+before all ballots have been added up, so a rank past the vote knows that every rank had entered: every slice's gradient
+exists at its owner and its replica, and the step can be rolled forward whoever dies now.
 
 What is voted on are the partial results that the step's global numbers are made of, each contributed by exactly one
-rank and added to zeros, then combined in canonical order: the numbers do not depend on placement. Only a grain that is
-cut has several contributors, whose sums in single precision are added up in double.
+rank. They are added up exactly (``numerics.exact_sum``), so the numbers do not depend on placement, and in a tree over
+the ranks in order, whose neighbours are of one stage: a message has the same size however many slices and grains there
+are, and nobody gets more than a few for each level. Only the first rank, which has them all, rounds and tells.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_elastic.comm.group import Group
-from megatron_elastic.layout import Layout
+from megatron_elastic.numerics.exact_sum import SIZE, float_of, write_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +46,31 @@ class Outcome:
     switch: bool
 
 
-def vote(layout: Layout, group: Group, tp_index: int, ballot: Ballot) -> Outcome:
+def vote(group: Group, ballot: Ballot) -> Outcome:
     """Exchange ballots over ``group`` (all ranks of the layout) and combine them. Raises what its waits raise."""
-    slices, tp, grains = layout.num_slices, layout.cell_size, layout.num_grains
-    norms = len(layout.units) * slices * tp
-    numbers = torch.zeros(norms + 2 * grains + 1, dtype=torch.float64)
-    for (unit, k), value in ballot.norms.items():
-        numbers[(unit * slices + k) * tp + tp_index] = value
-    for grain, (loss, tokens) in ballot.losses.items():
-        numbers[norms + 2 * grain] = loss
-        numbers[norms + 2 * grain + 1] = tokens
-    numbers[-1] = float(ballot.informed)
-    group.transport.run(group.all_reduce(numbers, torch.Tensor.add_))
-    *values, informed = numbers.tolist()
-    tokens = math.fsum(values[norms + 1 :: 2])
+    numbers, told = torch.from_numpy(count(ballot)), torch.zeros(4, dtype=torch.float64)
+    group.transport.run(group.reduce_exact(numbers, torch.Tensor.add_))
+    if group.index == 0:
+        told.copy_(torch.tensor(add_up(numbers.numpy()), dtype=torch.float64))
+    group.transport.run(group.broadcast_from_root(told))
+    squares, loss, tokens, informed = told.tolist()
     return Outcome(
-        grad_norm=math.sqrt(math.fsum(values[:norms])),
-        loss=math.fsum(values[norms::2]) / max(tokens, 1.0),
-        tokens=round(tokens),
-        switch=informed == len(layout.ranks),
+        grad_norm=math.sqrt(squares), loss=loss / max(tokens, 1.0), tokens=round(tokens), switch=informed == group.size
     )
+
+
+def count(ballot: Ballot) -> npt.NDArray[np.int64]:
+    """A ballot as numbers, which add up to those of everybody."""
+    numbers = np.zeros(3 * SIZE + 1, dtype=np.int64)
+    losses = ballot.losses.values()
+    write_sum(ballot.norms.values(), numbers[:SIZE])
+    write_sum((loss for loss, _ in losses), numbers[SIZE : 2 * SIZE])
+    write_sum((tokens for _, tokens in losses), numbers[2 * SIZE : -1])
+    numbers[-1] = ballot.informed
+    return numbers
+
+
+def add_up(numbers: npt.NDArray[np.int64]) -> tuple[float, float, float, float]:
+    """Squared norm, loss sum, tokens, and how many are informed."""
+    squares, loss, tokens = (float_of(numbers[i * SIZE : (i + 1) * SIZE]) for i in range(3))
+    return squares, loss, tokens, float(numbers[-1])

@@ -43,7 +43,8 @@ class Member:
         self.control = control
         self.rank = control.rank
         self.layout = Layout.grid(tp=1, pp=1, dp=world_size, stage_units=[[0]], units=["all"],
-                                  num_grains=8, num_slices=world_size, replicas=1)
+                                  num_grains=8, num_slices=world_size, replicas=1,
+                                  ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.step = 1
         self.vote: VoteResult | None = None
         self.last: VoteResult | None = None
@@ -108,8 +109,8 @@ class Member:
     def train(self) -> None:
         print(f"pid {os.getpid()}")
         self.control.send(Hello(tied=False, rank=self.rank, pid=os.getpid(), host="here", address=b"a",
-                                layout=encode(self.layout), start_step=0, train_iters=self.options.steps, flags={},
-                                likeness=b"like"))
+                                linked=True, layout=encode(self.layout), start_step=0,
+                                train_iters=self.options.steps, flags={}, likeness=b"like"))
         start = self.control.wait((Start,), timeout=60)
         assert self.rank in start.addresses
         others = [rank for rank in self.layout.ranks if rank not in start.addresses]
@@ -136,8 +137,10 @@ class Member:
             self.vote = VoteResult(step=self.step, loss=10 / self.step, grad_norm=1 + 1 / self.step, lr=0.1,
                                    consumed_samples=8 * self.step, tokens=64)
         self.at("voted")
-        if self.rank == self.layout.ranks[0]:
-            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time()))
+        here = [rank for rank in self.layout.hosts[self.layout.host_of(self.rank)] if rank in self.layout.ranks]
+        if self.rank == here[0]:
+            self.control.send(Committed(rank=self.rank, epoch=self.layout.epoch, vote=self.vote, time=time.time(),
+                                        first=self.rank == self.layout.ranks[0]))
         self.at("committed")
         self.last, self.vote, self.step = self.vote, None, self.step + 1
 

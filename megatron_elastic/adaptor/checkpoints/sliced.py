@@ -22,7 +22,7 @@ from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, pair
+from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
@@ -118,7 +118,7 @@ def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
         for k in range(layout.num_slices):
             owner = layout.owner(unit, k, tp)
             for part in range(len(names)):
-                coordinate = pair(unit, k * len(names) + part)
+                coordinate = at_slice(unit, k, part)
                 if me == saver:
                     target = buffer.slice_of(whole[unit][part], k)
                     if owner == me:

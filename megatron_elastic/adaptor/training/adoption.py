@@ -130,13 +130,13 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     began = time.time()
     trainer.hooks.at("edit")
     layout, store = decode(decision.layout), trainer.store
+    trainer.reach(layout)
     own = trainer.control.moves(decision.epoch)
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
     trainer.standing = standing.edited(trainer.standing, layout.epoch, member, gather)
     # Who died before it was let in is lost to this rank, but never was in a layout.
     trainer.transport.advance(layout.epoch, {*layout.lost, *trainer.control.interrupt.lost})
-    trainer.meet(layout)
     trainer.saving.abandon(decision.saved)
     if member:
         groups.edit(layout, trainer.rank)

@@ -29,6 +29,7 @@ def build(trainer: Trainer) -> None:
 def prepare(trainer: Trainer, invite: Invite) -> None:
     """Build this rank's part of the layout it is invited into, without the others, who are training."""
     layout, stage = decode(invite.layout), trainer.stage
+    trainer.reach(layout)
     if trainer.store is None or not stage.fits(layout):
         trainer.store = None
         trainer.make_groups(layout)

@@ -28,7 +28,7 @@ def evaluate(
             tenure.grains.begin(_EVALUATION, partial(trainer.batches.read, data, iteration, layout))
             tenure.executor.run_forward(tenure.program, tenure.grains)
             ballot = Ballot({}, tenure.grains.losses if tp == 0 else {})
-            outcome = vote(layout, tenure.vote_group, tp, ballot)
+            outcome = vote(tenure.vote_group, ballot)
             total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
     finally:
         for model in trainer.stage.models:

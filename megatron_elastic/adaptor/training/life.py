@@ -44,10 +44,12 @@ def _join(trainer: Trainer) -> None:
     args, layout = trainer.args, encode(trainer.layout)
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _OWN_FLAGS}
     likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags))).digest()
+    if len(trainer.layout.hosts) > 1:
+        trainer.transport.listen()
     trainer.control.send(
         Hello(
             rank=trainer.rank, pid=os.getpid(), host=socket.gethostname(), address=trainer.transport.address,
-            layout=layout,
+            linked=trainer.transport.listening, layout=layout,
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=not args.untie_embeddings_and_output_weights,
         )
@@ -55,7 +57,6 @@ def _join(trainer: Trainer) -> None:
     if trainer.standing.member:
         start = trainer.control.wait((Start,), timeout=trainer.config.start_timeout)
         trainer.transport.add_peers(start.addresses)
-        trainer.meet(trainer.layout)
 
 
 def _stand_by(trainer: Trainer) -> bool:

@@ -11,6 +11,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, Profile, Settled, VoteResult
 from megatron_elastic.config import MEASURED
+from megatron_elastic.layout import decode
 from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
 
@@ -118,12 +119,13 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
     tp = layout.tp_index(trainer.rank)
     if plan := trainer.control.take((Plan,)):
         tenure.plan, trainer.standing = plan, standing.told(trainer.standing, plan.epoch)
+        trainer.reach(decode(plan.layout))
     ballot = Ballot(
         norms={at: tenure.store.sum_of_squares(at) for at in layout.owned(trainer.rank)},
         losses=tenure.grains.losses if tp == 0 else {},
         informed=standing.informed(trainer.standing),
     )
-    outcome = vote(layout, tenure.vote_group, tp, ballot)
+    outcome = vote(tenure.vote_group, ballot)
     result = VoteResult(
         step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=trainer.rates.at(step)[0].lr,
         consumed_samples=step * trainer.args.global_batch_size, tokens=outcome.tokens,

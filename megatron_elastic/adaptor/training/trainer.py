@@ -28,9 +28,10 @@ from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.without_cuda import stand_ins
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Control
-from megatron_elastic.cluster.messages import Event, Injected, VoteResult
+from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.tag import check_sizes
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
@@ -74,13 +75,17 @@ class Trainer:
         world_size = int(os.environ["WORLD_SIZE"])
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         crowded = world_size > len(os.sched_getaffinity(0))
-        self.transport = Transport(self.rank, control.interrupt, self.config.wait_timeout, crowded)
+        limit = self.config.wait_timeout
+        self.transport = Transport(
+            self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit)
+        )
         stand_ins.apply()
         writer.apply()
         random.install(args.seed)
         linear.install()
         self.layout = memory.first_layout(args, world_size, local_ranks)
         """The newest layout that this rank knows."""
+        _check_sizes(self.layout)
         if self.rank in self.layout.ranks:
             self.make_groups(self.layout)
         optimizer_config = build_optimizer_config(args)
@@ -149,11 +154,11 @@ class Trainer:
 
     # ---- one layout --------------------------------------------------------------------------
 
-    def meet(self, layout: Layout) -> None:
-        """Learn where the ranks of a layout are."""
-        unknown = [rank for rank in layout.ranks if not self.transport.knows(rank)]
-        if unknown:
-            self.transport.add_peers(self.control.find(unknown, self.config.wait_timeout))
+    def reach(self, layout: Layout) -> None:
+        """Listen for the other hosts of ``layout``, if it has any, and tell where."""
+        if len(layout.hosts) > 1 and not self.transport.listening:
+            self.transport.listen()
+            self.control.send(Reachable(rank=self.rank, address=self.transport.address))
 
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""
@@ -224,3 +229,14 @@ class Trainer:
             at = (self.layout.owned if what == "moments" else self.layout.replicated)(self.rank)[0]
             tensor = self.store[at].tensors[1]
         tensor.view(torch.int32)[tensor.nbytes // 8] ^= 1 << 21
+
+
+def _check_sizes(layout: Layout) -> None:
+    """Raise UsageError if messages of such a layout cannot be told apart."""
+    try:
+        check_sizes(
+            units=len(layout.units), slices=layout.num_slices, grains=layout.num_grains,
+            positions=layout.pipeline_size * layout.num_chunks,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None

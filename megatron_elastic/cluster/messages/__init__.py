@@ -17,6 +17,7 @@ from megatron_elastic.cluster.messages.from_rank import (
     Hello,
     Injected,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Report,
@@ -32,6 +33,8 @@ from megatron_elastic.cluster.messages.node import (
     FromAgent,
     Heartbeat,
     Launch,
+    Members,
+    Past,
     RankClosed,
     RankDying,
     RankExited,
@@ -43,6 +46,7 @@ from megatron_elastic.cluster.messages.node import (
     Running,
     Said,
     ToAgent,
+    Welcome,
 )
 from megatron_elastic.cluster.messages.person import Answer, Scale
 from megatron_elastic.cluster.messages.to_rank import (
@@ -63,8 +67,8 @@ from megatron_elastic.cluster.messages.to_rank import (
 __all__ = [
     "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Enter",
     "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
-    "Interrupt", "Invite", "Launch", "Message", "Moves", "Part", "Plan", "Profile", "RankClosed", "RankDying",
-    "RankExited", "RankNews", "RankResumed", "RankStopped", "Ready", "Recall", "Recovered", "Relay", "Reload",
-    "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched",
-    "ToAgent", "ToRank", "VoteResult", "Where",
+    "Interrupt", "Invite", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
+    "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable", "Ready",
+    "Recall", "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Settled", "SliceDigest", "Start",
+    "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ class Hello(Message, frozen=True):
     pid: int
     host: str
     address: bytes
+    linked: bool
+    """Whether ``address`` says how to reach it from other hosts."""
     layout: bytes
     """The encoded layout that all ranks must propose."""
     start_step: int
@@ -40,6 +42,14 @@ class Where(Message, frozen=True):
     ask: int
     """Number of the question."""
     ranks: list[int]
+
+
+class Reachable(Message, frozen=True):
+    """This rank listens for other hosts from now on; told before it votes that it knows of the layout that has them."""
+
+    rank: int
+    address: bytes
+    """In place of that of its ``Hello``."""
 
 
 class Committed(Message, frozen=True):
@@ -206,6 +216,6 @@ class Finished(Message, frozen=True):
 
 
 FromRank = (
-    Hello | Where | Built | Committed | Report | Recovered | Ready | Switched | Settled | Profile | Damaged | Suspect
-    | Injected | Event | Failed | Finished
+    Hello | Where | Reachable | Built | Committed | Report | Recovered | Ready | Switched | Settled | Profile | Damaged
+    | Suspect | Injected | Event | Failed | Finished
 )

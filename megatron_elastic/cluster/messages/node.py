@@ -6,6 +6,7 @@ import msgspec
 
 from megatron_elastic.cluster.messages.common import Message, Stop
 from megatron_elastic.cluster.messages.from_rank import Committed, FromRank, Hello
+from megatron_elastic.layout import UnitShape
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,23 +18,48 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """What it said first, if it has."""
 
 
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows of a job whose coordinator is gone, for the next one."""
+
+    layout: bytes
+    """The newest one that its ranks have been in."""
+    epoch: int
+    """The highest one that was begun, as far as its ranks have been told."""
+    torch_port: int
+    members: list[str]
+    """Of the store, as in ``Members``."""
+    shapes: dict[int, UnitShape]
+    saved: int
+    """Step of the newest complete checkpoint that it has heard of."""
+    recorded: int
+    """Steps up to this one are on record, as it was told."""
+    committed: list[Committed]
+    """Later steps."""
+    alone_since: float
+    """Since when it has no coordinator."""
+
+
 class AgentHello(Message, frozen=True):
     """An agent introduces itself and the ranks that it would start, or has started for another coordinator.
 
     When it comes while the job runs, the ranks that it would start join, under ids that the coordinator gives them.
     """
 
+    session: str
+    """Names this agent's dealings with one coordinator. Who says it again has lost the connection, and goes on."""
     node_rank: int
     slots: int
     """Ranks that it can run."""
     host: str
     heartbeat_timeout: float
     """Must be the coordinator's: who sends more rarely than the other expects would seem dead."""
+    address: str = ""
+    """Where it listens when it coordinates, ``host:port``; empty if it cannot."""
+    member: str = ""
+    """Where it listens as a member of an embedded store."""
     running: list[Running] = msgspec.field(default_factory=list)
-    layout: bytes = b""
-    """The newest one that was sent to its ranks."""
-    committed: list[Committed] = msgspec.field(default_factory=list)
-    """Steps that may not be on record."""
+    past: Past | None = None
+    """What it knows of the job, if it has ranks already."""
 
 
 class Said(Message, frozen=True):
@@ -111,6 +137,19 @@ class Recall(Message, frozen=True):
     after: int
 
 
+class Members(Message, frozen=True):
+    """Training has begun: who coordinates is from now on said by a store, for an embedded one among ``addresses``."""
+
+    addresses: list[str]
+
+
+class Welcome(Message, frozen=True):
+    """The first answer to ``AgentHello``."""
+
+    received: int
+    """Number of the last message of this session that is here; -1 if the session is not known."""
+
+
 class Relay(Message, frozen=True):
     """Pass ``message``, which is an encoded ``ToRank``, on to these of the node's ranks."""
 
@@ -125,4 +164,4 @@ class Relay(Message, frozen=True):
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
 FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Heartbeat
-ToAgent = Relay | Launch | Fence | Recall | Stop | Heartbeat
+ToAgent = Relay | Launch | Fence | Recall | Members | Welcome | Stop | Heartbeat

@@ -16,8 +16,12 @@ def use(turn: Turn, layout: Layout) -> None:
     unsettled: Map[int, None] = Map({
         rank: None for rank in layout.ranks if job.settled.get(rank, -1) < layout.epoch
     })
+    # Who has finished may have been faster than the word that everybody has switched.
+    unfinished: Map[int, None] = Map({
+        rank: None for rank in layout.ranks if rank not in job.finished
+    }) if job.finished else Map()
     turn.set(
-        layout=layout, epoch=layout.epoch, unsettled=unsettled,
+        layout=layout, epoch=layout.epoch, unsettled=unsettled, unfinished=unfinished,
         arrangement=replace(job.arrangement, samples=Map()),
     )  # fmt: skip
     turn.do(WriteLayout(layout))

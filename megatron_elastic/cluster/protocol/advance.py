@@ -12,6 +12,7 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Injected,
     Profile,
+    Reachable,
     Ready,
     Recovered,
     Report,
@@ -31,6 +32,8 @@ from megatron_elastic.cluster.protocol import (
     recovery,
     start,
     suspicion,
+    takeover,
+    whereabouts,
 )
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
@@ -40,11 +43,16 @@ from megatron_elastic.cluster.protocol.events import (
     Ended,
     Event,
     Expired,
+    Led,
     News,
+    NodeAbsent,
+    NodeBack,
     NodeCame,
     NodeLost,
+    Recorded,
     Said,
     Sent,
+    TookOver,
     Troubled,
 )
 from megatron_elastic.cluster.protocol.job import Job
@@ -56,10 +64,14 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
     """What becomes of a job by what happened, and what is to be done about it. Pure: equal arguments, equal results."""
     turn = Turn(job, event.now)
     try:
-        if job.outcome is None:
-            _happened(turn, event)
-        else:
+        if job.outcome is not None:
             ending.afterwards(turn, event)
+        elif job.gathering is not None and isinstance(event, Said | News):
+            takeover.remember(turn, event)
+        else:
+            _happened(turn, event)
+            for each in takeover.remembered(job, turn.job):
+                _happened(turn, each)
     except Diverged as error:
         turn.record("diverged", reason=str(error))
         turn.end(False, f"the ranks have diverged: {error}; the last steps are not to be trusted")
@@ -81,7 +93,14 @@ def _happened(turn: Turn, event: Event) -> None:
                 turn.set(timers=turn.job.timers.delete(event.name))
                 _expired(turn, event.name)
         case NodeCame():
-            membership.came(turn, event)
+            if turn.job.gathering is None:
+                membership.came(turn, event)
+            else:
+                takeover.came(turn, event)
+        case NodeAbsent():
+            loss.node_absent(turn, event)
+        case NodeBack():
+            loss.node_back(turn, event)
         case NodeLost():
             loss.node_lost(turn, event)
         case Asked():
@@ -90,6 +109,16 @@ def _happened(turn: Turn, event: Event) -> None:
             start.begun(turn, event)
         case Costed():
             start.costed(turn, event)
+        case Recorded():
+            turn.set(recorded=max(turn.job.recorded, event.epoch))
+            recovery.decide_if_complete(turn)
+            change.announce_if_ready(turn)
+        case Led():
+            turn.set(term=event.term)
+            turn.record("led", term=event.term)
+            turn.say(f"another node takes over if this one is lost (term {event.term})")
+        case TookOver():
+            takeover.took_over(turn, event)
         case Sent():
             recovery.sent(turn, event)
         case Troubled():
@@ -110,11 +139,13 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
         case Settled():
             change.settled(turn, message, ranks)
         case Suspect():
-            suspicion.accused(turn, message)
+            loss.accused(turn, message)
         case Hello():
             start.hello(turn, message)
         case Where():
-            membership.where(turn, message)
+            whereabouts.where(turn, message)
+        case Reachable():
+            whereabouts.reachable(turn, message)
         case Built():
             turn.set(shapes=turn.job.shapes.update(message.shapes))
         case Ready():
@@ -157,3 +188,9 @@ def _expired(turn: Turn, name: str) -> None:
             suspicion.stood_still(turn, int(rank))
         case "killed":
             loss.killed(turn, int(rank))
+        case "absent":
+            loss.absent_for_good(turn, int(rank))
+        case "gather":
+            takeover.late(turn)
+        case "store":
+            recovery.store_late(turn)

@@ -61,7 +61,7 @@ def consider(turn: Turn) -> None:
     if entrants:
         turn.send(Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes)), sorted(entrants))
         turn.set_timer("ready", job.settings.start_timeout)
-    _announce_if_ready(turn)
+    announce_if_ready(turn)
 
 
 def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Layout, Layout | None] | None:
@@ -110,7 +110,7 @@ def ready(turn: Turn, message: Ready, ranks: Collection[int]) -> None:
     change = turn.job.change
     if change is not None and change.layout.epoch == message.epoch and not change.announced:
         turn.set(change=replace(change, missing=change.missing.difference(ranks)))
-        _announce_if_ready(turn)
+        announce_if_ready(turn)
 
 
 def ready_late(turn: Turn) -> None:
@@ -121,11 +121,12 @@ def ready_late(turn: Turn) -> None:
         suspicion.fence(turn, rank, "fenced", f"it was not ready to join within {limit:g} s (--elastic-start-timeout)")
 
 
-def _announce_if_ready(turn: Turn) -> None:
+def announce_if_ready(turn: Turn) -> None:
+    """Tell everybody of the planned layout, once who enters is ready and no later coordinator can begin its epoch."""
     job, change = turn.job, turn.job.change
-    assert change is not None and job.layout is not None
-    if change.missing:
+    if change is None or change.announced or change.missing or job.recorded < change.layout.epoch:
         return
+    assert job.layout is not None
     turn.cancel_timer("ready")
     turn.set(change=replace(change, announced=True))
     new = change.layout

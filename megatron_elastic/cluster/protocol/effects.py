@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_elastic.cluster.messages import Answer, Fence, Launch, Recall, Stop, ToRank
+from megatron_elastic.cluster.messages import Answer, Fence, Launch, Members, Recall, Stop, ToRank
 from megatron_elastic.layout import Layout
 
 
@@ -25,7 +25,7 @@ class Tell(msgspec.Struct, frozen=True):
     """Send a message to the agent of a node."""
 
     node: int
-    message: Launch | Fence | Recall | Stop
+    message: Launch | Fence | Recall | Members | Stop
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -54,6 +54,14 @@ class ReadCosts(msgspec.Struct, frozen=True):
 
     path: str
     units: tuple[str, ...]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Let a later coordinator know that ``epoch`` was begun; ``Recorded`` tells. ``layout``: the newest in force."""
+
+    epoch: int
+    step: int
+    layout: Layout | None
 
 
 class WriteMetrics(msgspec.Struct, frozen=True):
@@ -103,6 +111,6 @@ class End(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    Send | Tell | Reply | SetTimer | CancelTimer | ReadCosts | WriteMetrics | WriteEvent | WriteLayout | WriteProfile
-    | WriteDigest | Say | End
+    Send | Tell | Reply | SetTimer | CancelTimer | ReadCosts | Record | WriteMetrics | WriteEvent | WriteLayout
+    | WriteProfile | WriteDigest | Say | End
 )

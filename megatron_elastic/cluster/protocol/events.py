@@ -28,6 +28,18 @@ class NodeCame(Happened, frozen=True):
     hello: AgentHello
 
 
+class NodeAbsent(Happened, frozen=True):
+    """The connection to the agent of a node has broken. It may be made again."""
+
+    node: int
+
+
+class NodeBack(Happened, frozen=True):
+    """It was made again, and nothing is lost."""
+
+    node: int
+
+
 class NodeLost(Happened, frozen=True):
     """The agent of a node is gone, or has been silent, since ``since``."""
 
@@ -72,6 +84,34 @@ class Costed(Happened, frozen=True):
     problem: str
 
 
+class Recorded(Happened, frozen=True):
+    """A later coordinator will know that this epoch was begun."""
+
+    epoch: int
+
+
+class Led(Happened, frozen=True):
+    """This coordinator leads, in this term, by word of a store that others can ask if it dies."""
+
+    term: int
+
+
+class TookOver(Happened, frozen=True):
+    """This process coordinates a job that another has begun."""
+
+    term: int
+    address: str
+    """Where it listens."""
+    epoch: int
+    """The highest one that was begun, as the store knows."""
+    written: int
+    """Number of the last step on record; -1 if there are no records here."""
+    before: str
+    """Where the coordinator before it listened; empty if that is not known."""
+    limit: float
+    """Seconds that agents have to come."""
+
+
 class Sent(Happened, frozen=True):
     """The decision of this epoch is on its way to the ranks."""
 
@@ -92,4 +132,7 @@ class Ended(Happened, frozen=True):
     reason: str
 
 
-Event = Begun | NodeCame | NodeLost | Said | News | Asked | Expired | Costed | Sent | Troubled | Ended
+Event = (
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Asked | Expired | Costed | Recorded | Led
+    | TookOver | Sent | Troubled | Ended
+)

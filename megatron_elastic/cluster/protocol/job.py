@@ -12,7 +12,8 @@ from typing import TypeVar
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Finished, Hello, Part, Report, VoteResult
+from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult, Where
+from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
 
@@ -72,6 +73,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """What stopped it, for people."""
     fenced: str | None = None
     """Why it was killed, in a word, if it was."""
+    accused: bool = False
+    """Whether some rank could not reach it, and waits for the interrupt that follows."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +83,14 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int
     host: str
     slots: int
+    address: str = ""
+    """Where it listens when it coordinates."""
+    member: str = ""
+    """Where it listens as a member of an embedded store."""
     ranks: tuple[int, ...] = ()
     """What it has been asked to start, ever."""
+    absent: float | None = None
+    """Since when there is no connection."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -192,6 +201,23 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     """Who says so; empty if it is not other ranks."""
 
 
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new coordinator has learnt of a job that another has begun (``protocol.takeover``)."""
+
+    written: int
+    """Number of the last step on record."""
+    before: str
+    """Where the coordinator before listened."""
+    running: Map[int, Rank] = Map()
+    layout: Layout | None = None
+    committed: tuple[Committed, ...] = ()
+    saved: int = 0
+    since: float | None = None
+    """Since when there was no coordinator."""
+    later: tuple[Said | News, ...] = ()
+    """What agents said meanwhile, to be heard then."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All that the coordinator knows."""
 
@@ -200,6 +226,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that the job begins with."""
     torch_port: int = 0
     outcome: Outcome | None = None
+    term: int = 0
+    """In which this coordinator leads; 0: there is no store to say so, and nobody to fail over to."""
+    members: tuple[str, ...] = ()
+    """Addresses of the nodes that may be members of an embedded store."""
+    gathering: Gathering | None = None
+    """Until a new coordinator knows the job."""
+    recorded: int = 0
+    """Highest epoch that a later coordinator would know of: what was decided in higher ones is not sent yet."""
     timers: Map[str, int] = Map()
     """Those that run, with the serial each was set with."""
     serial: int = 0
@@ -215,6 +249,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domains that there ever were."""
     ranks: Map[int, Rank] = Map()
     """All that there ever were; ids are given in order and never reused."""
+    questions: Map[int, Map[int, Where]] = Map()
+    """By rank that does not listen for other hosts yet: who of them has asked where it is, and what."""
     silent: int = 0
     """Ranks of the beginning that have not said hello."""
     first: Hello | None = None

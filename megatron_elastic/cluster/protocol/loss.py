@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from immutables import Map
+from msgspec.structs import replace
+
 from megatron_elastic.cluster.messages import (
     RankClosed,
     RankDying,
@@ -14,9 +17,10 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Stop,
+    Suspect,
 )
-from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion
-from megatron_elastic.cluster.protocol.events import NodeLost
+from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion, whereabouts
+from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
 
@@ -84,15 +88,45 @@ def killed(turn: Turn, rank: int) -> None:
     lose(turn, [rank], each.fenced or "fenced", each.stopped or turn.now)
 
 
+def node_absent(turn: Turn, event: NodeAbsent) -> None:
+    """The connection to an agent has broken: it has a short time to come back."""
+    if event.node in turn.job.nodes:
+        _set_absent(turn, event.node, event.now)
+        turn.set_timer(f"absent {event.node}", turn.job.settings.suspect_timeout)
+
+
+def node_back(turn: Turn, event: NodeBack) -> None:
+    """It has come back."""
+    if event.node in turn.job.nodes:
+        _set_absent(turn, event.node, None)
+        turn.cancel_timer(f"absent {event.node}")
+
+
+def _set_absent(turn: Turn, node: int, since: float | None) -> None:
+    turn.set(nodes=turn.job.nodes.set(node, replace(turn.job.nodes[node], absent=since)))
+
+
+def absent_for_good(turn: Turn, number: int) -> None:
+    """It has not come back in time, or others say that its ranks are gone."""
+    node = turn.job.nodes[number]
+    since = turn.now if node.absent is None else node.absent
+    node_lost(turn, NodeLost(now=turn.now, node=number, cause=f"node {node.node_rank} lost", since=since))
+
+
 def node_lost(turn: Turn, event: NodeLost) -> None:
     """The agent of a node is gone, or silent: its ranks are lost with it."""
     job = turn.job
     node = job.nodes.get(event.node)
     if node is None:
         return
+    turn.cancel_timer(f"absent {event.node}")
     # Should it be there after all, it must end its ranks, whose part in the job others take over.
     turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job"))
     turn.set(nodes=job.nodes.delete(event.node), early=tuple(each for each in job.early if each[0] != event.node))
+    if job.gathering is not None:
+        running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
+        turn.set(gathering=replace(job.gathering, running=Map(running)))
+        return
     alive = [rank for rank in node.ranks if job.ranks[rank].returncode is None and not job.ranks[rank].lost]
     if job.layout is None and not job.launched:
         membership.leave(turn, node)
@@ -116,11 +150,12 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
     for rank in ranks:
         turn.set_rank(rank, lost=True)
         suspicion.clear(turn, rank)
+        whereabouts.settle(turn, rank)
     if turn.job.layout is None:
         if cause is not None:
             _name(turn, ranks, cause, when)
         return
-    if all(change.unneeded(turn.job, rank) for rank in ranks):
+    if all(change.unneeded(turn.job, rank) and not turn.job.ranks[rank].accused for rank in ranks):
         change.drop(turn, ranks, cause or "killed", when)
         return
     recovery.interrupt(turn, ranks, cause, when)
@@ -128,6 +163,22 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
         _name(turn, ranks, cause, when)
     if not turn.job.alive:
         turn.end(False, "every rank is dead; restart the job from its newest checkpoint")
+
+
+def accused(turn: Turn, message: Suspect) -> None:
+    """A rank cannot reach others, and waits for an interrupt. Who has been interrupted since says so again."""
+    if message.epoch < turn.job.interrupted:
+        return
+    dropped = [rank for rank in message.suspects if rank in turn.job.ranks and turn.job.ranks[rank].lost]
+    if dropped:
+        # They have ended before they had joined, and nobody was told.
+        recovery.interrupt(turn, dropped, "killed", turn.now)
+        return
+    suspicion.accused(turn, message)
+    for rank in message.suspects:
+        node = turn.job.ranks[rank].node if rank in turn.job.ranks else None
+        if node is not None and node in turn.job.nodes and turn.job.nodes[node].absent is not None:
+            absent_for_good(turn, node)  # two see it
 
 
 def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:

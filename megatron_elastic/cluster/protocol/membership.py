@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Addresses, Launch, Where
+from megatron_elastic.cluster.messages import AgentHello, Launch, Members, Stop
+from megatron_elastic.cluster.protocol.effects import Tell
 from megatron_elastic.cluster.protocol.events import NodeCame
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -18,20 +19,17 @@ def runs_on(job: Job, rank: int, node: int) -> bool:
     return rank in job.ranks and job.ranks[rank].node == node
 
 
-def where(turn: Turn, message: Where) -> None:
-    """A rank wants to talk to others."""
-    known = ((rank, turn.job.ranks.get(rank)) for rank in message.ranks)
-    addresses = {rank: each.hello.address for rank, each in known if each is not None and each.hello and not each.lost}
-    turn.send(Addresses(ask=message.ask, addresses=addresses), [message.rank])
-
-
 def came(turn: Turn, event: NodeCame) -> None:
     """An agent is ready. When every rank of the beginning has one, all are launched.
 
     The ranks of a node that comes to a running job join it, under new ids.
     """
     job, hello = turn.job, event.hello
-    turn.set(nodes=job.nodes.set(event.node, Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots)))
+    if hello.running:
+        # Others have taken over what its ranks did, while it had no coordinator.
+        turn.do(Tell(event.node, Stop(ok=False, reason="its ranks are no longer part of the job")))
+        return
+    add(turn, event.node, hello)
     ours = job.settings.heartbeat_timeout
     if hello.heartbeat_timeout != ours:
         turn.end(False, f"--elastic-heartbeat-timeout is {ours:g} s on node 0 and {hello.heartbeat_timeout:g} s on "
@@ -45,6 +43,13 @@ def came(turn: Turn, event: NodeCame) -> None:
             join(turn, event.node, hello.slots)
         return
     _take_place(turn, event.node, range(first, first + hello.slots))
+
+
+def add(turn: Turn, node: int, hello: AgentHello) -> None:
+    """An agent is there."""
+    there = Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots, address=hello.address,
+                 member=hello.member)
+    turn.set(nodes=turn.job.nodes.set(node, there))
 
 
 def _take_place(turn: Turn, node: int, ranks: range) -> None:
@@ -70,13 +75,19 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
 def join(turn: Turn, node: int, slots: int) -> None:
     """A node comes to the running job: it starts ranks that are to join."""
     turn.set(hosts=turn.job.hosts + 1)
+    tell_members(turn, node)
     ranks = spawn(turn, node, range(slots), turn.job.hosts - 1)
     turn.say(f"ranks {ranks} are started on a node that has come")
 
 
+def tell_members(turn: Turn, node: int) -> None:
+    """Let an agent know where the store is that says who coordinates."""
+    turn.tell(node, Members(addresses=list(turn.job.members)))
+
+
 def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[int]:
     """Have a node start ranks that are to join; returns their ids."""
-    first = len(turn.job.ranks)
+    first = 1 + max(turn.job.ranks)
     ranks = {
         first + i: Rank(node=node, local_rank=local_rank, host=host, joined=False, standby=True)
         for i, local_rank in enumerate(local_ranks)

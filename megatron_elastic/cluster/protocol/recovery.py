@@ -103,8 +103,26 @@ def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
     awaited: Map[int, None] = without(recovery.awaited, ranks)
     reports = recovery.reports.update({rank: replace(message, rank=rank) for rank in ranks})
     turn.set(recovery=replace(recovery, reports=reports, awaited=awaited))
-    if not awaited:
+    decide_if_complete(turn)
+
+
+def decide_if_complete(turn: Turn) -> None:
+    """Decide once everybody alive has reported, and no later coordinator can begin this epoch again."""
+    job, recovery = turn.job, turn.job.recovery
+    if recovery is None or not recovery.collecting or recovery.awaited:
+        return
+    if job.recorded >= job.epoch:
+        turn.cancel_timer("store")
         _decide(turn)
+    elif "store" not in job.timers:
+        turn.set_timer("store", job.settings.heartbeat_timeout)
+
+
+def store_late(turn: Turn) -> None:
+    """All have reported, and it is not certain that nobody else coordinates by now."""
+    if turn.job.collecting and turn.job.recorded < turn.job.epoch:
+        turn.say("WARNING: training waits for the store that says who coordinates (--elastic-store): too many of its "
+                 "members are gone, or it cannot be reached")
 
 
 def reports_late(turn: Turn) -> None:
@@ -314,7 +332,8 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     exit.
     """
     assert recovery.decided is not None and recovery.back_at is not None
-    fault = min(min(injected.get(rank, time), time) for rank, time in recovery.exits.items())
+    faults = (min(injected.get(rank, time), time) for rank, time in recovery.exits.items())
+    fault = min(faults, default=recovery.noticed)
     parts = {
         "detect_ms": (recovery.noticed - fault) * 1e3,
         "interrupt_ms": (recovery.reported - recovery.noticed) * 1e3,
@@ -325,7 +344,7 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     total = (recovery.back_at - fault) * 1e3
     parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
     return {
-        "cause": next(cause for _, cause in recovery.causes) or "killed",
+        "cause": next((cause for _, cause in recovery.causes), "coordinator lost") or "killed",
         "ranks": sorted(recovery.exits),
         "step": recovery.decided.step,
         "decision": recovery.decided.decision,

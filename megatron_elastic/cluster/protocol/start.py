@@ -104,6 +104,10 @@ def _train(turn: Turn) -> None:
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
     turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
     turn.send(Start(addresses={}), turn.job.ranks)
+    nodes = sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)
+    turn.set(members=tuple(node.member for node in nodes))
+    for each in turn.job.nodes:
+        membership.tell_members(turn, each)
     early = turn.job.early
     turn.set(early=())
     for node, slots in early:

@@ -15,11 +15,10 @@ _FENCE_LIMIT = 10.0
 
 
 def accused(turn: Turn, message: Suspect) -> None:
-    """A rank cannot reach others. Who has been interrupted since will say so again if it is still true."""
-    if message.epoch < turn.job.interrupted:
-        return
+    """A rank cannot reach others."""
     for rank in message.suspects:
         if rank in turn.job.ranks:
+            turn.set_rank(rank, accused=True)
             suspect(turn, rank, f"rank {message.rank}: {message.reason}", message.rank)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence, Launch, Recall, Stop, ToRank
+from megatron_elastic.cluster.messages import Fence, Launch, Members, Recall, Stop, ToRank
 from megatron_elastic.cluster.protocol.effects import (
     CancelTimer,
     Effect,
     End,
+    Record,
     Say,
     Send,
     SetTimer,
@@ -45,8 +46,10 @@ class Turn:
         return changed
 
     def new_epoch(self) -> int:
-        """An epoch that nothing had before."""
+        """An epoch that nothing had before, and that no later coordinator will begin."""
         self.set(newest_epoch=self.job.newest_epoch + 1)
+        step = 0 if self.job.ledger is None else self.job.ledger.written
+        self.do(Record(self.job.newest_epoch, step, self.job.layout))
         return self.job.newest_epoch
 
     # ---- what is to be done ----------------------------------------------------------------
@@ -59,7 +62,7 @@ class Turn:
         """Send a message to ranks."""
         self.do(Send(message, tuple(ranks)))
 
-    def tell(self, node: int, message: Launch | Fence | Recall | Stop) -> None:
+    def tell(self, node: int, message: Launch | Fence | Recall | Members | Stop) -> None:
         """Send a message to the agent of a node, if it is there."""
         if node in self.job.nodes:
             self.do(Tell(node, message))
@@ -88,10 +91,10 @@ class Turn:
         """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing."""
         if self.job.outcome is not None:
             return
-        for name in self.job.timers:
+        for name in sorted(self.job.timers):
             self.do(CancelTimer(name))
         self.record("finished" if ok else "failed", reason=reason)
-        for node in self.job.nodes:
+        for node in sorted(self.job.nodes):
             self.tell(node, Stop(ok=ok, reason=reason))
         self.set(outcome=Outcome(ok, reason), timers=Map())
         self.do(End(ok, reason))

@@ -115,6 +115,11 @@ class AsyncWire(Generic[T]):
             raise self._reader.exception() or ConnectionResetError(CLOSED)
         return payload
 
+    @property
+    def local_host(self) -> str:
+        """This machine's address, as the other end reaches it."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     async def receive(self) -> T | None:
         """The next message; None when the stream ended or broke. Raises WireError if what came is no message."""
         payload = await read_frame(self._reader)

@@ -1,0 +1,144 @@
+"""Takeover: a new coordinator learns a job that another has begun, from the agents that are left and their ranks.
+
+Training goes on meanwhile. Who has not come within a limit is lost with the old coordinator. Then the ranks are
+interrupted once: their reports tell the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Fence
+from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
+from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
+from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank, Trust
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout, decode
+
+
+def took_over(turn: Turn, event: TookOver) -> None:
+    """Begin to learn."""
+    job = turn.job
+    turn.set(
+        term=event.term, epoch=event.epoch, newest_epoch=event.epoch, recorded=event.epoch, launched=True, silent=0,
+        ranks=job.ranks.__class__(), gathering=Gathering(written=event.written, before=event.before),
+    )  # fmt: skip
+    turn.record("took_over", term=event.term)
+    turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})")
+    turn.set_timer("gather", event.limit)
+
+
+def came(turn: Turn, event: NodeCame) -> None:
+    """An agent tells what it knows."""
+    job, hello, known, past = turn.job, event.hello, turn.job.gathering, event.hello.past
+    assert known is not None
+    membership.add(turn, event.node, hello)
+    if past is None:  # a new node, which can join when the job is known
+        turn.set(early=(*job.early, (event.node, hello.slots)))
+        return
+    running = {each.rank: Rank(node=event.node, local_rank=each.local_rank, hello=each.hello)
+               for each in hello.running}
+    node = turn.job.nodes[event.node]
+    layout = decode(past.layout) if past.layout else None
+    newer = layout is not None and (known.layout is None or layout.epoch > known.layout.epoch)
+    turn.set(
+        nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
+        torch_port=past.torch_port, members=tuple(past.members) or job.members, shapes=job.shapes.update(past.shapes),
+        epoch=max(job.epoch, past.epoch), newest_epoch=max(job.newest_epoch, past.epoch),
+        first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
+        gathering=replace(
+            known, running=known.running.update(running), layout=layout if newer else known.layout,
+            written=max(known.written, past.recorded), committed=(*known.committed, *past.committed),
+            saved=max(known.saved, past.saved),
+            since=past.alone_since if known.since is None else min(known.since, past.alone_since),
+        ),
+    )  # fmt: skip
+    _go_on_if_complete(turn)
+
+
+def remember(turn: Turn, event: Said | News) -> None:
+    """What is said meanwhile is heard when the job is known."""
+    known = turn.job.gathering
+    assert known is not None
+    turn.set(gathering=replace(known, later=(*known.later, event)))
+
+
+def remembered(before: Job, after: Job) -> tuple[Said | News, ...]:
+    """What was said until the job became known just now."""
+    return before.gathering.later if before.gathering is not None and after.gathering is None else ()
+
+
+def late(turn: Turn) -> None:
+    """Whoever has not come is lost."""
+    known = turn.job.gathering
+    assert known is not None
+    if known.layout is None or turn.job.first is None:
+        turn.end(False, "no node that knows the job has come to its new coordinator; restart the job from its newest "
+                        "checkpoint")
+    else:
+        _go_on(turn, known, known.layout)
+
+
+def _go_on_if_complete(turn: Turn) -> None:
+    """Nobody is waited for but those who may come: not for the node of the coordinator before, which has failed."""
+    job, known = turn.job, turn.job.gathering
+    if known is None or known.layout is None or job.first is None:
+        return
+    layout = known.layout
+    missing = {layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in known.running}
+    failed = known.before and known.before not in {node.address for node in job.nodes.values()}
+    if len(missing) <= (1 if failed else 0):
+        _go_on(turn, known, layout)
+
+
+def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
+    """Coordinate: the ranks' reports tell what is still to be known."""
+    job = turn.job
+    assert job.first is not None
+    turn.cancel_timer("gather")
+    missing = [rank for rank in (*layout.ranks, *layout.spares) if rank not in known.running]
+    turn.set(
+        gathering=None, layout=layout, hosts=len(layout.hosts),
+        ranks=job.ranks.update(_ranks(turn, known, layout)),
+        ledger=Ledger(written=max(known.written, job.first.start_step), total=job.first.train_iters,
+                      previous_time=turn.now),
+        trust=Trust(saves=(known.saved,) if known.saved else ()),
+        unsettled=job.unsettled.update(dict.fromkeys(layout.ranks)),
+    )  # fmt: skip
+    for committed in sorted(known.committed, key=lambda each: each.vote.step):
+        ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
+    for rank in layout.lost:
+        if rank in known.running:  # cut off, and taken for dead meanwhile
+            turn.tell(turn.job.ranks[rank].node or 0, Fence(rank=rank))
+    since = turn.now if known.since is None else known.since
+    if missing:
+        loss.lose(turn, missing, f"node {layout.host_of(missing[0])} lost", since)
+    else:
+        recovery.interrupt(turn, (), None, since)
+    early = turn.job.early
+    turn.set(early=())
+    for node, slots in early:
+        if node in turn.job.nodes:
+            membership.join(turn, node, slots)
+
+
+def _ranks(turn: Turn, known: Gathering, layout: Layout) -> Iterable[tuple[int, Rank]]:
+    """All ranks there ever were, as far as that matters."""
+    for rank in (*layout.ranks, *layout.spares, *layout.lost):
+        each = known.running.get(rank, Rank())
+        yield rank, replace(each, host=layout.host_of(rank), lost=rank in layout.lost)
+    for rank, each in known.running.items():
+        if rank not in layout.places and rank not in layout.spares and rank not in layout.lost:
+            assert each.node is not None
+            host = _host(turn, known, layout, each.node)
+            yield rank, replace(each, host=host, joined=False, standby=True)
+
+
+def _host(turn: Turn, known: Gathering, layout: Layout, node: int) -> int:
+    """The failure domain of a node whose other ranks are in the layout; a new one if none is."""
+    for rank in turn.job.nodes[node].ranks:
+        if rank in layout.places or rank in layout.spares:
+            return layout.host_of(rank)
+    return len(layout.hosts)

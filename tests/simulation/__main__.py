@@ -1,0 +1,102 @@
+"""Run histories from the command line.
+
+``--seeds A:B`` runs a range, ``--minutes M --fresh`` new ones; ``--seed N`` one, with ``--trace`` for all that happens in
+it and ``--shrink`` for a smaller one that goes wrong the same way, which ``--scenario`` runs; ``--mutants`` says after
+how many seeds each known defect is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import replace
+
+from tests.simulation import mutants, run
+from tests.simulation.scenario import Scenario
+
+_COMMAND = "python -m tests.simulation"
+
+
+def main() -> int:
+    """Run; the exit code is 1 if anything was violated."""
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", metavar="A:B")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--fresh", action="store_true", help="begin at a seed that nobody has chosen")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--scenario", metavar="JSON")
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--mutants", nargs="*", metavar="NAME")
+    args = parser.parse_args()
+    if args.mutants is not None:
+        return _mutants(args.mutants)
+    if args.seed is not None or args.scenario is not None:
+        scenario = Scenario.of(args.seed) if args.scenario is None else Scenario.from_json(args.scenario)
+        return _one(scenario, args.trace, args.shrink)
+    first, last = map(int, args.seeds.split(":"))
+    if args.fresh:
+        first = random.SystemRandom().randrange(1 << 40)
+        last = first + (1 << 30)
+    return _many(first, last, args.jobs, args.minutes)
+
+
+def _one(scenario: Scenario, trace: bool, shrink: bool) -> int:
+    violation = run.simulate(scenario)[1]
+    if violation is not None and shrink:
+        scenario = run.shrunk(scenario, violation.kind)
+        print(f"{_COMMAND} --trace --scenario '{scenario.to_json()}'")
+    lines: list[str] | None = [] if trace else None
+    try:
+        world, violation = run.simulate(scenario, lines)
+    finally:
+        print("\n".join(lines or ()))
+    print(scenario)
+    print(f"VIOLATION {violation}" if violation is not None else world.outcome)
+    return int(violation is not None)
+
+
+def _many(first: int, last: int, jobs: int, minutes: float) -> int:
+    begun, total = time.monotonic(), run.Total()
+    said = begun
+    for part in run.many(first, last, jobs, begun + 60 * minutes):
+        total.add(part)
+        for seed, text in part.violations:
+            print(f"\n{_COMMAND} --seed {seed} --trace   # {text[:300]}", file=sys.stderr, flush=True)
+        if time.monotonic() - said > 5:
+            said = time.monotonic()
+            rate = total.seeds / (said - begun)
+            print(f"{total.seeds} seeds, {rate:.0f} a second, {len(total.violations)} violations", file=sys.stderr)
+    elapsed = time.monotonic() - begun
+    print(json.dumps({
+        "first": first, "seeds": total.seeds, "events": total.events, "steps": total.steps,
+        "faults": dict(sorted(total.faults.items())), "ends": dict(total.ends.most_common(12)),
+        "violations": len(total.violations), "elapsed": round(elapsed, 1),
+    }))  # fmt: skip
+    return int(bool(total.violations))
+
+
+def _mutants(names: list[str]) -> int:
+    missed = 0
+    for name in names or mutants.MUTANTS:
+        begun = time.monotonic()
+        with mutants.put_back(name):
+            for seed in range(mutants.LIMIT):
+                scenario = replace(Scenario.of(seed))
+                violation = run.simulate(scenario)[1]
+                if violation is not None:
+                    print(f"{name}: found after {seed + 1} seeds, {time.monotonic() - begun:.1f} s: "
+                          f"{str(violation).strip()[:160]!r}", flush=True)
+                    break
+            else:
+                missed += 1
+                print(f"{name}: NOT FOUND in {mutants.LIMIT} seeds", flush=True)
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Faults: what each kind does to a world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.agent import Agent
+from tests.simulation.rank import Rank
+from tests.simulation.scenario import SAYINGS, Fault
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+def happen(world: World, fault: Fault) -> None:
+    """Let a fault happen now. Nothing does if it has no victim."""
+    alive = [rank for rank in world.ranks.values() if rank.alive and not rank.done]
+    if not alive:
+        return
+    rank = alive[fault.victim % len(alive)]
+    other = alive[fault.more % len(alive)]
+    if fault.moment in SAYINGS and fault.victim % 3 and world.speaker in alive:
+        rank = world.speaker
+    seconds = (0.01, 0.1, 0.5, 0.9, 1.5, 3.0, 9.0, 70.0)[fault.more % 8]
+    match fault.what:
+        case "kill":
+            world.kill(rank, (-9, -11, -6)[fault.more % 3])
+        case "kill two":
+            world.kill(rank)
+            world.kill(other)
+        case "kill newcomer":
+            new = [each for each in alive if each.rank >= world.scenario.size]
+            world.kill((new or alive)[fault.victim % len(new or alive)])
+        case "stop":
+            world.stop(rank, seconds)
+        case "busy":
+            rank.busy_until = world.now + seconds
+        case "link":
+            if rank is not other:
+                world.checks.broken(rank.rank, other.rank)
+                rank.note_broken(other.rank)
+                if fault.victim % 3:
+                    world.after(world.delay(0.3), other.note_broken, rank.rank)
+        case "suspect":
+            if rank is not other and rank.want == ():
+                world.accuse(rank, [other.rank])
+        case "node lost":
+            _lose(world, rank.agent, fault.more % 2 == 0)
+        case "partition":
+            _cut(world, rank.agent, seconds)
+        case "join":
+            agent = Agent(world, len(world.agents), (1, world.scenario.tp, 2, 3)[fault.more % 4], False)
+            world.agents.append(agent)
+            world.after(0.0, agent.introduce)
+        case "scale":
+            world.ask(1 + fault.more % 3)
+        case "flip":
+            world.damage(rank, fault.more)
+        case "clock":
+            (rank.agent if fault.more % 2 else world).clock += (fault.more % 2000) - 1000.0
+        case "trouble":
+            world.trouble(fatal=fault.more % 4 == 0)
+        case "exit":
+            world.checks.excuse("exit code")
+            world.kill(rank, fault.more % 2)
+        case "fail":
+            _fail(world, rank)
+
+
+def _fail(world: World, rank: Rank) -> None:
+    from megatron_elastic.cluster.messages import Failed
+
+    world.checks.excuse("raised")
+    rank.send(Failed(rank=rank.rank, traceback="simulated"))
+    world.kill(rank, 1)
+
+
+def _lose(world: World, agent: Agent, machine: bool) -> None:
+    """A connection breaks for good, or the whole machine with it."""
+    if agent.local or not agent.connected:
+        return
+    agent.cut()
+    if machine:
+        agent.alive = False
+        for rank in agent.running:
+            world.kill(rank)
+    else:
+        agent.end()
+    world.node_lost(agent, "lost")
+
+
+def _cut(world: World, agent: Agent, seconds: float) -> None:
+    """Nothing gets through between agent and coordinator for a while."""
+    if agent.local or not agent.connected or agent.cut_until > world.now:
+        return
+    agent.cut_until = world.now + seconds
+    if seconds > 2.5:
+        world.after(2.5 + world.rng.random() * 0.4, _silent, world, agent)
+        world.last_fault = world.now + seconds
+
+
+def _silent(world: World, agent: Agent) -> None:
+    if not agent.connected:
+        return
+    agent.silent()
+    world.node_lost(agent, "silent")
+    world.at(min(agent.cut_until, world.now + 8.0), agent.end)

@@ -1,0 +1,214 @@
+"""Mutants: defects put back into the protocol or the ranks' decisions, to see that histories find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.messages import Interrupt
+from megatron_elastic.cluster.protocol import change, damage, decision, ledger, loss, recovery, suspicion
+from megatron_elastic.cluster.protocol.turn import Turn
+
+LIMIT = 20_000
+"""Seeds after which a mutant counts as not found."""
+
+Patch = Any
+MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
+
+
+def _mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    MUTANTS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """The protocol with this defect."""
+    with ExitStack() as stack:
+        for each in MUTANTS[name]():
+            stack.enter_context(each)
+        yield
+
+
+# ---- defects that there were ---------------------------------------------------------------------
+
+
+@_mutant
+def newcomers_death_is_forgotten() -> list[Patch]:
+    """Ranks are told only of the dead that were in the layout: a newcomer that died as they switched is not."""
+    real = Turn.send
+
+    def send(turn: Turn, message: Any, ranks: Any) -> None:
+        if isinstance(message, Interrupt) and turn.job.layout is not None:
+            known = {*turn.job.layout.ranks, *turn.job.layout.spares, *turn.job.layout.lost}
+            message = replace(message, lost=[rank for rank in message.lost if rank in known])
+        real(turn, message, ranks)
+
+    return [patch.object(Turn, "send", send)]
+
+
+@_mutant
+def healed_when_decided() -> list[Patch]:
+    """Damage counts as healed when the decision is sent."""
+    real = recovery._send
+
+    def send(turn: Turn, *args: Any) -> None:
+        real(turn, *args)
+        damage.healed(turn)
+
+    return [patch.object(recovery, "_send", send)]
+
+
+@_mutant
+def both_ends_of_a_link_are_killed() -> list[Patch]:
+    """Two ends of a bad link suspect each other, and neither is cleared."""
+    return [patch.object(suspicion, "_cleared", lambda job, rank, accusers: False)]
+
+
+@_mutant
+def suspicions_of_the_epoch_before_are_dropped() -> list[Patch]:
+    """A suspicion counts only in the present epoch."""
+    real = loss.accused
+
+    def accused(turn: Turn, message: Any) -> None:
+        if message.epoch == turn.job.epoch:
+            real(turn, message)
+
+    return [patch.object(loss, "accused", accused)]
+
+
+@_mutant
+def lost_steps_are_not_recalled() -> list[Patch]:
+    """A message about a committed step that is lost with its connection stops the ledger for good."""
+    real = Turn.tell
+
+    def tell(turn: Turn, node: int, message: Any) -> None:
+        if type(message).__name__ != "Recall":
+            real(turn, node, message)
+
+    return [patch.object(Turn, "tell", tell)]
+
+
+@_mutant
+def stale_outlives_its_layout() -> list[Patch]:
+    """A spare remembers that its weights were stale, and waits for itself when it enters."""
+    real = standing.edited
+
+    def edited(now: standing.Standing, epoch: int, member: bool, gather: bool) -> standing.Standing:
+        after = real(now, epoch, member, gather)
+        return replace(after, stale=after.stale or now.stale or now.gathering)
+
+    return [patch.object(standing, "edited", edited)]
+
+
+# ---- what would be easy to get wrong -----------------------------------------------------------------
+
+
+@_mutant
+def decides_before_all_have_reported() -> list[Patch]:
+    """One report that is missing is not waited for."""
+    real = recovery.reported
+
+    def reported(turn: Turn, message: Any, ranks: Any) -> None:
+        real(turn, message, ranks)
+        now = turn.job.recovery
+        if now is not None and now.collecting and len(now.awaited) == 1 and len(now.reports) > 1:
+            turn.set(recovery=replace(now, awaited=Map()))
+            recovery._decide(turn)
+
+    return [patch.object(recovery, "reported", reported)]
+
+
+@_mutant
+def kept_is_ignored() -> list[Patch]:
+    """Ranks count on all that they have reported, outdated or damaged."""
+    return [patch.object(recovery, "_kept", lambda job, held: {})]
+
+
+@_mutant
+def who_is_entering_is_not_needed() -> list[Patch]:
+    """The death of a newcomer is nobody's business until it has entered, though everybody may be switching already."""
+
+    def unneeded(job: Any, rank: int) -> bool:
+        return bool(job.ranks[rank].standby and rank not in job.layout.spares)
+
+    return [patch.object(change, "unneeded", unneeded)]
+
+
+@_mutant
+def votes_are_forgotten() -> list[Patch]:
+    """Only reports tell of votes: a step that only the dead were past, and told, is done again."""
+    real = decision.decide
+    return [patch.object(recovery, "decide", lambda reports, votes: real(reports, {}))]
+
+
+@_mutant
+def weights_are_not_sent_again() -> list[Patch]:
+    """Who was interrupted while weights were on their way does not say so."""
+    real = standing.report
+
+    def report(*args: Any) -> Any:
+        return replace(real(*args), stale=False)
+
+    return [patch.object(standing, "report", report)]
+
+
+@_mutant
+def a_spares_old_state_counts() -> list[Patch]:
+    """What a spare holds counts although steps were voted without it."""
+
+    def with_state(turn: Turn, decided: Any) -> Any:
+        now = turn.job.recovery
+        assert now is not None
+        return decided, {rank: report.held for rank, report in now.reports.items()}
+
+    real = recovery._with_state
+
+    def choose(turn: Turn, decided: Any) -> Any:
+        return (real if turn.job.settings.replay == "state" else with_state)(turn, decided)
+
+    return [patch.object(recovery, "_with_state", choose)]
+
+
+@_mutant
+def late_reports_are_not_fenced() -> list[Patch]:
+    """Who does not report is waited for without a limit."""
+    return [patch.object(recovery, "reports_late", lambda turn: None)]
+
+
+@_mutant
+def the_planned_layout_survives_a_loss() -> list[Patch]:
+    """A loss does not overtake what is planned."""
+    return [patch.object(change, "overtaken", lambda turn: None)]
+
+
+@_mutant
+def steps_are_recorded_as_they_are_told() -> list[Patch]:
+    """A step that is told before its predecessor is not held back."""
+    real = ledger.commit
+
+    def commit(turn: Turn, vote: Any, epoch: int, world_size: int, time: float) -> None:
+        now = turn.job.ledger
+        assert now is not None
+        if vote.step > now.written + 1:
+            turn.set(ledger=replace(now, written=vote.step - 1))
+        real(turn, vote, epoch, world_size, time)
+
+    return [patch.object(ledger, "commit", commit)]
+
+
+@_mutant
+def nodes_loss_names_only_its_first_rank() -> list[Patch]:
+    """Of a node that is gone one rank is not taken for lost."""
+    real = loss.lose
+
+    def lose(turn: Turn, ranks: Any, cause: str | None, when: float) -> None:
+        real(turn, list(ranks)[:1] if cause in ("lost", "silent") else ranks, cause, when)
+
+    return [patch.object(loss, "lose", lose)]

@@ -1,0 +1,422 @@
+"""World: one history. A virtual clock, one queue of events, the coordinator's shell, and the faults of a scenario."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+from megatron_elastic.cluster.messages import AgentHello, Decision, Fence, Scale, Suspect, ToRank
+from megatron_elastic.cluster.messages import Said as FromAgentSaid
+from megatron_elastic.cluster.protocol import Job, Settings, events
+from megatron_elastic.cluster.protocol import advance as protocol_advance
+from megatron_elastic.cluster.protocol.effects import (
+    CancelTimer,
+    Effect,
+    End,
+    ReadCosts,
+    Record,
+    Reply,
+    Send,
+    SetTimer,
+    Tell,
+    WriteDigest,
+    WriteLayout,
+    WriteMetrics,
+)
+from megatron_elastic.layout import Layout
+from tests.simulation import faults
+from tests.simulation.agent import Agent
+from tests.simulation.checks import Checks
+from tests.simulation.errors import Violation
+from tests.simulation.layouts import first_layout
+from tests.simulation.rank import Meeting, Rank
+from tests.simulation.scenario import Scenario
+
+_HORIZON = 1500.0
+"""Seconds after the last fault within which a job must be over."""
+_BASE = 1e9
+"""What clocks show at the beginning."""
+
+
+class World:
+    """A scenario as it unfolds. ``lines``: where a trace goes, if one is wanted."""
+
+    def __init__(self, scenario: Scenario, lines: list[str] | None = None) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed ^ 0x5EED)
+        self.lines = lines
+        self.tracing = lines is not None
+        self.now = 0.0
+        self.count = 0
+        self.kinds: Counter[str] = Counter()
+        """Faults that happened."""
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        # The job
+        self.first, self.first_bytes = first_layout(
+            scenario.tp, scenario.pp, scenario.dp, scenario.layers, scenario.tied, scenario.slices, scenario.replicas,
+            scenario.per_node,
+        )
+        self.tied, self.overlaps, self.verifies = scenario.tied, scenario.overlaps, scenario.verifies
+        self.keeps, self.profiles, self.save_every = scenario.replay == "state", scenario.profiles, scenario.save_every
+        self.start_step, self.total = scenario.start_step, scenario.start_step + scenario.steps
+        self.shy = scenario.seed % 3 == 0
+        """Whether damage is found by comparing copies only."""
+        self.saved: dict[int, bool] = {self.start_step: False} if self.start_step else {}
+        """Step of each checkpoint on disk -> whether it was damaged."""
+        # Who is there
+        self.ranks: dict[int, Rank] = {}
+        self.agents: list[Agent] = []
+        self.nodes: dict[int, Agent] = {}
+        self.meetings: dict[tuple[int, str, int], tuple[Layout, Meeting]] = {}
+        self.doomed: set[int] = set()
+        """Ranks that were fenced before they were there."""
+        self._frozen: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._damaged = False
+        # The coordinator
+        settings = Settings(
+            elastic=True, respawn=scenario.respawn, replay=scenario.replay, profile=None, start_timeout=180.0,
+            suspect_timeout=1.0, report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
+        )  # fmt: skip
+        self.job = Job.new(settings, scenario.size)
+        self.checks = Checks(self)
+        self.written = self.start_step
+        self.passed_step = self.start_step
+        """The last step whose vote somebody is past."""
+        self.outcome: End | None = None
+        self._events: deque[events.Event] = deque()
+        self._busy = False
+        self._timers: dict[str, int] = {}
+        self._names = 0
+        self.clock = 0.0
+        """How far the coordinator's clock is ahead."""
+        self.pending = list(scenario.faults)
+        self._seen: Counter[str] = Counter()
+        self._after_fault = 0
+        self.last_fault = 0.0
+        self._built = False
+        self.speaker: Rank | None = None
+        """Who has said something last."""
+
+    # ---- scheduling ------------------------------------------------------------------------------
+
+    def at(self, when: float, function: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, function, args))
+
+    def after(self, delay: float, function: Callable[..., object], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay, self._order, function, args))
+
+    def delay(self, mean: float) -> float:
+        """About ``mean``, sometimes much more."""
+        dice = self.rng.random()
+        return mean * 2 * dice if dice < 0.95 else mean * 40 * (dice - 0.94)
+
+    def copy_delay(self) -> float:
+        return self.delay(1.0 if self.scenario.slow_copies else 0.05)
+
+    def spawn_delay(self) -> float:
+        return self.delay(0.1)
+
+    def newcomer_delay(self) -> float:
+        """How long a newcomer builds; some never get ready."""
+        return 1000.0 if self.rng.random() < 0.02 else self.delay(0.3)
+
+    def odd(self, rank: int) -> bool:
+        """Whether a rank is unlike the others."""
+        return rank >= self.scenario.size and (rank * 7919 + self.scenario.seed) % 61 == 0
+
+    def wall(self, agent: Agent) -> float:
+        return _BASE + self.now + agent.clock
+
+    def run(self) -> None:
+        """Until the job is over. Raises Violation."""
+        scenario = self.scenario
+        for node_rank in range(scenario.size // scenario.per_node):
+            self.agents.append(agent := Agent(self, node_rank, scenario.per_node,
+                                             node_rank == 0 and not scenario.apart))
+            self.after(0.0 if node_rank == 0 else self.delay(0.1), agent.introduce)
+        self._post(events.Begun(now=self.time, torch_port=1234))
+        heap, limit = self._heap, 40_000 + 3000 * scenario.size
+        while self.outcome is None:
+            if not heap:
+                raise Violation("stuck", self._standstill())
+            self.now, _, function, args = heapq.heappop(heap)
+            self.count += 1
+            function(*args)
+            if self.pending and (scenario.early or self._all_built()):
+                self._faults()
+            if self.count > limit or self.now > self.last_fault + _HORIZON:
+                raise Violation("stuck", self._standstill())
+        self.checks.over(self.outcome)
+
+    def _all_built(self) -> bool:
+        if not self._built:
+            self._built = len(self.ranks) >= self.scenario.size and all(each.store for each in self.ranks.values())
+        return self._built
+
+    def _standstill(self) -> str:
+        where = {rank: f"{type(each.want).__name__} {each.want.key if isinstance(each.want, Meeting) else each.want}"
+                 for rank, each in self.ranks.items() if each.alive and not each.done}
+        return (f"nothing ends it after {self.count} events, {self.now:.0f} s; written {self.written}; epoch "
+                f"{self.job.epoch}, collecting {self.job.collecting}, timers {dict(self.job.timers)}; {where}")
+
+    def trace(self, line: str) -> None:
+        if self.lines is not None:
+            self.lines.append(f"{self.now:10.4f} #{self.count:5d}  {line}")
+
+    # ---- faults ----------------------------------------------------------------------------------
+
+    def _faults(self) -> None:
+        for index, fault in enumerate(self.pending):
+            match fault.moment:
+                case "":
+                    due = self.count >= fault.count
+                case "fault":
+                    due = index == 0 and self.count >= self._after_fault + fault.count and bool(self.kinds)
+                    due = due or (not self.kinds and self.count > 1000)
+                case _:
+                    due = self._seen[fault.moment] >= fault.count or self.count > 80 * self.scenario.size + 800
+            if due:
+                del self.pending[index]
+                self._after_fault, self.last_fault = self.count, self.now
+                self.kinds[fault.what] += 1
+                if self.tracing:
+                    self.trace(f"=== FAULT {fault}")
+                faults.happen(self, fault)
+                return
+
+    def kill(self, rank: Rank, code: int = -9) -> None:
+        """A process ends."""
+        if not rank.alive:
+            return
+        if self.tracing:
+            self.trace(f"rank {rank.rank} dies ({code})")
+        rank.alive = False
+        rank.agent.died(rank, code)
+        for other in self.ranks.values():
+            if not other.alive or other is rank:
+                continue
+            if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < 0.4:
+                other.want.blind.add(other.rank)
+            near = other.agent is rank.agent
+            if self.rng.random() < (0.5 if near else 0.2):
+                self.after(self.delay(0.002), other.note_gone if near else other.note_broken, rank.rank)
+
+    def fence_early(self, agent: Agent, rank: int) -> None:
+        """A rank is to be killed that is only being started."""
+        self.doomed.add(rank)
+
+    def stop(self, rank: Rank, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        if rank.alive and not rank.stopped:
+            rank.stopped = True
+            self._frozen[rank.rank] = []
+            rank.agent.stopped(rank.rank)
+            self.after(seconds, self._go_on, rank)
+
+    def _go_on(self, rank: Rank) -> None:
+        if not rank.alive:
+            return
+        rank.stopped = False
+        rank.agent.resumed(rank.rank)
+        for function, args in self._frozen.pop(rank.rank):
+            self.after(0.0, function, *args)
+        self.after(0.0, rank.poke)
+
+    def held(self, rank: Rank, function: Callable[..., None], *args: Any) -> None:
+        """Something that happens when a stopped process goes on."""
+        self._frozen[rank.rank].append((function, args))
+
+    def returned(self, rank: Rank) -> None:
+        """A program has come to its end."""
+
+    def process_ends(self, rank: Rank, code: int) -> None:
+        self.kill(rank, code)
+
+    # ---- what ranks share --------------------------------------------------------------------------
+
+    def meet(self, rank: Rank, key: tuple[int, str, int], layout: Layout, data: Any) -> Meeting:
+        """A rank comes to an exchange."""
+        known = self.meetings.get(key)
+        if known is None:
+            if len(self.meetings) > 64:
+                self.meetings = {old: each for old, each in self.meetings.items() if old[0] >= key[0] - 3}
+            known = self.meetings[key] = layout, Meeting(key, layout.ranks)
+        elif known[0] is not layout and known[0] != layout:
+            raise Violation("two layouts", f"ranks {list(known[1].posted)} and {rank.rank} meet in {key} with different "
+                                           "layouts")
+        meeting = known[1]
+        if rank.rank in meeting.posted and key[1] != "params":
+            raise Violation("twice", f"rank {rank.rank} comes twice to {key}")
+        meeting.posted[rank.rank] = data
+        if len(meeting.posted) == len(meeting.members) and meeting.waiting:
+            for number in meeting.waiting:
+                if number != rank.rank:
+                    late = key[1] == "vote" and self.rng.random() < 0.1
+                    self.after(self.delay(0.05 if late else 0.002), self.ranks[number].woken, meeting)
+        return meeting
+
+    def said(self, rank: Rank, kind: str) -> None:
+        """A rank says something."""
+        self._seen[kind] += 1
+        self.speaker = rank
+
+    def passed(self, rank: Rank, step: int) -> None:
+        """Somebody is past the vote of a step."""
+        self.passed_step = max(self.passed_step, step)
+        if self.tracing:
+            self.trace(f"rank {rank.rank} is past the vote of step {step} in epoch {rank.epoch}")
+
+    def save(self, layout: Layout, step: int) -> None:
+        """A checkpoint is complete."""
+        stores = [self.ranks[rank].store for rank in layout.ranks]
+        self.saved[step] = any(state.bad for store in stores if store is not None for state in store.live.values())
+
+    def damage(self, rank: Rank, which: int) -> None:
+        """A bit flips."""
+        if rank.store is not None and rank.store.live:
+            at = sorted(rank.store.live)[which % len(rank.store.live)]
+            rank.store.live[at].bad = True
+            self._damaged = True
+
+    def damage_around(self, layout: Layout) -> bool:
+        return self._damaged
+
+    def damaged_at(self, rank: int, at: tuple[int, int]) -> bool | None:
+        """Whether a rank's copy is damaged; None if it has none."""
+        store = self.ranks[rank].store
+        state = store.live.get(at) if store is not None else None
+        return None if state is None else state.bad
+
+    # ---- the coordinator -----------------------------------------------------------------------------
+
+    @property
+    def time(self) -> float:
+        return _BASE + self.now + self.clock
+
+    def node_came(self, agent: Agent, hello: AgentHello) -> None:
+        self._names += 1
+        agent.node = self._names
+        self.nodes[agent.node] = agent
+        self._post(events.NodeCame(now=self.time, node=agent.node, hello=hello))
+
+    def node_lost(self, agent: Agent, cause: str) -> None:
+        """The coordinator has lost an agent."""
+        self._post(events.NodeLost(now=self.time, node=agent.node, cause=cause, since=self.time))
+        self.nodes.pop(agent.node, None)
+
+    def hear(self, agent: Agent, message: Any) -> None:
+        if isinstance(message, FromAgentSaid):
+            self._post(events.Said(now=self.time, node=agent.node, message=message.message, also=tuple(message.also)))
+        else:
+            self._post(events.News(now=self.time, node=agent.node, news=message))
+
+    def ask(self, stages: int) -> None:
+        self._names += 1
+        self._post(events.Asked(now=self.time, person=self._names, request=Scale(stages=stages)))
+
+    def trouble(self, fatal: bool) -> None:
+        self._post(events.Troubled(now=self.time, what="the disk is full", fatal=fatal))
+
+    def accuse(self, rank: Rank, suspects: Collection[int]) -> None:
+        """A rank says that it cannot reach others."""
+        rank.send(Suspect(rank=rank.rank, epoch=rank.standing.epoch, suspects=list(suspects), reason="simulated"))
+
+    def _post(self, event: events.Event) -> None:
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        while self._events:
+            self._work(self._events.popleft())
+        self._busy = False
+
+    def _work(self, event: events.Event) -> None:
+        if self.tracing:
+            self.trace(f"coordinator: {_short(event)}")
+        before, snapshot = self.job, repr(self.job) if self.count % 997 == 0 else ""
+        try:
+            self.job, effects = ADVANCE(self.job, event)
+        except Exception:
+            raise Violation("raised", traceback.format_exc()) from None
+        if snapshot and repr(before) != snapshot:
+            raise Violation("changed", "advance has changed the job that it was given")
+        for effect in effects:
+            self._do(effect)
+        if self.outcome is None:
+            self.checks.after(self.job)
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect.message, effect.ranks)
+            case Tell():
+                self._seen[type(effect.message).__name__] += 1
+                if self.tracing:
+                    self.trace(f"    to node {effect.node}: {effect.message}")
+                if isinstance(effect.message, Fence):
+                    self.checks.fenced(effect.message.rank)
+                if (agent := self.nodes.get(effect.node)) is not None:
+                    agent.obey(effect.message)
+            case SetTimer():
+                self._timers[effect.name] = effect.serial
+                self.after(effect.delay, self._expire, effect.name, effect.serial)
+            case CancelTimer():
+                self._timers.pop(effect.name, None)
+            case WriteMetrics():
+                self.checks.line(effect.record)
+                self.written = effect.record["step"]
+            case WriteLayout():
+                self.checks.layout(effect.layout)
+            case WriteDigest():
+                self.checks.digest(effect.digest)
+            case End():
+                self.outcome = self.outcome or effect
+            case ReadCosts():
+                self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
+            case Record():
+                self._events.append(events.Recorded(now=self.time, epoch=effect.epoch))
+            case Reply():
+                pass
+            case _:
+                if self.tracing:
+                    self.trace(f"    {_short(effect)}")
+
+    def _expire(self, name: str, serial: int) -> None:
+        if self._timers.get(name) == serial:
+            del self._timers[name]
+            self._post(events.Expired(now=self.time, name=name, serial=serial))
+
+    def _send(self, message: ToRank, ranks: tuple[int, ...]) -> None:
+        self._seen[type(message).__name__] += 1
+        if self.tracing:
+            self.trace(f"    to {list(ranks)}: {_short(message)}")
+        self.checks.sent(message)
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            node = self.job.ranks[rank].node
+            if node in self.nodes:
+                assert node is not None
+                by_node.setdefault(node, []).append(rank)
+        for node, those in by_node.items():
+            self.nodes[node].obey(message, tuple(those))
+        if isinstance(message, Decision) and type(message).__name__ != "Enter":
+            self._events.append(events.Sent(now=self.time, epoch=message.epoch))
+
+
+ADVANCE = protocol_advance
+"""What is simulated; ``mutants`` put defects into it."""
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    layout = getattr(value, "layout", None)
+    if isinstance(layout, bytes) and layout:
+        text = text.replace(repr(layout), "LAYOUT")
+    return text if len(text) < 400 else f"{text[:400]}..."

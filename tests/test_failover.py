@@ -1,0 +1,69 @@
+"""The job outlives any node, the first one and whoever coordinates included: real launchers that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launches import TOKEN, Launch, Run, free_port, launches
+
+STEPS = 6
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with launches(tmp_path) as launch:
+        yield launch
+
+
+def start(launch: Launch, *acts: str, nodes: int = 3, ranks: int = 1, shared: bool = True) -> list[Run]:
+    """Launchers, the first node's first, which share a run directory or have one each."""
+    launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
+    port = str(free_port())
+    return [
+        launch.start("member.py", "--elastic", *launch.member_flags(*acts, steps=STEPS),
+                     flags=("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks),
+                            "--master-addr", "127.0.0.1", "--master-port", port),
+                     name="run" if shared else f"node{node}")
+        for node in range(nodes)
+    ]
+
+
+def kill(run: Run) -> None:
+    """SIGKILL the launcher; its zygote and its ranks die with it."""
+    os.kill(run.process.pid, signal.SIGKILL)
+
+
+def test_the_first_node_is_lost_and_another_coordinates(launch: Launch) -> None:
+    acts = [f"{rank}:3:begin:{act}" for rank in (1, 2) for act in ("tell", "wait")]
+    first, second, third = start(launch, *acts)
+    first.read_until("another node takes over")
+    launch.hear(2)
+    kill(first)
+    second.finish()
+    third.finish()
+    assert first.steps() == list(range(1, STEPS + 1))
+    (took,) = first.events("took_over")
+    (event,) = first.events("recovered")
+    assert event["ranks"] == [0]
+    assert event["epoch"] >= 1 and took["term"] == 2
+
+
+def test_nodes_may_keep_their_own_records(launch: Launch) -> None:
+    """Where nodes share no disk, who takes over writes on in its own run directory, from what is not on record."""
+    acts = [f"{rank}:3:begin:{act}" for rank in (1, 2) for act in ("tell", "wait")]
+    first, second, third = start(launch, *acts, shared=False)
+    first.read_until("another node takes over")
+    launch.hear(2)
+    kill(first)
+    second.finish()
+    third.finish()
+    heir = second if "coordinates from now on" in second.output else third
+    assert first.steps() == [1, 2]
+    assert heir.steps()[-1] == STEPS
+    assert heir.steps() == list(range(heir.steps()[0], STEPS + 1))
+    assert heir.steps()[0] <= 3

@@ -1,0 +1,79 @@
+"""Disks that are full and terminals that stand still: training goes on, and what can be written later is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launches import TOKEN, Launch, free_port, launches
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with launches(tmp_path) as launch:
+        yield launch
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all room that is left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(64))
+
+
+def test_a_full_run_directory_does_not_end_the_job(launch: Launch, small_disk: Path) -> None:
+    """It is full from step 2 to step 50, for more lines than fit what its files have; they all are there in the end."""
+    acts = [f"0:{step}:begin:{act}" for step in (2, 50) for act in ("tell", "wait")]
+    run = launch.start("member.py", "--elastic", *launch.member_flags(*acts, steps=60), flags=("--nproc-per-node", "2"),
+                       name="disk/run")
+    launch.hear(1)
+    filler = small_disk / "filler"
+    fill(filler)
+    launch.go()
+    launch.hear(1)
+    run.read_until("what is to be written is kept until it can be")
+    filler.unlink()
+    run.read_until("writing works again")
+    launch.go()
+    run.finish()
+    assert run.steps() == list(range(1, 61))
+    assert len(run.events("finished")) == 1
+
+
+def test_a_terminal_that_stands_still_disturbs_nobody(launch: Launch) -> None:
+    """The first node's output is read by nobody; the second node hears from it all the same."""
+    launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
+    port, runs = str(free_port()), []
+    for node in (0, 1):
+        runs.append(launch.start(
+            "member.py", "--elastic", *launch.member_flags(steps=200), "--elastic-heartbeat-timeout", "0.5",
+            flags=("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
+                   "--master-port", port), name=f"node{node}",
+        ))
+        output = runs[-1].process.stdout
+        assert output is not None
+        fcntl.fcntl(output.fileno(), fcntl.F_SETPIPE_SZ, 4096)  # some fifty lines
+    first, second = runs
+    assert "training finished at step 200" in second.finish()
+    first.finish()
+    assert first.steps() == list(range(1, 201))
+    assert os.path.getsize(first.run_dir / "metrics.jsonl") > 4096

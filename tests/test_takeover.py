@@ -1,0 +1,119 @@
+"""A new coordinator learns a job from the agents that are left: the pure part (``protocol.takeover``)."""
+
+from __future__ import annotations
+
+from megatron_elastic.cluster.messages import (
+    AgentHello,
+    Committed,
+    Hello,
+    Interrupt,
+    Past,
+    RankExited,
+    Report,
+    Running,
+    Stop,
+    VoteResult,
+)
+from megatron_elastic.cluster.protocol import Job, Settings, advance, events
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteMetrics
+from megatron_elastic.layout import Layout, encode
+
+SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
+                    report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
+LAYOUT = Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0]], units=["a"], num_grains=3, num_slices=3,
+                                     replicas=1, ranks_per_host=1)
+
+
+def vote(step: int) -> VoteResult:
+    return VoteResult(step=step, loss=1 / step, grad_norm=1.0, lr=0.1, consumed_samples=step, tokens=8)
+
+
+def hello(rank: int) -> AgentHello:
+    """The agent of a node whose one rank has done five steps, two of which are on record."""
+    first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
+                  likeness=b"", linked=True, tied=False)
+    committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
+    past = Past(layout=encode(LAYOUT), epoch=4, torch_port=1, members=[], shapes={}, saved=0, recorded=2,
+                committed=committed, alone_since=10.0)
+    return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
+                      running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
+
+
+def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
+    """Node 1 coordinates, and the nodes 1 and 2 have come to it."""
+    job, effects = Job.new(SETTINGS, 3), list[Effect]()
+    for event in (
+        events.TookOver(now=11.0, term=2, address="h:1", epoch=3, written=-1, before=before, limit=1.0),
+        events.NodeCame(now=11.1, node=1, hello=hello(1)),
+        events.NodeCame(now=11.2, node=2, hello=hello(2)),
+    ):
+        job, more = advance(job, event)
+        effects += more
+    return job, effects
+
+
+def interrupts(effects: list[Effect]) -> list[Send]:
+    return [each for each in effects if isinstance(each, Send) and isinstance(each.message, Interrupt)]
+
+
+def test_the_failed_coordinators_node_is_not_waited_for() -> None:
+    job, effects = take_over()
+    assert job.gathering is None
+    assert job.lost == (0,)
+    (interrupt,) = interrupts(effects)
+    assert interrupt.ranks == (1, 2)
+    assert isinstance(interrupt.message, Interrupt)
+    assert interrupt.message.epoch == 5  # above what the store and the agents know of
+    assert [each.record["step"] for each in effects if isinstance(each, WriteMetrics)] == [3, 4, 5]
+    (recovery,) = [job.recovery]
+    assert recovery is not None
+    assert dict(recovery.exits) == {0: 10.0}
+
+
+def test_others_are_waited_for_until_the_limit() -> None:
+    job, effects = take_over(before="")
+    assert job.gathering is not None
+    assert interrupts(effects) == []
+    job, more = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    assert job.lost == (0,)
+    assert len(interrupts(list(more))) == 1
+    # Who comes later is no part of the job any more.
+    _, late = advance(job, events.NodeCame(now=13.0, node=3, hello=hello(0)))
+    (told,) = late
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Stop)
+
+
+def test_what_is_said_meanwhile_is_heard() -> None:
+    job, _ = take_over(before="")
+    job, effects = advance(job, events.News(now=11.3, node=2, news=RankExited(rank=2, returncode=-9, time=11.3)))
+    assert effects == ()
+    job, more = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    assert job.lost == (0, 2)
+    assert [each.ranks for each in interrupts(list(more))] == [(1, 2), (1,)]
+
+
+def test_a_node_that_goes_again_meanwhile_is_lost() -> None:
+    job, _ = take_over(before="")
+    job, _ = advance(job, events.NodeLost(now=11.5, node=2, cause="node 2 lost", since=11.5))
+    job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    assert job.lost == (0, 2)
+
+
+def test_nothing_is_decided_before_it_is_recorded() -> None:
+    job, effects = take_over()
+    (record,) = [each for each in effects if isinstance(each, Record)]
+    assert record.epoch == 5
+    for rank in (1, 2):
+        held = [(0, k, 0) for k in range(3)]
+        report = Report(rank=rank, epoch=5, member=True, step=6, vote=None, last=vote(5), held=held,
+                        interrupted_at=11.3)
+        job, more = advance(job, events.Said(now=11.3, node=rank, message=report))
+        assert not any(isinstance(each, Send) for each in more)
+    assert job.collecting
+    job, _ = advance(job, events.Recorded(now=11.4, epoch=4))  # an older one
+    assert job.collecting
+    job, _ = advance(job, events.Recorded(now=11.4, epoch=5))
+    assert not job.collecting
+    assert job.layout is not None
+    assert job.layout.epoch == 5
