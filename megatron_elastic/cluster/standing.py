@@ -90,12 +90,13 @@ def committed(standing: Standing) -> Standing:
 
 
 def report(
-    standing: Standing, epoch: int, held: Sequence[Part], versions: Mapping[int, Sequence[Part]], now: float
+    standing: Standing, epoch: int, held: Sequence[Part] | None, versions: Mapping[int, Sequence[Part]], now: float
 ) -> Report:
     """What it says when it is interrupted for ``epoch``. ``held`` and ``versions`` as in the message."""
     return Report(
         rank=standing.rank, epoch=epoch, member=standing.member, step=standing.step, vote=standing.vote,
-        last=standing.last, held=list(held), versions={steps: list(parts) for steps, parts in versions.items()},
+        last=standing.last, held=None if held is None else list(held),
+        versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, interrupted_at=now,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Suspect
+from megatron_elastic.layout import Holdings
 from megatron_elastic.plan import everything
 
 
@@ -46,7 +47,10 @@ def _report(trainer: Trainer) -> Decision:
     if trainer.store is not None:
         trainer.store.abandon_loading()
     held, versions = _held(trainer), _versions(trainer)
-    trainer.control.send(standing.report(trainer.standing, epoch, held, versions, time.time()))
+    layout = trainer.layout
+    as_asked = flag.layout == layout.epoch and set(held) == Holdings.of(layout).of_rank(trainer.rank)
+    told = None if as_asked else held
+    trainer.control.send(standing.report(trainer.standing, epoch, told, versions, time.time()))
     trainer.hooks.at("report")
     return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)
 
