@@ -4,6 +4,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
+echo "== simulation: histories that are new with every commit, and the same for all who check it"
+first=$((16#$(git rev-parse --short=7 HEAD | cut -c1-7)))
+timeout --kill-after 30 600 python -m tests.simulation --seeds "$first:$((first + 2000))" --jobs 2
+
+echo "== hosts that are lost"
 export MEGATRON_ELASTIC_LONG=1
 # Longer than all of them take, so that nothing hangs for ever.
 exec timeout --kill-after 30 1200 python -m pytest tests/test_lost_hosts.py -k "not successor" -rP "$@"
