@@ -282,6 +282,8 @@ class Transport:
             if self._links is None:
                 raise RuntimeError(f"rank {self.rank} has no links, and rank {peer} is on another host: listen first")
             return Send(peer, self._links.send(peer, worker, tag, buffer))
+        if peer not in self._peers:
+            raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
         return Send(peer)  # to the dead: who waits for anything in this epoch learns it
 
     def _expect(self, recv: Recv) -> Recv:
@@ -291,10 +293,8 @@ class Transport:
     def _need(self, peer: int) -> None:
         """This epoch depends on a peer. It is looked up when it is first needed."""
         self._peers.watch((peer,))
-        if peer in self._peers or peer == self.rank:
+        if self._find is None or peer in self._peers or peer == self.rank:
             return
-        if self._find is None:
-            raise KeyError(f"rank {self.rank} knows no address of rank {peer}")
         self.add_peers(self._find([peer]))
         if peer not in self._peers:
             self._peers.died(peer)
