@@ -103,10 +103,10 @@ class Death:
     def look(self, trainer: Trainer, point: str) -> None:
         """``trainer``'s rank is at a hook point."""
         if point == "switch":
-            from megatron_elastic.layout import Layout
+            from megatron_elastic.layout import decode
 
             assert trainer.tenure is not None and trainer.tenure.plan is not None
-            planned = Layout.from_json(trainer.tenure.plan.layout)
+            planned = decode(trainer.tenure.plan.layout)
             self.near = planned.pipeline_size != trainer.layout.pipeline_size
         if self.near and point == self.point:
             os.kill(os.getpid(), signal.SIGKILL)
