@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -160,6 +161,24 @@ def test_dataflow_is_compared_after_the_loss(monkeypatch: pytest.MonkeyPatch) ->
     layout = Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0]], units=["a"], num_grains=3, num_slices=3, replicas=1,
                          samples=4)
     assert dataflow.samples_of_fullest(lose(layout, [2], everything(layout), 1), 4) == 6
+
+
+def test_control_is_measured_with_the_real_coordinator(tmp_path: Path) -> None:
+    sizes = ["--ranks", "32,64", "--pure", "32,64", "--processes", "2"]
+    command = [sys.executable, "-m", "megatron_elastic.cli", "bench", "control", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False,
+                          env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    phases = {"start", "rank_lost", "rank_lost_even", "node_lost", "node_lost_even", "node_joins", "steps"}
+    assert [size["ranks"] for size in figures["sizes"]] == [32, 64]
+    for size in figures["sizes"]:
+        assert size["nodes"] == size["ranks"] // 8
+        assert phases | {"idle"} <= size.keys()
+        assert all(size[phase]["processor_s"] > 0 and size[phase]["messages_in"] > 0 for phase in phases)
+    assert all(phases <= pure.keys() for pure in figures["pure"])
+    assert figures["growth"].keys() == phases | {"idle"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:

@@ -379,9 +379,9 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     move = Transfer(1, 2, 0, 3, 4, "replica")
     agent = Agent(
         back(1, b""),
-        Start(layout=b"l", addresses={0: b"a"}, key=b"k"),
+        Start(addresses={0: b"a"}, key=b"k"),
         Moves(epoch=1, moves=[], kept=[]),
-        Interrupt(epoch=2, lost=[1]),
+        Interrupt(epoch=2, layout=1, lost=[1]),
         Moves(epoch=2, moves=[move], kept=None),
         back(2, b"new"),
     )
@@ -390,6 +390,7 @@ def test_control_hands_over_messages_and_drops_old_decisions() -> None:
     with pytest.raises((Interrupted, JobStopped)):
         control.wait((), timeout=10)
     assert control.interrupt.lost == {1}
+    assert control.interrupt.layout == 1
     control.interrupt.acknowledge(2)
     assert control.wait((Back,), timeout=10).layout == b"new"
     assert control.moves(2) == Moves(epoch=2, moves=[move], kept=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Holdings, Layout, LayoutError, decode, encode, gpt_units
+from megatron_elastic.layout import Holdings, Layout, LayoutError, changed, decode, difference, encode, gpt_units
 from megatron_elastic.plan import improve, lose
 
 
@@ -36,7 +37,12 @@ def test_layouts_of_all_kinds_come_back(
     newcomers = {max(layout.ranks) + i + 1: len(layout.hosts) for i in range(tp)}
     grown = improve(small, newcomers, 2)
     assert grown is not None
-    for one in (layout, small, *filter(None, grown)):
+    following = [layout, small, *filter(None, grown)]
+    for old, new in itertools.pairwise(following):
+        told = difference(old, new)
+        assert told is not None
+        assert changed(old, told) == new
+    for one in following:
         again = decode(encode(one))
         assert again == one
         assert encode(again) == encode(one)
@@ -55,7 +61,7 @@ def test_whoever_made_a_layout_has_validated_it() -> None:
 FIELDS = msgspec.msgpack.decode(encode(grid(2, 2, 2)))
 
 
-def changed(at: int, value: object) -> bytes:
+def with_field(at: int, value: object) -> bytes:
     return msgspec.msgpack.encode([*FIELDS[:at], value, *FIELDS[at + 1 :]])
 
 
@@ -68,13 +74,13 @@ def changed(at: int, value: object) -> bytes:
         (encode(grid(1, 1, 2)) + b"\0", "no layout in MessagePack"),
         (msgspec.msgpack.encode(FIELDS[:-1]), "no layout in MessagePack: .*length"),
         (msgspec.msgpack.encode([*FIELDS, 1]), "no layout in MessagePack: .*length"),
-        (changed(0, "1"), "no layout in MessagePack: Expected `int`, got `str`"),
-        (changed(4, [b"\xff"]), "no layout in MessagePack"),
-        (changed(5, []), "a stage has no cells"),
-        (changed(5, [*FIELDS[5][:1], [FIELDS[5][1][0], []]]), "a stage has no cells"),
-        (changed(5, [[FIELDS[5][0][0], [[[0], [0, 1], [], []], *FIELDS[5][0][1][1:]]]]), "more ranks than another"),
-        (changed(6, FIELDS[6][:-1]), "owners and replicas must be 7 rows of 2 slices"),
-        (changed(7, [row[:1] for row in FIELDS[7]]), "owners and replicas must be 7 rows of 2 slices"),
+        (with_field(0, "1"), "no layout in MessagePack: Expected `int`, got `str`"),
+        (with_field(4, [b"\xff"]), "no layout in MessagePack"),
+        (with_field(5, []), "a stage has no cells"),
+        (with_field(5, [*FIELDS[5][:1], [FIELDS[5][1][0], []]]), "a stage has no cells"),
+        (with_field(5, [[FIELDS[5][0][0], [[[0], [0, 1], [], []], *FIELDS[5][0][1][1:]]]]), "more ranks than another"),
+        (with_field(6, FIELDS[6][:-1]), "owners and replicas must be 7 rows of 2 slices"),
+        (with_field(7, [row[:1] for row in FIELDS[7]]), "owners and replicas must be 7 rows of 2 slices"),
     ],
 )
 def test_bytes_that_are_no_layout_are_refused(data: bytes, message: str) -> None:

@@ -37,6 +37,8 @@ def test_a_report_that_is_as_asked_is_no_exception() -> None:
     said[3].pop()
     held = Holdings.reported(layout, {rank: sorted(parts) for rank, parts in said.items() if rank != 5})
     assert held.exceptions == {3: said[3], 5: set()}
+    briefly = {rank: None for rank in said if rank != 5} | {3: said[3]}
+    assert Holdings.reported(layout, briefly) == held
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,6 +12,14 @@ from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.cluster.protocol.decision import decide, working
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.layout import Layout
+
+LAYOUT = Layout.grid(
+    tp=1, pp=1, dp=2, stage_units=[[0, 1, 2]], units=["embedding", "layer.0", "head"], num_grains=4, num_slices=2,
+    replicas=0,
+)  # fmt: skip
+ASKED = [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+"""What it asks of rank 1."""
 
 
 def vote(step: int) -> VoteResult:
@@ -41,15 +49,20 @@ def test_who_is_interrupted_with_weights_on_their_way_reports_it() -> None:
         (standing.distributed(standing.distributing(at_step(4))), False),
         (standing.edited(at_step(4), 5, 4, member=True, gather=True), True),
     ):
-        assert standing.report(now, 7, [(0, 1, 0)], {}, 0.0).stale == stale
+        assert standing.report(now, 7, LAYOUT, [(0, 1, 0)], {}, 0.0, 0).stale == stale
 
 
 def test_a_report_says_all_of_it() -> None:
     now = standing.voted(at_step(4), vote(4), agreed=False)
-    report = standing.report(now, 7, [(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5)
+    report = standing.report(now, 7, LAYOUT, [(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5, 0)
     assert (report.rank, report.epoch, report.layout, report.member) == (1, 7, 3, True)
     assert (report.step, report.vote, report.last) == (4, vote(4), vote(3))
     assert (report.held, report.versions, report.interrupted_at) == ([(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5)
+
+
+def test_who_holds_just_what_the_newest_layout_asks_for_does_not_list_it() -> None:
+    for newest, held, told in ((0, ASKED, None), (0, ASKED[1:], ASKED[1:]), (5, ASKED, ASKED)):
+        assert standing.report(at_step(4), 7, LAYOUT, held, {}, 0.0, newest).held == told
 
 
 def test_only_a_newer_plan_counts_as_known() -> None:
@@ -176,8 +189,9 @@ class ModelJob:
         before, gather = self.step, False
         while True:
             self.epoch += 1
-            reports = {rank: standing.report(now, self.epoch, [], {}, 0.0) for rank, now in self.ranks.items()}
-            at_work = working(self.since, reports.values())
+            at_work = working(
+                self.since, [standing.report(now, self.epoch, LAYOUT, [], {}, 0.0, -1) for now in self.ranks.values()]
+            )
             told = [each for report in at_work for each in (report.vote, report.last) if each is not None]
             self.votes |= {each.step: each for each in told}
             if decision.decision != "reload":

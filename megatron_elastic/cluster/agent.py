@@ -136,9 +136,8 @@ class Agent:
         """Where the store is, once training has begun."""
         self.seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         """This node's place in an embedded store, if it was given one later on."""
-        self._tell = tell
         self._lines = Lines(self._heard, self._closed)
-        self._post = Post(self._lines.send, tell)
+        self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(job.ranks_per_node)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -248,7 +247,7 @@ class Agent:
 
     def _closed(self, rank: int) -> None:
         if rank in self._running and not self.over.done():
-            self._tell(RankClosed(rank=rank, time=time.time()))
+            self._post.news(RankClosed(rank=rank, time=time.time()))
 
     def _start(self, ranks: Mapping[int, int], torch_port: int) -> None:
         for local_rank, rank in ranks.items():
@@ -332,9 +331,9 @@ class Agent:
                     self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
                 case Stopped():
                     how = signal.Signals(answer.signal).name
-                    self._tell(RankStopped(rank=answer.rank, how=how, time=answer.time))
+                    self._post.news(RankStopped(rank=answer.rank, how=how, time=answer.time))
                 case Continued():
-                    self._tell(RankResumed(rank=answer.rank, time=answer.time))
+                    self._post.news(RankResumed(rank=answer.rank, time=answer.time))
         for rank in list(self._running):  # the zygote died; its ranks die with it
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
 
@@ -350,17 +349,17 @@ class Agent:
     def _dying(self, news: RankDying) -> None:
         if news.rank in self._running:
             self._lines.drain(news.rank)
-            self._tell(news)
+            self._post.news(news)
 
     def _look_for_standstills(self) -> None:
         for rank, pid in self._pids.items():
             how = standstill(pid)
             if how is not None and rank not in self._still:
                 self._still.add(rank)
-                self._tell(RankStopped(rank=rank, how=how, time=time.time()))
+                self._post.news(RankStopped(rank=rank, how=how, time=time.time()))
             elif how is None and rank in self._still:
                 self._still.remove(rank)
-                self._tell(RankResumed(rank=rank, time=time.time()))
+                self._post.news(RankResumed(rank=rank, time=time.time()))
         self._look = asyncio.get_running_loop().call_later(self.job.look_every, self._look_for_standstills)
 
     def _ended(self, exit_: RankExited) -> None:
@@ -370,5 +369,4 @@ class Agent:
         if not self._running:
             self._idle.set()
         self._lines.forget(exit_.rank)
-        self._tell(exit_)
-        self._post.gone(exit_.rank)
+        self._post.news(exit_)

@@ -61,7 +61,8 @@ class InterruptFlag:
     """Raised while an interrupt waits to be acknowledged, or the job has been stopped.
 
     Raised by the thread that listens to the coordinator, looked at by every wait of the training thread. ``raised`` is
-    cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none) and ``lost`` the ranks it names as dead;
+    cheap to read; ``epoch`` is the highest interrupt epoch so far (0: none), ``lost`` the ranks it names as dead and
+    ``layout`` the epoch of the layout that it names, not an older one if it is read after ``epoch``;
     ``fd`` is readable while raised, so that epoll loops wake.
     """
 
@@ -69,16 +70,18 @@ class InterruptFlag:
         self.raised = False
         self.epoch = 0
         self.lost: frozenset[int] = frozenset()
+        self.layout = 0
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._acknowledged = 0
         self._stopped: str | None = None
         self._lock = threading.Lock()  # the listening thread raises while the training thread acknowledges
 
-    def raise_for(self, epoch: int, lost: frozenset[int]) -> None:
+    def raise_for(self, epoch: int, lost: frozenset[int], layout: int = 0) -> None:
         """Begin ``epoch``; an older epoch than the newest known one is ignored."""
         with self._lock:
             if epoch > self.epoch:
-                self.epoch, self.lost = epoch, lost
+                self.lost, self.layout = lost, layout
+                self.epoch = epoch
                 self._update()
 
     def stop(self, reason: str) -> None:
@@ -230,7 +233,7 @@ class Control:
             return
         with self._arrived:
             if isinstance(message, Interrupt):
-                self.interrupt.raise_for(message.epoch, frozenset(message.lost))
+                self.interrupt.raise_for(message.epoch, frozenset(message.lost), message.layout)
             else:
                 self._inbox.append(message)
                 if isinstance(message, Stop):

@@ -8,6 +8,7 @@ out comes back as an event.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import traceback
 from collections import deque
@@ -15,9 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from megatron_elastic.cluster.messages import Answer, Decision, Relay, ToAgent
+from megatron_elastic.cluster.messages import Answer, Decision, Start, ToAgent
+from megatron_elastic.cluster.outgoing import Outgoing
 from megatron_elastic.cluster.protocol import Job, Outcome, advance
 from megatron_elastic.cluster.protocol.effects import (
     CancelTimer,
@@ -40,9 +40,8 @@ from megatron_elastic.cluster.protocol.events import Costed, Ended, Event, Expir
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import Unsendable
+from megatron_elastic.layout import Layout
 from megatron_elastic.plan import Costs, ProfileError
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Agent(Protocol):
@@ -73,6 +72,8 @@ class Coordinator:
         self._deposed = False
         self._timers = Timers()
         self._agents: dict[int, Agent] = {}
+        self._told: dict[int, Layout] = {}
+        """The layout that each node was sent last."""
         self._people: dict[int, asyncio.Future[Answer]] = {}
         self._names = 0
         self._events: deque[Event] = deque()
@@ -101,6 +102,7 @@ class Coordinator:
     def forget(self, node: int) -> None:
         """An agent is not reached any more."""
         self._agents.pop(node, None)
+        self._told.pop(node, None)
 
     def asking(self) -> tuple[int, asyncio.Future[Answer]]:
         """A number for a person, and where the answer will be."""
@@ -181,9 +183,13 @@ class Coordinator:
             if node in self._agents:
                 assert node is not None
                 by_node.setdefault(node, []).append(rank)
-        payload = msgspec.Raw(_encoder.encode(effect.message))
+        outgoing = Outgoing(effect.message, self.job)
         for node, ranks in by_node.items():
-            self._agents[node].obey(Relay(ranks=ranks, message=payload))
+            self._agents[node].obey(outgoing.to(ranks, self._told.get(node)))
+            if outgoing.leaves is not None:
+                self._told[node] = outgoing.leaves
+        if isinstance(effect.message, Start):
+            gc.freeze()  # what all ranks said at the start stays: looking through it would take longer than a recovery
         if isinstance(effect.message, Decision):
             self.post(Sent(now=time.time(), epoch=effect.message.epoch))
 

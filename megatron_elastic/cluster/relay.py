@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.chorus import Chorus, Later
 from megatron_elastic.cluster.messages import (
     Built,
     Committed,
@@ -25,6 +26,9 @@ from megatron_elastic.cluster.messages import (
     Invite,
     Past,
     Plan,
+    RankDying,
+    RankExited,
+    RankNews,
     Reachable,
     Recall,
     Relay,
@@ -35,7 +39,7 @@ from megatron_elastic.cluster.messages import (
     Switched,
     ToRank,
 )
-from megatron_elastic.layout import UnitShape
+from megatron_elastic.layout import UnitShape, changed, decode, encode
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
@@ -49,12 +53,19 @@ class Post:
     Args:
         deliver: sends a frame to a rank.
         tell: tells the coordinator, if there is one.
+        later: calls something after so many seconds.
     """
 
-    def __init__(self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object]) -> None:
+    def __init__(
+        self, deliver: Callable[[int, bytes], None], tell: Callable[[FromAgent], object], later: Later
+    ) -> None:
         self._deliver = deliver
         self._tell = tell
         self._hellos: dict[int, Hello] = {}
+        self._dying: set[int] = set()
+        self._chorus = Chorus(tell, later)
+        self._told = b""
+        """The layout that was sent here last; what the ranks have proposed if none was."""
         self._layouts: dict[int, bytes] = {}
         """By epoch, the newest that the ranks are in, and what is planned after it."""
         self._in_force = -1
@@ -86,6 +97,9 @@ class Post:
         """A rank says something to the coordinator."""
         match message:
             case Hello():
+                self._told = self._told or message.layout
+                if rank != 0:
+                    message = replace(message, layout=b"")
                 first = next(iter(self._hellos.values()), message)
                 self._hellos[rank] = message
                 if first is not message and message.likeness == first.likeness:
@@ -106,11 +120,21 @@ class Post:
                 self.committed.append(message)
                 if not message.first:
                     return
-        self._tell(Said(message=message))
+        self._chorus.say(message, len(self._hellos.keys() - self._dying))
 
-    def gone(self, rank: int) -> None:
-        """A rank's process has ended."""
-        self._hellos.pop(rank, None)
+    def news(self, news: RankNews) -> None:
+        """Something has happened to a rank's process. What ranks have said before is told first."""
+        self._chorus.flush()
+        self._tell(news)
+        if isinstance(news, RankDying):
+            self._dying.add(news.rank)
+        elif isinstance(news, RankExited):
+            self._dying.discard(news.rank)
+            self._hellos.pop(news.rank, None)
+
+    def flush(self) -> bool:
+        """Tell what waits for others that say the same; returns whether anything did."""
+        return self._chorus.flush()
 
     # ---- from the coordinator ----------------------------------------------------------------
 
@@ -118,10 +142,16 @@ class Post:
         """Pass a message on to ranks."""
         payload = bytes(message.message)
         content = _decoder.decode(payload)
+        if message.differs:
+            assert isinstance(content, Invite | Plan | Decision), type(content)
+            content = replace(content, layout=restored(self._told, content.layout))
+            payload = msgspec.msgpack.encode(content)
+        if isinstance(content, Plan | Decision):
+            self._told = content.layout
         match content:
             case Start():
                 self._key = content.key
-                self._layouts[0] = content.layout
+                self._layouts[0] = self._told
                 self._enter(0)
                 near = {rank: hello.address for rank, hello in self._hellos.items()}
                 payload = msgspec.msgpack.encode(replace(content, addresses=near))
@@ -157,3 +187,7 @@ class Post:
         if epoch > self._in_force and epoch in self._layouts:
             self._in_force = epoch
             self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}
+
+def restored(base: bytes, told: bytes) -> bytes:
+    """The encoded layout that was told as the difference from ``base``."""
+    return encode(changed(decode(base), told))

@@ -160,7 +160,7 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
         case Heartbeat():
             pass
         case Said():
-            coordinator.post(RankSaid(now=time.time(), node=node, message=message.message))
+            coordinator.post(RankSaid(now=time.time(), node=node, message=message.message, also=tuple(message.also)))
         case AgentHello():
             raise WireError(f"an agent sent an unexpected {type(message).__name__}")
         case _:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Report, VoteResult
+from megatron_elastic.layout import Holdings, Layout
 
 Part = tuple[int, int, int]
 """(unit, slice, tensor-parallel index)"""
@@ -90,12 +91,19 @@ def committed(standing: Standing) -> Standing:
 
 
 def report(
-    standing: Standing, epoch: int, held: Sequence[Part], versions: Mapping[int, Sequence[Part]], now: float
+    standing: Standing, epoch: int, layout: Layout, held: Sequence[Part], versions: Mapping[int, Sequence[Part]],
+    now: float, newest: int,
 ) -> Report:
-    """What it says when it is interrupted for ``epoch``. ``held`` and ``versions`` as in the message."""
+    """What it says when it is interrupted for ``epoch``.
+
+    ``layout``: the one that it is in. ``held`` and ``versions`` as in the message. ``newest``: the epoch of the newest
+    layout in force, as the interrupt says; who has that one and just what it asks for need not list it.
+    """
+    brief = layout.epoch == newest and Holdings.of(layout).of_rank(standing.rank) == set(held)
     return Report(
         rank=standing.rank, epoch=epoch, member=standing.member, step=standing.step, vote=standing.vote,
-        last=standing.last, held=list(held), versions={steps: list(parts) for steps, parts in versions.items()},
+        last=standing.last, held=None if brief else list(held),
+        versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, interrupted_at=now,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.codec import decode, encode
+from megatron_elastic.layout.difference import changed, difference
 from megatron_elastic.layout.errors import LayoutError, SliceLost
 from megatron_elastic.layout.holdings import Extent, Holdings, SlicePart
 from megatron_elastic.layout.layout import Layout
@@ -13,5 +14,5 @@ from megatron_elastic.layout.unit import gpt_units
 
 __all__ = [
     "Cell", "Extent", "Holdings", "Layout", "LayoutError", "Part", "SliceLost", "SlicePart", "Stage", "Transfer",
-    "UnitShape", "by_rank", "decode", "encode", "gpt_units", "transfers",
+    "UnitShape", "by_rank", "changed", "decode", "difference", "encode", "gpt_units", "transfers",
 ]  # fmt: skip

@@ -13,16 +13,28 @@ from megatron_elastic.layout.stage import Stage
 _Ints = tuple[int, ...]
 
 
-class _Cell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class PlainCell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A cell on the wire."""
+
     ranks: _Ints
     grains: _Ints
     incoming: _Ints = ()
     parts: tuple[Part, ...] = ()
 
+    @classmethod
+    def of(cls, cell: Cell) -> PlainCell:
+        """As it is sent."""
+        return cls(cell.ranks, cell.grains, cell.incoming, cell.parts)
+
+    @property
+    def cell(self) -> Cell:
+        """As it is used."""
+        return Cell(self.ranks, self.grains, self.incoming, self.parts)
+
 
 class _Stage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     units: _Ints
-    cells: tuple[_Cell, ...]
+    cells: tuple[PlainCell, ...]
 
 
 class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -53,8 +65,7 @@ def encode(layout: Layout) -> bytes:
             num_grains=layout.num_grains,
             units=layout.units,
             stages=tuple(
-                _Stage(stage.units, tuple(_Cell(at.ranks, at.grains, at.incoming, at.parts) for at in stage.cells))
-                for stage in layout.stages
+                _Stage(stage.units, tuple(PlainCell.of(cell) for cell in stage.cells)) for stage in layout.stages
             ),
             owners=layout.owners,
             replicas=layout.replicas,
@@ -90,10 +101,7 @@ def decode(data: bytes) -> Layout:
         num_replicas=read.num_replicas,
         num_grains=read.num_grains,
         units=read.units,
-        stages=tuple(
-            Stage(stage.units, tuple(Cell(at.ranks, at.grains, at.incoming, at.parts) for at in stage.cells))
-            for stage in read.stages
-        ),
+        stages=tuple(Stage(stage.units, tuple(cell.cell for cell in stage.cells)) for stage in read.stages),
         owners=read.owners,
         replicas=read.replicas,
         spares=read.spares,

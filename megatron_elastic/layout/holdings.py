@@ -41,11 +41,12 @@ class Holdings:
         return cls(layout, extent=extent)
 
     @classmethod
-    def reported(cls, layout: Layout, held: Mapping[int, Iterable[SlicePart]]) -> Holdings:
-        """What ranks say, most of which hold what ``layout`` asks for. Whoever is not in ``held`` has nothing."""
+    def reported(cls, layout: Layout, held: Mapping[int, Iterable[SlicePart] | None]) -> Holdings:
+        """What ranks say, most of which hold what ``layout`` asks for: None. Whoever is not in ``held`` has nothing."""
         asked = cls(layout)
-        said = {rank: frozenset(held.get(rank, ())) for rank in {*layout.ranks, *held}}
-        return cls(layout, {rank: parts for rank, parts in said.items() if parts != asked.of_rank(rank)})
+        listed = {rank: frozenset(parts) for rank, parts in held.items() if parts is not None}
+        silent = dict.fromkeys(layout.places.keys() - held.keys(), _NOTHING)
+        return cls(layout, {rank: parts for rank, parts in (silent | listed).items() if parts != asked.of_rank(rank)})
 
     def without(self, ranks: Iterable[int]) -> Holdings:
         """These, but ``ranks`` hold nothing."""

@@ -9,11 +9,9 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
     AgentHello,
-    Decision,
     Fence,
     FromRank,
     Launch,
-    Plan,
     RankClosed,
     RankDying,
     RankExited,
@@ -35,8 +33,6 @@ class ModelPost(Post):
     """The real one, for messages that are not encoded."""
 
     def pass_on(self, content: ToRank, ranks: tuple[int, ...], deliver: Any) -> None:
-        if isinstance(content, Start | Plan | Decision):
-            self.layout = content.layout
         if isinstance(content, Start):
             content = replace(content, addresses={rank: hello.address for rank, hello in self._hellos.items()})
         for rank in ranks:
@@ -60,7 +56,7 @@ class Agent:
         self.clock = 0.0
         """How far its clock is ahead."""
         self.ranks: dict[int, Rank] = {}
-        self.post = ModelPost(lambda rank, frame: None, self.tell)
+        self.post = ModelPost(lambda rank, frame: None, self.tell, self.world.after)
         self._up: deque[Any] = deque()
         self._down: deque[Any] = deque()
         self._up_at = self._down_at = 0.0
@@ -177,18 +173,17 @@ class Agent:
         world, number = self.world, rank.rank
         when = world.wall(self)
         if world.rng.random() < (0.6 if code < 0 else 0.2):
-            world.after(world.delay(0.001), self.tell, RankDying(rank=number, time=when))
+            world.after(world.delay(0.001), self.post.news, RankDying(rank=number, time=when))
         if world.rng.random() < 0.2:
-            world.after(world.delay(0.003), self.tell, RankClosed(rank=number, time=when))
+            world.after(world.delay(0.003), self.post.news, RankClosed(rank=number, time=when))
         world.after(world.delay(0.01) + 0.01, self._exited, number, code)
 
     def _exited(self, rank: int, code: int) -> None:
-        self.tell(RankExited(rank=rank, returncode=code, time=self.world.wall(self)))
-        self.post.gone(rank)
+        self.post.news(RankExited(rank=rank, returncode=code, time=self.world.wall(self)))
 
     def stopped(self, rank: int) -> None:
-        self.world.after(self.world.delay(0.002), self.tell,
+        self.world.after(self.world.delay(0.002), self.post.news,
                          RankStopped(rank=rank, how="SIGSTOP", time=self.world.wall(self)))
 
     def resumed(self, rank: int) -> None:
-        self.world.after(0.001, self.tell, RankResumed(rank=rank, time=self.world.wall(self)))
+        self.world.after(0.001, self.post.news, RankResumed(rank=rank, time=self.world.wall(self)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import Back, Decision, Invite, Plan, Reload, Start, ToRank
+from megatron_elastic.cluster.messages import Back, Decision, Invite, Plan, Reload, ToRank
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.effects import End
 from megatron_elastic.layout import Layout, LayoutError
@@ -63,7 +63,7 @@ class Checks:
 
     def sent(self, message: ToRank) -> None:
         """The coordinator says something to ranks."""
-        if not isinstance(message, Start | Plan | Invite | Decision):
+        if not isinstance(message, Plan | Invite | Decision):
             return
         try:
             layout = decoded(message.layout)
@@ -71,7 +71,7 @@ class Checks:
             raise Violation("layout", str(error)) from None
         if self._layouts.setdefault(layout.epoch, message.layout) != message.layout:
             raise Violation("epoch", f"two layouts of epoch {layout.epoch}")
-        if not isinstance(message, Start) and message.epoch != layout.epoch:
+        if message.epoch != layout.epoch:
             raise Violation("epoch", f"{type(message).__name__} of epoch {message.epoch} with layout {layout.epoch}")
         if isinstance(message, Reload):
             self._redone = self._world.written

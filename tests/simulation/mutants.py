@@ -126,8 +126,8 @@ def decides_before_all_have_reported() -> list[Patch]:
     """One report that is missing is not waited for."""
     real = recovery.reported
 
-    def reported(turn: Turn, message: Any) -> None:
-        real(turn, message)
+    def reported(turn: Turn, message: Any, ranks: Any) -> None:
+        real(turn, message, ranks)
         now = turn.job.recovery
         if now is not None and now.collecting and len(now.awaited) == 1 and len(now.reports) > 1:
             turn.set(recovery=replace(now, awaited=Map()))

@@ -98,6 +98,8 @@ class Rank:
         self.interrupt_epoch = 0
         self.acknowledged = 0
         self.lost: frozenset[int] = frozenset()
+        self.newest = 0
+        """Epoch of the layout that the interrupt names."""
         self.over: str | None = None
         # Transport
         self.epoch = 0
@@ -240,6 +242,7 @@ class Rank:
         if isinstance(message, Interrupt):
             if message.epoch > self.interrupt_epoch:
                 self.interrupt_epoch, self.lost = message.epoch, frozenset(message.lost)
+                self.newest = message.layout
         elif isinstance(message, Stop) and not message.ok:
             self.over = message.reason
         else:
@@ -593,7 +596,8 @@ class Rank:
             self.store.abandon_loading()
             self.due.clear()
         held, versions = self.held(), self.versions()
-        self.send(standing.report(self.standing, epoch, held, versions, self.world.wall(self.agent)))
+        now = self.world.wall(self.agent)
+        self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest))
         return (yield (Forward, Back, Reload))
 
     def held(self) -> list[tuple[int, int, int]]:

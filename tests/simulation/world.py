@@ -54,7 +54,7 @@ class World:
         self.count = 0
         self.kinds: Counter[str] = Counter()
         """Faults that happened."""
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
         # The job
         self.first, self.first_bytes = first_layout(
@@ -110,7 +110,7 @@ class World:
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, function, args))
 
-    def after(self, delay: float, function: Callable[..., None], *args: Any) -> None:
+    def after(self, delay: float, function: Callable[..., object], *args: Any) -> None:
         self._order += 1
         heapq.heappush(self._heap, (self.now + delay, self._order, function, args))
 
@@ -318,7 +318,7 @@ class World:
         if isinstance(message, FromAgentSaid):
             if isinstance(message.message, Damaged):
                 self._damage_told(message.message)
-            self._post(events.Said(now=self.time, node=agent.node, message=message.message))
+            self._post(events.Said(now=self.time, node=agent.node, message=message.message, also=tuple(message.also)))
         else:
             self._post(events.News(now=self.time, node=agent.node, news=message))
 

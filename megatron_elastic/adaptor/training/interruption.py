@@ -46,7 +46,9 @@ def _report(trainer: Trainer) -> Decision:
     if trainer.store is not None:
         trainer.store.abandon_loading()
     held, versions = _held(trainer), _versions(trainer)
-    trainer.control.send(standing.report(trainer.standing, epoch, held, versions, time.time()))
+    trainer.control.send(
+        standing.report(trainer.standing, epoch, trainer.layout, held, versions, time.time(), flag.layout)
+    )
     trainer.hooks.at("report")
     return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)
 

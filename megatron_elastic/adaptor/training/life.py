@@ -49,7 +49,7 @@ def _join(trainer: Trainer) -> None:
     trainer.control.send(
         Hello(
             rank=trainer.rank, pid=os.getpid(), host=socket.gethostname(), address=trainer.transport.address,
-            linked=trainer.transport.listening, layout=layout if trainer.rank == 0 else b"",
+            linked=trainer.transport.listening, layout=layout,
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=not args.untie_embeddings_and_output_weights,
         )

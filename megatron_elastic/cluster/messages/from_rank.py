@@ -12,8 +12,8 @@ from megatron_elastic.plan import Sample
 class Hello(Message, frozen=True):
     """First message of a rank: who it is, where its links start, and the layout it derives from its flags.
 
-    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: ``layout`` is empty but
-    on rank 0, and an agent empties ``flags`` where ``likeness`` is that of its first rank.
+    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: an agent empties
+    ``layout`` but on rank 0, and ``flags`` where ``likeness`` is that of its first rank.
     """
 
     rank: int
@@ -23,7 +23,7 @@ class Hello(Message, frozen=True):
     linked: bool
     """Whether ``address`` says how to reach it from other hosts."""
     layout: bytes
-    """The encoded layout that all ranks must propose; may be empty but on rank 0."""
+    """The encoded layout that all ranks must propose."""
     start_step: int
     """Steps already done before this job (from a checkpoint); all ranks must agree."""
     train_iters: int
@@ -81,8 +81,10 @@ class Report(Message, frozen=True):
     """Result of the vote of ``step`` when the rank is past it."""
     last: VoteResult | None
     """Result of the vote of ``step - 1``, so that its record survives its reporter."""
-    held: list[Part]
-    """Every live state here, as before ``step``, or after it if applied."""
+    held: list[Part] | None
+    """Every live state here, as before ``step``, or after it if applied; None: just what the layout asks for here that
+    the interrupt names.
+    """
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
     stale: bool = False

@@ -66,6 +66,8 @@ class Said(Message, frozen=True):
     """What a rank said."""
 
     message: FromRank
+    also: list[int] = msgspec.field(default_factory=list)
+    """Other ranks of the node that have said the same, each of itself."""
 
 
 class RankDying(Message, frozen=True):
@@ -165,6 +167,10 @@ class Relay(Message, frozen=True):
 
     ranks: list[int]
     message: msgspec.Raw
+    differs: bool = False
+    """Whether its layout is told as the difference (``layout.difference``) from the one that was sent here last; from
+    the one that the ranks have proposed if none was.
+    """
 
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed

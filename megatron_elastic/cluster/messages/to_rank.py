@@ -7,9 +7,8 @@ from megatron_elastic.layout import Transfer, UnitShape
 
 
 class Start(Message, frozen=True):
-    """All ranks said hello: connect and train under this layout."""
+    """All ranks said hello: connect and train under the layout that all of them have proposed."""
 
-    layout: bytes
     addresses: dict[int, bytes]
     """Of the ranks of the same node, which the agent fills in; a rank asks ``Where`` others are when it needs them."""
     key: bytes
@@ -27,6 +26,8 @@ class Interrupt(Message, frozen=True):
     """Stop what you are doing and send a ``Report`` for this epoch."""
 
     epoch: int
+    layout: int
+    """Epoch of the newest layout in force. Who has that one and holds just what it asks for need not list it."""
     lost: list[int]
     """Ranks known to be dead, all of them since the job began."""
 

@@ -82,8 +82,10 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
 def _happened(turn: Turn, event: Event) -> None:
     match event:
         case Said():
-            if membership.runs_on(turn.job, event.message.rank, event.node):
-                _said(turn, event.message)
+            voices = (event.message.rank, *event.also)
+            ranks = [rank for rank in voices if membership.runs_on(turn.job, rank, event.node)]
+            if ranks:
+                _said(turn, event.message, ranks)
         case News():
             if membership.runs_on(turn.job, event.news.rank, event.node):
                 loss.news(turn, event.news)
@@ -128,16 +130,17 @@ def _happened(turn: Turn, event: Event) -> None:
             turn.end(event.ok, event.reason)
 
 
-def _said(turn: Turn, message: FromRank) -> None:
+def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
+    """``ranks``: all who have said so. They are several only where that can be."""
     match message:
         case Committed():
             recovery.committed(turn, message)
         case Report():
-            recovery.reported(turn, message)
+            recovery.reported(turn, message, ranks)
         case Recovered():
-            recovery.recovered(turn, message)
+            recovery.recovered(turn, message, ranks)
         case Settled():
-            change.settled(turn, message)
+            change.settled(turn, message, ranks)
         case Suspect():
             loss.accused(turn, message)
         case Hello():
@@ -149,7 +152,7 @@ def _said(turn: Turn, message: FromRank) -> None:
         case Built():
             turn.set(shapes=turn.job.shapes.update(message.shapes))
         case Ready():
-            change.ready(turn, message)
+            change.ready(turn, message, ranks)
         case Switched():
             change.switched(turn, message)
         case Profile():

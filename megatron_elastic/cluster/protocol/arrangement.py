@@ -18,7 +18,7 @@ from megatron_elastic.plan import measured as costs_of
 def measured(turn: Turn, message: Profile) -> bool:
     """A rank has measured its stage. Returns whether there are new costs."""
     job, layout = turn.job, turn.job.layout
-    if layout is None or message.epoch != layout.epoch or message.rank not in layout.ranks:
+    if layout is None or message.epoch != layout.epoch or message.rank not in layout.places:
         return False
     samples = job.arrangement.samples.set(message.rank, message.sample)
     costs = costs_of(layout, samples.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
@@ -25,7 +24,7 @@ from megatron_elastic.cluster.protocol import arrangement, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import Reply
 from megatron_elastic.cluster.protocol.events import Asked
-from megatron_elastic.cluster.protocol.job import Change, Job
+from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
@@ -107,11 +106,11 @@ def profiled(turn: Turn, message: Profile) -> None:
 # ---- on the way ----------------------------------------------------------------------------
 
 
-def ready(turn: Turn, message: Ready) -> None:
-    """A rank that is to enter has built its part."""
+def ready(turn: Turn, message: Ready, ranks: Collection[int]) -> None:
+    """Ranks that are to enter have built their parts."""
     change = turn.job.change
     if change is not None and change.layout.epoch == message.epoch and not change.announced:
-        turn.set(change=replace(change, missing=change.missing - {message.rank}))
+        turn.set(change=replace(change, missing=change.missing.difference(ranks)))
         announce_if_ready(turn)
 
 
@@ -166,18 +165,18 @@ def switched(turn: Turn, message: Switched) -> None:
     consider(turn)
 
 
-def settled(turn: Turn, message: Settled) -> None:
-    """All that the layout asks for is live at a rank; or a spare has nothing any more that others need."""
-    job, rank = turn.job, message.rank
+def settled(turn: Turn, message: Settled, ranks: Collection[int]) -> None:
+    """All that the layout asks for is live at ranks; or spares have nothing any more that others need."""
+    job, epoch = turn.job, message.epoch
     assert job.layout is not None
-    if rank in job.unsettled or rank in job.layout.ranks:
-        # The word that they have switched may come later than this one, from another node.
-        unsettled: Map[int, None] = job.unsettled
-        if message.epoch >= job.layout.epoch and rank in unsettled:
-            unsettled = unsettled.delete(rank)
-        turn.set(settled=job.settled.set(rank, max(message.epoch, job.settled.get(rank, -1))), unsettled=unsettled)
-    elif message.epoch == job.epoch:
-        turn.set_rank(rank, standby=True)
+    members = [rank for rank in ranks if rank in job.layout.places]
+    # The word that they have switched may come later than this one, from another node.
+    newest = {rank: max(epoch, job.settled.get(rank, -1)) for rank in members}
+    done = members if epoch >= job.layout.epoch else ()
+    turn.set(settled=job.settled.update(newest), unsettled=without(job.unsettled, done))
+    if epoch == job.epoch:
+        for rank in set(ranks).difference(members):
+            turn.set_rank(rank, standby=True)
     consider(turn)
 
 

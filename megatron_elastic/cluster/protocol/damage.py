@@ -6,13 +6,13 @@ a step has committed after they were sent anew: what was decided may be overtake
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Damaged, Event, Part
-from megatron_elastic.cluster.protocol.job import Trust
+from megatron_elastic.cluster.protocol.job import Trust, without
 from megatron_elastic.cluster.protocol.turn import Turn
 
 
@@ -64,12 +64,12 @@ def go_back(turn: Turn) -> int | None:
     return saves[-1] if saves else None
 
 
-def adopted(turn: Turn, rank: int) -> None:
-    """A rank has made a layout true that was decided without its damaged copies: it has dropped them."""
-    damaged = turn.job.trust.damaged
-    for each in [each for each in damaged if each[0] == rank]:
-        damaged = damaged.delete(each)
-    turn.set(trust=replace(turn.job.trust, damaged=damaged))
+def adopted(turn: Turn, ranks: Collection[int]) -> None:
+    """Ranks have made a layout true that was decided without their damaged copies: they have dropped them."""
+    trust = turn.job.trust
+    if trust.damaged:
+        dropped = [each for each in trust.damaged if each[0] in ranks]
+        turn.set(trust=replace(trust, damaged=without(trust.damaged, dropped)))
 
 
 def healed(turn: Turn) -> None:

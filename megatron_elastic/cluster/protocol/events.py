@@ -55,10 +55,11 @@ class NodeLost(Happened, frozen=True):
 
 
 class Said(Happened, frozen=True):
-    """A rank of this node said something."""
+    """A rank of this node said something, and the ranks of ``also`` the same, each of itself."""
 
     node: int
     message: FromRank
+    also: tuple[int, ...] = ()
 
 
 class News(Happened, frozen=True):

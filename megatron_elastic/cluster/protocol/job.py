@@ -6,6 +6,9 @@ costs what it touches, whatever the number of ranks. A map to None is a set.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 from immutables import Map
 
@@ -13,6 +16,17 @@ from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, 
 from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def without(table: Map[K, V], keys: Iterable[K]) -> Map[K, V]:
+    """A map without some keys, whether they were there or not."""
+    left = table.mutate()
+    for key in keys:
+        left.pop(key, None)
+    return left.finish()
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -233,6 +247,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Those whose agents are there."""
     early: tuple[tuple[int, int], ...] = ()
     """Nodes that are to join and came before training began, with the ranks of each."""
+    unplaced: int = 0
+    """Ranks of the beginning that have no node yet."""
     launched: bool = False
     """Whether every rank of the beginning has a node."""
     hosts: int = 0
@@ -281,7 +297,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def new(cls, settings: Settings, world_size: int) -> Job:
         """A job of so many ranks that has not begun."""
-        return cls(settings=settings, world_size=world_size, silent=world_size,
+        return cls(settings=settings, world_size=world_size, unplaced=world_size, silent=world_size,
                    ranks=Map({rank: Rank() for rank in range(world_size)}))
 
     @property

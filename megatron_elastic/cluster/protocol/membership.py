@@ -76,8 +76,9 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
         return
     _place(turn, node, ((rank, replace(job.ranks[rank], node=node, local_rank=local, host=ranks.start // len(ranks)))
                         for local, rank in enumerate(ranks)))
+    turn.set(unplaced=turn.job.unplaced - len(ranks))
     job = turn.job
-    if sum(len(each.ranks) for each in job.nodes.values()) < job.world_size:
+    if job.unplaced:
         return
     turn.set(launched=True, hosts=len(job.nodes))
     for each, value in job.nodes.items():
@@ -136,4 +137,4 @@ def respawn(turn: Turn, rank: int) -> None:
 def leave(turn: Turn, node: Node) -> None:
     """Before anything is launched: another agent can take the place of one that has gone."""
     ranks: Map[int, Rank] = turn.job.ranks.update({rank: Rank() for rank in node.ranks})
-    turn.set(ranks=ranks)
+    turn.set(ranks=ranks, unplaced=turn.job.unplaced + len(node.ranks))

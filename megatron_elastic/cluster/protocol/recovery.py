@@ -27,11 +27,14 @@ from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
-from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery
+from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
 from megatron_elastic.plan import NoLayout, StateLost, everything, lose, readable
+
+Held = Mapping[int, Collection[Part] | None]
+"""What each rank has; None: just what the newest layout asks for."""
 
 
 def concerns(job: Job, rank: int) -> bool:
@@ -47,9 +50,10 @@ def interrupt(turn: Turn, ranks: Collection[int], cause: str | None, when: float
     epoch = turn.new_epoch()
     turn.set(epoch=epoch, interrupted=epoch)
     change.overtaken(turn)
-    alive = turn.job.alive
+    alive, layout = turn.job.alive, turn.job.layout
+    assert layout is not None
     # First of all: everybody waits for this.
-    turn.send(Interrupt(epoch=epoch, lost=list(turn.job.lost)), alive)
+    turn.send(Interrupt(epoch=epoch, layout=layout.epoch, lost=list(turn.job.lost)), alive)
     if turn.job.recovery is not None and turn.job.recovery.back_at is not None:
         _close(turn)
     before = turn.job.recovery or Recovery(noticed=turn.now)
@@ -84,21 +88,21 @@ def name(turn: Turn, ranks: Collection[int], cause: str) -> None:
 # ---- reports -------------------------------------------------------------------------------
 
 
-def reported(turn: Turn, message: Report) -> None:
-    """A rank tells what it has. Raises Diverged."""
+def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
+    """Ranks tell what they have. Raises Diverged."""
     job, recovery = turn.job, turn.job.recovery
     if message.epoch != job.epoch or recovery is None or not recovery.collecting or job.layout is None:
         return
-    suspicion.reported(turn, message.rank)
+    for rank in ranks:
+        suspicion.reported(turn, rank)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
         ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
     if message.vote is not None:
         ledger.note(turn, message.vote)
-    awaited = recovery.awaited
-    if message.rank in awaited:
-        awaited = awaited.delete(message.rank)
-    turn.set(recovery=replace(recovery, reports=recovery.reports.set(message.rank, message), awaited=awaited))
+    awaited: Map[int, None] = without(recovery.awaited, ranks)
+    reports = recovery.reports.update({rank: replace(message, rank=rank) for rank in ranks})
+    turn.set(recovery=replace(recovery, reports=reports, awaited=awaited))
     decide_if_complete(turn)
 
 
@@ -163,11 +167,11 @@ def _decide(turn: Turn) -> None:
     use(turn, layout)
 
 
-def _send(turn: Turn, decided: Decided, held: Mapping[int, Collection[Part]], layout: Layout) -> None:
+def _send(turn: Turn, decided: Decided, held: Held, layout: Layout) -> None:
     job = turn.job
-    assert job.recovery is not None
+    assert job.recovery is not None and job.layout is not None
     # After a reload all is there but copies that stages keep for each other.
-    source = everything(layout) if decided.decision == "reload" else Holdings.reported(layout, held)
+    source = everything(layout) if decided.decision == "reload" else Holdings.reported(job.layout, held)
     send_moves(turn, transfers(layout, source), layout.epoch, _kept(job, held))
     common: dict[str, Any] = {"epoch": layout.epoch, "layout": encode(layout), "step": decided.step,
                               "shapes": dict(job.shapes), "saved": job.trust.newest_save}
@@ -181,16 +185,19 @@ def _send(turn: Turn, decided: Decided, held: Mapping[int, Collection[Part]], la
     turn.send(message, job.alive)
 
 
-def _kept(job: Job, held: Mapping[int, Collection[Part]]) -> dict[int, list[Part]]:
+def _kept(job: Job, held: Held) -> dict[int, list[Part]]:
     """Of ranks that must not count on all that they have reported: what they may count on."""
-    assert job.recovery is not None
-    return {rank: sorted(held.get(rank, ())) for rank, report in job.recovery.reports.items()
-            if set(held.get(rank, ())) != set(report.held)}
+    assert job.recovery is not None and job.layout is not None
+    asked = Holdings.of(job.layout)
+    kept = {}
+    for rank, report in job.recovery.reports.items():
+        parts = held.get(rank, ())
+        if parts is not None and set(parts) != set(asked.of_rank(rank) if report.held is None else report.held):
+            kept[rank] = sorted(parts)
+    return kept
 
 
-def _plan(
-    turn: Turn, old: Layout, at_work: Collection[Report]
-) -> tuple[Decided, Mapping[int, Collection[Part]], Layout]:
+def _plan(turn: Turn, old: Layout, at_work: Collection[Report]) -> tuple[Decided, Held, Layout]:
     """How to go on, what each rank holds then, and the layout. Raises NoLayout, and ValueError for odd reports."""
     job = turn.job
     decided, held = _with_state(turn, _first_choice(job, at_work), at_work)
@@ -214,9 +221,7 @@ def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
     return decide(at_work, job.ledger.votes)
 
 
-def _with_state(
-    turn: Turn, decided: Decided, at_work: Collection[Report]
-) -> tuple[Decided, Mapping[int, Collection[Part]]]:
+def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tuple[Decided, Held]:
     """A decision that the state which is left allows, if there is one, and what each rank holds then."""
     job, recovery = turn.job, turn.job.recovery
     assert job.layout is not None and recovery is not None
@@ -231,10 +236,18 @@ def _with_state(
         return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
     # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them.
     done = decided.step if decided.decision == "forward" else decided.step - 1
-    current = {report.rank for report in at_work}
-    return decided, {rank: damage.sound(job.trust, rank, report.held)
-                     if rank in current or report.step > done else []
-                     for rank, report in recovery.reports.items()}
+    asked, current = Holdings.of(job.layout), {report.rank for report in at_work}
+    damaged = {rank for rank, _ in job.trust.damaged}
+    held: dict[int, Collection[Part] | None] = {}
+    for rank, report in recovery.reports.items():
+        if rank not in current and report.step <= done:
+            held[rank] = []
+        elif rank in damaged:
+            parts = asked.of_rank(rank) if report.held is None else report.held
+            held[rank] = damage.sound(job.trust, rank, parts)
+        else:
+            held[rank] = report.held
+    return decided, held
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
@@ -258,12 +271,12 @@ def sent(turn: Turn, event: Sent) -> None:
 # ---- the way back --------------------------------------------------------------------------
 
 
-def recovered(turn: Turn, message: Recovered) -> None:
-    """A rank has made the new layout true; the slowest one counts."""
+def recovered(turn: Turn, message: Recovered, ranks: Collection[int]) -> None:
+    """Ranks have made the new layout true; the slowest one counts."""
     recovery = turn.job.recovery
     if message.epoch != turn.job.epoch:
         return
-    damage.adopted(turn, message.rank)
+    damage.adopted(turn, ranks)
     if recovery is not None and not recovery.collecting:
         turn.set(recovery=replace(recovery, edit_ms=max(recovery.edit_ms, message.edit_ms),
                                   state_ms=max(recovery.state_ms, message.state_ms)))

@@ -103,7 +103,7 @@ def _train(turn: Turn) -> None:
     )
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
     turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
-    turn.send(Start(layout=first.layout, addresses={}, key=turn.job.key), turn.job.ranks)
+    turn.send(Start(addresses={}, key=turn.job.key), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
     turn.set(members=tuple(members[: turn.job.seats]))
     for node in turn.job.nodes:

@@ -1,0 +1,197 @@
+"""Ranks: what the ranks of some nodes say to the coordinator, without training anything.
+
+Each has its ``Standing``, as a training rank. They vote in lock-step, so that whoever drives them says when a step ends
+and whether they switch to a planned layout at its end; and when the copies that a layout asks for have been made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.messages import (
+    Back,
+    Built,
+    Committed,
+    Decision,
+    Enter,
+    Forward,
+    FromRank,
+    Hello,
+    Interrupt,
+    Invite,
+    Plan,
+    Ready,
+    Recovered,
+    Settled,
+    Start,
+    Switched,
+    ToRank,
+    VoteResult,
+    Where,
+)
+from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.layout import Holdings, Layout, UnitShape, decode, encode, gpt_units
+
+NODE = 8
+"""Ranks of a node."""
+LAYERS = 56
+STEPS = 1_000_000
+_SHAPE = UnitShape(members=((1024, 0, True),) * 12, dtype="float32")
+_FLAGS = {f"flag_{i}": "value" for i in range(300)}
+"""Megatron has about as many."""
+_ADDRESS = bytes(300)
+
+Say = Callable[[int, FromRank], None]
+
+
+def grid(ranks: int) -> Layout:
+    """About so many ranks: TP 8 x PP 8, or 2 x 2 where that is too many; K is the data-parallel width."""
+    tp = pp = 8 if ranks >= 2 * 8 * 8 else 2
+    dp = max(2, ranks // (tp * pp))
+    units, stage_units = gpt_units(LAYERS, pp, tied=True, positions=True)
+    return Layout.grid(
+        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4 * dp, num_slices=dp, replicas=1,
+        ranks_per_host=NODE,
+    )  # fmt: skip
+
+
+_read = lru_cache(maxsize=2)(decode)
+
+
+class Ranks:
+    """The ranks of the nodes of one process.
+
+    Args:
+        first: the layout of the beginning.
+    """
+
+    def __init__(self, first: Layout) -> None:
+        self.informed: dict[int, int] = {}
+        """Epoch of a planned layout -> members here that know of it."""
+        self.started = 0
+        """Ranks here that may train."""
+        self.back = 0
+        """Members here that have made the newest decided layout true."""
+        self.step = 1
+        """In progress, for all members."""
+        self._layout = first
+        self._encoded = encode(first)
+        self._planned: Layout | None = None
+        self._ranks: dict[int, Standing] = {}
+        self._epoch = 0
+        self._copying: dict[int, int] = {}
+        """Ranks that have not said that a layout is settled, and its epoch."""
+
+    @property
+    def members(self) -> int:
+        """How many ranks here are in cells."""
+        return sum(each.member for each in self._ranks.values())
+
+    def begin(self, rank: int, joins: bool) -> Hello:
+        """A rank comes up."""
+        self._ranks[rank] = Standing(rank=rank, step=self.step, epoch=0, member=not joins)
+        return Hello(
+            rank=rank, pid=rank, host="node", address=_ADDRESS, linked=True, layout=self._encoded,
+            start_step=0, train_iters=STEPS, flags=_FLAGS, likeness=b"like", tied=True,
+        )  # fmt: skip
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """These are dead."""
+        for rank in ranks:
+            del self._ranks[rank]
+            self._copying.pop(rank, None)
+
+    def hear(self, rank: int, message: ToRank, say: Say) -> None:
+        """A rank is told something."""
+        match message:
+            case Start():
+                self.started += 1
+                say(rank, Where(rank=rank, ask=1, ranks=self._neighbours(rank)))
+                say(rank, Built(rank=rank, shapes=dict.fromkeys(self._layout.held_by(rank), _SHAPE)))
+                self._copying[rank] = self._layout.epoch
+            case Interrupt():
+                self._interrupted(rank, message, say)
+            case Forward() | Back():
+                self._decided(rank, message, say)
+            case Invite():
+                say(rank, Ready(rank=rank, epoch=message.epoch))
+            case Plan():
+                self._ranks[rank] = standing.told(self._ranks[rank], message.epoch)
+                self._planned = _read(message.layout)
+                self.informed[message.epoch] = self.informed.get(message.epoch, 0) + 1
+            case Enter():
+                self._enter(rank, message.epoch, message.step)
+                self._copying[rank] = message.epoch
+
+    def settle(self, say: Say) -> None:
+        """All copies that the present layout asks for have been made."""
+        copying, self._copying = self._copying, {}
+        for rank, epoch in copying.items():
+            say(rank, Settled(rank=rank, epoch=epoch))
+
+    def commit(self, say: Say, switch: int | None) -> None:
+        """The step in progress ends for all members here, who switch to the layout of epoch ``switch`` if that is due.
+        """
+        vote = VoteResult(step=self.step, loss=10 / self.step, grad_norm=1.0, lr=1e-4, consumed_samples=self.step,
+                          tokens=4096)
+        first, now, spoken = self._layout.ranks[0], time.time(), set()
+        for rank, each in self._ranks.items():
+            if not each.member:
+                continue
+            self._ranks[rank] = standing.committed(standing.voted(each, vote, switch is not None))
+            if rank // NODE not in spoken:  # the ranks of a node follow one another
+                spoken.add(rank // NODE)
+                say(rank, Committed(rank=rank, epoch=self._layout.epoch, vote=vote, time=now, first=rank == first))
+        self.step += 1
+        if switch is not None:
+            self._switch(switch, first, say)
+
+    def _switch(self, epoch: int, first: int, say: Say) -> None:
+        members = [rank for rank, each in self._ranks.items() if each.member]
+        assert self._planned is not None
+        assert self._planned.epoch == epoch
+        self._layout = self._planned
+        for rank in members:
+            self._enter(rank, epoch, self.step)
+            if rank == first:
+                say(rank, Switched(rank=rank, epoch=epoch, step=self.step))
+            self._copying[rank] = epoch
+
+    def _enter(self, rank: int, epoch: int, step: int) -> None:
+        self._ranks[rank] = standing.enter(standing.edited(self._ranks[rank], epoch, step, True, False), step)
+
+    def _interrupted(self, rank: int, message: Interrupt, say: Say) -> None:
+        if message.epoch != self._epoch:
+            self._epoch, self.back = message.epoch, 0
+        each = self._ranks[rank]
+        held = sorted(Holdings.of(self._layout).of_rank(rank))
+        say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout))
+
+    def _decided(self, rank: int, decision: Decision, say: Say) -> None:
+        self._layout = _read(decision.layout)
+        each = standing.edited(self._ranks[rank], decision.epoch, decision.step, rank in self._layout.places, False)
+        if isinstance(decision, Forward):
+            self._ranks[rank] = standing.forward(each, decision.vote)
+        else:
+            self._ranks[rank] = standing.back(each, decision.step)
+        if each.member:
+            self.back += 1
+            say(rank, Recovered(rank=rank, epoch=decision.epoch, edit_ms=1.0, state_ms=1.0))
+        self._copying[rank] = decision.epoch
+
+    def _neighbours(self, rank: int) -> list[int]:
+        """On other nodes: who computes the stages before and after, and who keeps a copy of something."""
+        layout = self._layout
+        stage, cell, tp = layout.places[rank]
+        around = [
+            other.ranks[tp]
+            for at in (stage - 1, stage + 1)
+            if 0 <= at < layout.pipeline_size
+            for other, _ in layout.sharers(at, cell.grains[0])
+        ]
+        copies = [copy for unit, k in layout.owned(rank)[:1] for copy in layout.copies(unit, k, tp)]
+        return sorted({other for other in (*around, *copies) if other // NODE != rank // NODE})
+
