@@ -64,7 +64,7 @@ def prepare_data() -> Path:
     """The folder of the default corpus, made if missing."""
     if not (DATA / "data.json").is_file():
         progress(f"preparing data in {DATA}")
-        _run([*_cli(), "data", "prepare", str(DATA)], Path(os.devnull))
+        _run([*cli(), "data", "prepare", str(DATA)], Path(os.devnull))
     return DATA
 
 
@@ -137,12 +137,13 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cli() -> list[str]:
+def cli() -> list[str]:
+    """The command line tool, run by this interpreter."""
     return [sys.executable, "-m", "megatron_elastic.cli"]
 
 
 def _job(run_dir: Path, ranks: int, flags: Sequence[str], script: str) -> list[str]:
-    return [*_cli(), "run", "--nproc-per-node", str(ranks), script,
+    return [*cli(), "run", "--nproc-per-node", str(ranks), script,
             "--elastic-run-dir", str(run_dir), *flags]
 
 
