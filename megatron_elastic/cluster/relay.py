@@ -188,6 +188,7 @@ class Post:
             self._in_force = epoch
             self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}
 
+
 def restored(base: bytes, told: bytes) -> bytes:
     """The encoded layout that was told as the difference from ``base``."""
     return encode(changed(decode(base), told))
