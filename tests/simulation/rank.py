@@ -840,7 +840,7 @@ class Rank:
         at = wanted[index][1]
         state = self.store.live.get(at)
         if state is None:
-            if self.want == () or self.acknowledged > epoch:
+            if self.want == () or self.interrupt_epoch > epoch:
                 return  # it has found damage, and dropped what is damaged; an interrupt follows, or has come
             raise Violation("invented", f"rank {self.rank} is asked for slice {at}, which it has not")
         self.world.after(self.world.copy_delay(), dst._got, wanted, index, epoch, token, state.step, state.bad)
