@@ -125,7 +125,7 @@ class Jobs:
     Args:
         folder: where run directories go.
         data: a prepared data set.
-        nursery: starts the launchers; None: each is started as a user does it.
+        nursery: starts the launchers that find the same modules; None: each is started as a user does it.
     """
 
     def __init__(self, folder: Path, data: Path, nursery: Nursery | None = None) -> None:
@@ -152,7 +152,7 @@ class Jobs:
         run_dir = self.folder / uuid.uuid4().hex[:8]
         command = self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script)
         env = {**environment(), **(env or {})}
-        if self._nursery is not None:
+        if self._nursery is not None and env["PYTHONPATH"] == str(ROOT):
             return Job(self._nursery.start(command[3:], env), run_dir)
         process = subprocess.Popen(
             command, text=True, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -7,6 +7,7 @@ Only the seconds are saved in which it, and its zygote, would import torch and M
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import json
 import os
@@ -68,19 +69,27 @@ class Launched:
         self.returncode: int | None = None
         self.stdout: IO[str] = open(output)  # noqa: SIM115  # closed when the process has ended
 
+    def poll(self) -> int | None:
+        """Exit code, if it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
     def wait(self, timeout: float | None = None) -> int:
         """Exit code, once it has ended. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             self._line.settimeout(timeout)
             try:
                 self.returncode = self._number()
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("megatron-elastic", timeout or 0.0) from None
             self._line.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """The rest of what it prints, once it has ended. Raises subprocess.TimeoutExpired."""
+        if self.stdout.closed:
+            return "", None
         rest: list[str] = []
         reader = threading.Thread(target=lambda: rest.append(self.stdout.read()))
         reader.start()
@@ -96,8 +105,9 @@ class Launched:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it has not ended."""
-        if self.returncode is None:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""
