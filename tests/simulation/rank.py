@@ -131,6 +131,8 @@ class Rank:
         self.due: list[tuple[int, SliceId]] = []
         """(source, slice) of what is to be fetched in the background."""
         self.save_first = world.start_step + 1
+        self.saved = world.start_step
+        """Step of the newest checkpoint that is complete for certain."""
         self.asked = 0
         self.busy_until = 0.0
         """Fault: it computes, and looks at nothing."""
@@ -264,6 +266,19 @@ class Rank:
         self.world.said(self, type(message).__name__)
         self.agent.heard(self.rank, message)
 
+    def remembers(self, peer: int) -> bool:
+        """Whether it has heard of a rank."""
+        return peer in self.forgotten or peer in self.known
+
+    def waits(self, seconds: float) -> bool:
+        """Whether it has waited so long for others, or for the coordinator."""
+        idle = not self.alive or self.stopped or self.done or self.want is None or type(self.want) is float
+        return not idle and self.world.now - self.since > seconds
+
+    def waits_for_a_decision(self, seconds: float) -> bool:
+        """Whether it has reported so long ago."""
+        return self.waits(seconds) and self.want == (Forward, Back, Reload)
+
     def note_gone(self, peer: int) -> None:
         if peer in self.known and peer not in self.forgotten and self.alive:
             self.gone.add(peer)
@@ -299,7 +314,7 @@ class Rank:
         world = self.world
         self.send(Hello(
             rank=self.rank, pid=1000 + self.rank, host=self.agent.host, address=self.address, linked=self.linked,
-            layout=world.first_bytes if self.rank == 0 else b"", start_step=world.start_step,
+            layout=world.first_bytes, start_step=world.start_step,
             train_iters=world.total, flags={}, likeness=b"x" if not self.world.odd(self.rank) else b"odd",
             tied=world.tied))
         if self.standing.member:
@@ -433,6 +448,7 @@ class Rank:
         meeting = yield self.meeting("vote", step, informed)
         if self.rank == layout.ranks[0] or world.tracing:
             world.passed(self, step)
+        self.saved = self.save_first - 1
         result = vote_of(step)
         self.standing = standing.voted(self.standing, result, all(meeting.posted.values()))
         if world.rng.random() < 0.5:
@@ -597,7 +613,8 @@ class Rank:
             self.due.clear()
         held, versions = self.held(), self.versions()
         now = self.world.wall(self.agent)
-        self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest))
+        self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest,
+                                  self.saved))
         return (yield (Forward, Back, Reload))
 
     def held(self) -> list[tuple[int, int, int]]:
@@ -680,7 +697,7 @@ class Rank:
         self.layout, self.tenure = layout, False
         self.standing = standing.edited(self.standing, layout.epoch, decision.step, member, gather)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
-        self.save_first = decision.saved + 1
+        self.save_first, self.saved = decision.saved + 1, min(self.saved, decision.saved)
         if self.store is None:
             if not member:
                 self.tell_free()

@@ -46,8 +46,9 @@ def _report(trainer: Trainer) -> Decision:
     if trainer.store is not None:
         trainer.store.abandon_loading()
     held, versions = _held(trainer), _versions(trainer)
+    now, saved = time.time(), trainer.saving.certain
     trainer.control.send(
-        standing.report(trainer.standing, epoch, trainer.layout, held, versions, time.time(), flag.layout)
+        standing.report(trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved)
     )
     trainer.hooks.at("report")
     return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)

@@ -95,6 +95,7 @@ def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
         return
     for rank in ranks:
         suspicion.reported(turn, rank)
+    damage.known(turn, message.saved)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
         ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
