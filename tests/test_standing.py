@@ -66,6 +66,11 @@ def test_who_holds_just_what_the_newest_layout_asks_for_does_not_list_it() -> No
         assert standing.report(at_step(4), 7, LAYOUT, held, {}, 0.0, newest, 0).held == told
 
 
+def test_who_has_no_part_of_the_model_yet_says_so() -> None:
+    report = standing.report(at_step(1), 7, LAYOUT, None, {}, 0.0, 0, 0)
+    assert (report.held, report.built) == ([], False)
+
+
 def test_only_a_newer_plan_counts_as_known() -> None:
     now = standing.told(at_step(4, epoch=3), 4)
     assert standing.informed(now)

@@ -155,6 +155,7 @@ class Post:
         """Remember of a message to ranks what a later coordinator must know; returns it as they are to get it."""
         if isinstance(content, Plan | Decision):
             self._told = content.layout
+            self._shapes |= content.shapes
         match content:
             case Start():
                 self._key = content.key

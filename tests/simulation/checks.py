@@ -215,7 +215,7 @@ class Checks:
             for rank in _there(world, coordinator):
                 if rank.store is None:
                     if rank.standing.member:
-                        found.update(rank.held())
+                        return "nothing has been trained"
                     continue
                 for at, state in rank.store.live.items():
                     if not state.bad and (state.step == steps or (state.step == steps - 1 and state.grad)):

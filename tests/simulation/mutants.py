@@ -24,6 +24,7 @@ from megatron_elastic.cluster.protocol import (
 )
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.relay import Post
+from megatron_elastic.plan import everything
 from tests.simulation.disk import Recorder
 
 LIMIT = 20_000
@@ -236,6 +237,24 @@ def nodes_loss_names_only_its_first_rank() -> list[Patch]:
     return [patch.object(loss, "lose", lose)]
 
 
+@_mutant
+def who_has_not_built_counts_as_holding_its_part() -> list[Patch]:
+    """What a slice is to be can be derived: so all that the layout asks for is there, before anybody has built."""
+    real = standing.report
+
+    def report(now: standing.Standing, epoch: int, layout: Any, held: Any, *args: Any) -> Any:
+        parts = sorted(everything(layout).of_rank(now.rank)) if held is None else held
+        return real(now, epoch, layout, parts, *args)
+
+    return [patch.object(standing, "report", report)]
+
+
+@_mutant
+def stages_keep_copies_for_each_other_at_once() -> list[Patch]:
+    """Also those that are to keep them and do not know what the units are like."""
+    return [patch.object(recovery, "at_home", lambda layout: layout)]
+
+
 # ---- another coordinates -----------------------------------------------------------------------------
 
 
@@ -281,6 +300,12 @@ def epochs_that_were_only_begun_are_not_told_to_the_next() -> list[Patch]:
 def ids_of_the_dead_are_given_again() -> list[Patch]:
     """A new coordinator does not hear of ranks that died before they were in a layout."""
     return _learns(newest=-1)
+
+
+@_mutant
+def shapes_are_not_told_to_the_next() -> list[Patch]:
+    """A new coordinator does not know what units are like that only the lost have built."""
+    return _learns(shapes={})
 
 
 @_mutant

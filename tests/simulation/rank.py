@@ -45,8 +45,7 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.standing import Standing
-from megatron_elastic.layout import Layout, Transfer
-from megatron_elastic.plan import everything
+from megatron_elastic.layout import Layout, Transfer, UnitShape
 from megatron_elastic.plan.cost import UnitCost
 from megatron_elastic.plan.profile import Sample
 from tests.simulation.errors import Gone, Interrupted, Violation
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Steps = Generator[Any, Any, Any]
+_SHAPE = UnitShape(members=(), dtype="float32")
 WAIT_LIMIT = 300.0
 """``--elastic-wait-timeout``: a wait that lasts longer ends a real job."""
 
@@ -123,6 +123,8 @@ class Rank:
         self.store: Store | None = None
         self.weights: dict[int, int | None] = {}
         """Unit -> after how many steps its parameters here are; None if that is not known."""
+        self.shapes: set[int] = set()
+        """Units whose shapes it knows."""
         self.tenure = False
         self.plan: Plan | None = None
         self.settled = False
@@ -365,7 +367,10 @@ class Rank:
         self.hold()
         self.store, self.tenure, self.settled, self.plan = store, True, False, None
         self.standing = standing.built(self.standing)
-        self.send(Built(rank=self.rank, shapes={}))
+        self.tell_built()
+
+    def tell_built(self) -> None:
+        self.send(Built(rank=self.rank, shapes=dict.fromkeys(self.weights, _SHAPE)))
 
     def load(self, store: Store, step: int) -> None:
         if step != self.world.start_step and step not in self.world.saved:
@@ -382,6 +387,7 @@ class Rank:
     def hold(self) -> None:
         """The stage holds the units of the present layout; parameters of new ones are of no step."""
         self.weights = {unit: self.weights.get(unit) for unit in self.layout.held_by(self.rank)}
+        self.shapes.update(self.weights)
 
     def prepare(self, invite: Invite) -> Steps:
         layout = decoded(invite.layout)
@@ -389,6 +395,7 @@ class Rank:
         yield self.world.newcomer_delay()
         if self.store is None or self.store.tp != layout.tp_index(self.rank):
             self.store = Store(self.rank, layout.tp_index(self.rank), self.world.keeps)
+            self.shapes.update(invite.shapes)
         self.send(Ready(rank=self.rank, epoch=invite.epoch))
 
     # ---- a step ------------------------------------------------------------------------------
@@ -611,23 +618,12 @@ class Rank:
         if self.store is not None:
             self.store.abandon_loading()
             self.due.clear()
-        held, versions = self.held(), self.versions()
+        held = None if self.store is None else self.store.held()
+        versions = {} if self.store is None or not self.world.keeps else self.store.versions()
         now = self.world.wall(self.agent)
         self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest,
                                   self.saved))
         return (yield (Forward, Back, Reload))
-
-    def held(self) -> list[tuple[int, int, int]]:
-        if self.store is not None:
-            return self.store.held()
-        return sorted(everything(self.layout).of_rank(self.rank))
-
-    def versions(self) -> dict[int, list[tuple[int, int, int]]]:
-        if not self.world.keeps:
-            return {}
-        if self.store is not None:
-            return self.store.versions()
-        return {self.standing.step - 1: self.held()}
 
     def adopt(self, decision: Decision) -> Steps:
         if isinstance(decision, Forward):
@@ -658,6 +654,7 @@ class Rank:
                 yield self.world.delay(0.05)
                 self.look()
                 self.load(self.store, decision.step - 1)
+                self.tell_built()
         yield from self.copy(edit[0], decision.step - 1)
         self.resume()
 
@@ -703,6 +700,7 @@ class Rank:
                 self.tell_free()
             return None
         if member:
+            self.shapes.update(decision.shapes)
             self.hold()
             self.tenure, self.settled, self.plan = True, False, None
         yield self.world.delay(0.005)
@@ -768,6 +766,8 @@ class Rank:
             if move.dst == self.rank:
                 if move.src not in self.known:
                     raise Violation("no address", f"rank {self.rank} does not know where rank {move.src} is")
+                if move.unit not in self.shapes:
+                    raise Violation("no shape", f"rank {self.rank} is to keep a slice of unit {move.unit}")
                 store.expect(at, not fetched, done)
                 if fetched:
                     wanted.append((move.src, at))

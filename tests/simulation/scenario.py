@@ -125,7 +125,8 @@ class Scenario:
             respawn=respawn, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
-            early=False, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.5, faults=tuple(faults),
+            early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.5,
+            faults=tuple(faults),
         )  # fmt: skip
 
     def to_json(self) -> str:

@@ -87,6 +87,8 @@ class Report(Message, frozen=True):
     """
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
+    built: bool = True
+    """Whether it has its part of the model; who has not holds nothing."""
     stale: bool = False
     """Whether its parameters may not be what their owners hold."""
     layout: int = 0
