@@ -116,9 +116,13 @@ class Checks:
         votes += [each.vote for agent in world.agents if agent.connected for each in agent.post.committed]
         return any(vote.step == step for vote in votes)
 
-    def after(self, job: Job) -> None:
-        """After each event: nobody is waited for without a limit."""
+    def after(self, before: Job, job: Job) -> None:
+        """After each event: nobody is waited for without a limit, and nobody who is gone with a node."""
         timers = job.timers
+        if job.nodes is not before.nodes and job.gathering is None and job.layout is not None:
+            for rank, each in job.ranks.items():
+                if not each.lost and each.returncode is None and each.node not in job.nodes:
+                    raise Violation("no node", f"rank {rank} counts as alive, and its node is gone")
         if job.gathering is not None and "gather" not in timers:
             raise Violation("no limit", "agents are awaited without a timer")
         if job.recovery is not None and job.recovery.collecting and "report" not in timers:
@@ -152,7 +156,7 @@ class Checks:
         world = self._world
         for number, each in coordinator.job.ranks.items():
             rank = world.ranks.get(number)
-            if each.lost and each.node in coordinator.links and rank is not None and rank.waits(30.0):
+            if each.lost and each.node in coordinator.links and rank is not None and rank.waits(1.0):
                 raise Violation("alive", f"rank {number} is lost, and waits for others")
         if not self._digested:
             raise Violation("digest", "the job ended well without a digest")

@@ -153,7 +153,7 @@ class Coordinator:
         for effect in effects:
             self._do(effect)
         if self.job.outcome is None:
-            world.checks.after(self.job)
+            world.checks.after(before, self.job)
 
     def _do(self, effect: Effect) -> None:
         world = self.world

@@ -52,7 +52,7 @@ def happen(world: World, fault: Fault) -> None:
         case "coordinator":
             _fell(world)
         case "depose":
-            _depose(world, fault.victim % 3, seconds)
+            _depose(world, (0, 1, 2, 2)[fault.victim % 4], seconds)
         case "join":
             agent = Agent(world, len(world.agents), (1, world.scenario.tp, 2, 3)[fault.more % 4])
             world.agents.append(agent)

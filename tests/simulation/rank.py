@@ -251,6 +251,9 @@ class Rank:
             self.over = message.reason
         else:
             self.inbox.append(message)
+            if isinstance(message, Decision) and self.world.rng.random() < 0.2:
+                self.world.after(self.world.delay(0.005), self.poke)  # its main thread is slow to wake
+                return
         self.poke()
 
     def _take(self, types: tuple[type, ...]) -> ToRank | None:

@@ -16,7 +16,10 @@ KINDS = {
 SUCCESSIONS = ("coordinator", "depose")
 MOMENTS = ("Interrupt", "Forward", "Back", "Reload", "Invite", "Plan", "Enter", "Moves", "Launch", "Fence", "Recall")
 """Messages of the coordinator at which something may happen."""
-SAYINGS = ("Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged", "Suspect")
+SAYINGS = (
+    "Committed", "Committed", "Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged",
+    "Suspect",
+)  # fmt: skip
 """Messages of ranks at which something may happen, most likely to who says it."""
 ENTRIES = ("Ready", "Plan", "Plan", "Switched", "Switched", "Switched", "Enter", "Settled")
 """What is said when ranks enter."""
@@ -108,6 +111,8 @@ class Scenario:
                 moment, count = rng.choice(MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
             elif dice < 0.7:
                 moment, count = rng.choice(SAYINGS), rng.choice((1, 1, 2, 3, 4, 6, 9))
+                if moment == "Committed" and what in ("link", "join", "suspect"):
+                    what = "kill"  # of who alone may know that step's vote
             else:
                 moment, count = "", rng.randrange(8 * size, 80 * size)
             faults.append(Fault(moment, count, what, victim, more))
@@ -115,17 +120,17 @@ class Scenario:
                 what = rng.choice(("kill", "kill two", "join", "partition", *SUCCESSIONS))
                 faults.append(Fault("fault", more % 60, what, victim >> 1, more >> 1))
             if what == "flip" and victim % 3:
-                moment = ("Back", "Forward", "Reload", "Back", "Recovered", "Interrupt")[more % 6]
+                moment = ("Back", "Back", "Reload", "Back", "Recovered", "Back")[more % 6]
                 faults.append(Fault(moment, 1 + victim % 2, "kill", victim >> 1, more >> 1))
         return cls(
             seed=seed, tp=tp, pp=pp, dp=dp, layers=pp * rng.choice((1, 1, 2)), tied=rng.random() < 0.5,
-            slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((0, 1, 1, 1, 2)),
+            slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((1, 2, 2) if verifies else (0, 1, 1, 1, 2)),
             per_node=per_node, steps=rng.choice((5, 8, 12, 20) if store == "alone" else (12, 20, 30)),
             start_step=rng.choice((0, 0, 0, 3)),
             respawn=respawn, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
-            early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.5,
+            early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.3,
             faults=tuple(faults),
         )  # fmt: skip
 
@@ -151,4 +156,4 @@ class Scenario:
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]
         if self.steps > 3:
             found += [replace(self, steps=self.steps // 2), replace(self, steps=self.steps - 1)]
-        return found
+        return [each for each in found if each.size % each.per_node == 0]

@@ -185,10 +185,11 @@ class World:
             self.trace(f"rank {rank.rank} dies ({code})")
         rank.alive = False
         rank.agent.died(rank, code)
+        unsent = 1.0 if self.rng.random() < 0.5 else 0.2
         for other in self.ranks.values():
             if not other.alive or other is rank:
                 continue
-            if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < 0.4:
+            if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < unsent:
                 other.want.blind.add(other.rank)
             near = other.agent is rank.agent
             if self.rng.random() < (0.5 if near else 0.2):
@@ -242,10 +243,11 @@ class World:
             raise Violation("twice", f"rank {rank.rank} comes twice to {key}")
         meeting.posted[rank.rank] = data
         if len(meeting.posted) == len(meeting.members) and meeting.waiting:
-            late = key[1] == "vote" and self.rng.random() < 0.1
+            late = key[1] == "vote" and self.rng.random() < 0.3
             for number in meeting.waiting:
-                if number != rank.rank:
-                    self.after(self.delay(0.05 if late else 0.002), self.ranks[number].woken, meeting)
+                if number != rank.rank:  # the lowest one is the first to know the result
+                    slow = late and number != meeting.members[0]
+                    self.after(self.delay(0.05 if slow else 0.002), self.ranks[number].woken, meeting)
         return meeting
 
     def said(self, rank: Rank, kind: str) -> None:
