@@ -190,7 +190,7 @@ class Agent:
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
             running=self._post.running(running),
-            past=None if alone_since is None else self._post.past(self._torch_port, alone_since),
+            past=None if alone_since is None else self._post.past(self._torch_port, alone_since, self._slots),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:
