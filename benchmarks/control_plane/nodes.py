@@ -57,6 +57,7 @@ class Node:
         match message:
             case Relay():
                 self._post.relay(message)
+                self._frame, self._message = b"", None  # a hundred thousand ranks would keep gigabytes
             case Heartbeat():
                 self._post.recorded(message.recorded)
             case Recall():
