@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Report, VoteResult
+from megatron_elastic.cluster.messages import Progress, Report, VoteResult
 from megatron_elastic.layout import Holdings, Layout
 
 Part = tuple[int, int, int]
@@ -92,12 +92,12 @@ def committed(standing: Standing) -> Standing:
 
 def report(
     standing: Standing, epoch: int, layout: Layout, held: Sequence[Part], versions: Mapping[int, Sequence[Part]],
-    now: float, newest: int,
+    now: float, newest: int, work: Progress | None = None,
 ) -> Report:
     """What it says when it is interrupted for ``epoch``.
 
-    ``layout``: the one that it is in. ``held`` and ``versions`` as in the message. ``newest``: the epoch of the newest
-    layout in force, as the interrupt says; who has that one and just what it asks for need not list it.
+    ``layout``: the one that it is in. ``held``, ``versions`` and ``work`` as in the message. ``newest``: the epoch of
+    the newest layout in force, as the interrupt says; who has that one and just what it asks for need not list it.
     """
     brief = layout.epoch == newest and Holdings.of(layout).of_rank(standing.rank) == set(held)
     return Report(
@@ -105,6 +105,7 @@ def report(
         last=standing.last, held=None if brief else list(held),
         versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, interrupted_at=now,
+        work=work,
     )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def forward(standing: Standing, vote: VoteResult) -> Standing:
 
 
 def back(standing: Standing, step: int) -> Standing:
-    """Its states are as before ``step``, which is done again, and whatever came after it."""
+    """Its states are as before ``step``, which is done again or resumed, and so is whatever came after it."""
     last = standing.last if standing.last is not None and standing.last.step < step else None
     return replace(standing, step=step, vote=None, last=last)
 

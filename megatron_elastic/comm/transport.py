@@ -16,8 +16,9 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -127,6 +128,8 @@ class Transport:
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
+        self._whole = False
+        """Whether an interrupt does not end what is computed."""
         self._failure: Exception | None = None
         """What went wrong in the background, until somebody waits."""
         self._closing = False
@@ -370,11 +373,21 @@ class Transport:
 
     def look(self) -> None:
         """Raise what a wait would, if there is an interrupt: for long stretches of computing."""
-        if self.interrupt.raised:
+        if self.interrupt.raised and not self._whole:
             self.interrupt.check()
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around what is to be finished if it can be: ``look`` lets an interrupt wait."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
     def _check(self) -> None:
-        self.look()
+        if self.interrupt.raised:
+            self.interrupt.check()
         suspects = self._peers.suspects
         if suspects:
             raise Interrupted(0, suspects=suspects)

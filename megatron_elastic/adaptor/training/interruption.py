@@ -9,7 +9,7 @@ from megatron_elastic.adaptor.training.adoption import adopt
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Suspect
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect
 from megatron_elastic.plan import everything
 
 
@@ -46,11 +46,12 @@ def _report(trainer: Trainer) -> Decision:
     if trainer.store is not None:
         trainer.store.abandon_loading()
     held, versions = _held(trainer), _versions(trainer)
+    work = None if trainer.work is None else trainer.work.progress()
     trainer.control.send(
-        standing.report(trainer.standing, epoch, trainer.layout, held, versions, time.time(), flag.layout)
+        standing.report(trainer.standing, epoch, trainer.layout, held, versions, time.time(), flag.layout, work)
     )
     trainer.hooks.at("report")
-    return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)
+    return trainer.control.wait((Forward, Back, Resume, Reload), timeout=trainer.config.wait_timeout)
 
 
 def _held(trainer: Trainer) -> list[standing.Part]:
