@@ -17,6 +17,7 @@ from megatron_elastic.comm.tag import Channel, at_grain
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Cell, Layout, Part
+from megatron_elastic.pipeline.lockstep import Lockstep
 from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.route import Leg, Neighbours
@@ -79,6 +80,7 @@ class Executor:
         self._end = layout.pipeline_size * layout.num_chunks - 1
         """Position of the end of the model."""
         self._meter = meter
+        self._lockstep = Lockstep(transport, layout.cell_of(self._rank).ranks)
 
     @property
     def activation_bytes(self) -> int:
@@ -90,40 +92,45 @@ class Executor:
 
         ``again``: operations that ``work`` has in its log, whose results are given to their targets first.
         """
-        sends = [send for leg in again for send in self._give(leg, work.logged(leg.op))]
-        for leg in legs:
-            op, part = leg.op, leg.part
-            self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
-            self._transport.look()
-            fraction = part.size / self._layout.samples
-            here, at = (op.grain, op.chunk), self._position(op)
-            if op.kind == "forward":
-                received = self._take(leg)
-                if received is not None:
-                    received.requires_grad_()
-                with self._meter.forward(fraction):
-                    output = model.forward(op, part, received)
-                work.live[here] = received, output
-                if at == self._end:
-                    sends += self._tell_tokens(part, model)
-                else:
-                    work.log(op, output.detach())
-                    sends += self._give(leg, output)
-            elif op.kind == "backward_weight":
-                with self._meter.backward_weight(), work.adding(), self._transport.whole():
-                    work.half.remove(here)
-                    model.backward_weight(op)
-                    work.added.add(here)
-            else:
-                grad = self._part_of_loss(part, model, work.live[here][1]) if at == self._end else self._take(leg)
-                with self._meter.backward(fraction), work.adding(), self._transport.whole():
-                    input_grad = model.backward(op, part, *work.live.pop(here), grad)
-                    (work.added if op.kind == "backward" else work.half).add(here)
-                if input_grad is not None:
-                    work.log(op, input_grad)
-                    sends += self._give(leg, input_grad)
-            sends = [send for send in sends if not send.done]
-        self._transport.wait(*sends)
+        with self._lockstep.step():
+            sends = [send for leg in again for send in self._give(leg, work.logged(leg.op))]
+            for leg in legs:
+                self._hooks.at("backward" if leg.op.kind == "backward_input" else leg.op.kind, leg.op.grain)
+                self._transport.look()
+                sends = [send for send in (*sends, *self._do(leg, model, work)) if not send.done]
+                self._lockstep.next()
+            self._transport.wait(*sends)
+
+    def _do(self, leg: Leg, model: StageModel, work: Work) -> list[Send]:
+        """Execute an operation; returns what is sent of its result."""
+        op, part = leg.op, leg.part
+        fraction = part.size / self._layout.samples
+        here, at_end = (op.grain, op.chunk), self._position(op) == self._end
+        if op.kind == "forward":
+            received = self._take(leg)
+            if received is not None:
+                received.requires_grad_()
+            with self._meter.forward(fraction):
+                output = model.forward(op, part, received)
+            work.live[here] = received, output
+            if at_end:
+                return self._tell_tokens(part, model)
+            work.log(op, output.detach())
+            return self._give(leg, output)
+        if op.kind == "backward_weight":
+            with self._meter.backward_weight(), work.adding(), self._lockstep.whole():
+                work.half.remove(here)
+                model.backward_weight(op)
+                work.added.add(here)
+            return []
+        grad = self._part_of_loss(part, model, work.live[here][1]) if at_end else self._take(leg)
+        with self._meter.backward(fraction), work.adding(), self._lockstep.whole():
+            input_grad = model.backward(op, part, *work.live.pop(here), grad)
+            (work.added if op.kind == "backward" else work.half).add(here)
+        if input_grad is None:
+            return []
+        work.log(op, input_grad)
+        return self._give(leg, input_grad)
 
     def measure_boundary(self) -> float | None:
         """Milliseconds that an activation takes to the next stage; None in the last. All ranks must call it."""
