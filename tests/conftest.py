@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Jobs
+from tests.jobs import Jobs, environment
+from tests.nursery import Nursery
 
 _PROC = Path("/proc")
 _MARK = "MEGATRON_ELASTIC_TEST_RUN"
@@ -30,13 +31,15 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Starts elastic jobs on a tiny data set."""
     from megatron_elastic.adaptor.dataset import prepare
 
     data = tmp_path_factory.mktemp("data")
     prepare(data, [Path(json.__file__).parent], vocab_size=400)
-    return Jobs(tmp_path_factory.mktemp("jobs"), data)
+    nursery = Nursery(environment())
+    yield Jobs(tmp_path_factory.mktemp("jobs"), data, nursery)
+    nursery.close()
 
 
 @pytest.fixture(autouse=True)

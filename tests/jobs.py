@@ -16,6 +16,7 @@ from typing import Any
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RECOVERED, read_digest, read_events, read_metrics
+from tests.nursery import Launched, Nursery
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -35,6 +36,11 @@ _LISTENS = "0A"
 """State of a TCP socket, in ``/proc/net``."""
 _LIMIT = 200.0
 """Seconds that a job may take; about thirty times what it needs."""
+
+
+def environment() -> dict[str, str]:
+    """That of a job. Ranks outnumber cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class Grid:
 class Job:
     """One launcher process and what it left behind."""
 
-    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Launched, run_dir: Path) -> None:
         self.process = process
         self.run_dir = run_dir
         self.output = ""
@@ -119,11 +125,13 @@ class Jobs:
     Args:
         folder: where run directories go.
         data: a prepared data set.
+        nursery: starts the launchers that find the same modules; None: each is started as a user does it.
     """
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, nursery: Nursery | None = None) -> None:
         self.folder = folder
         self.data = data
+        self._nursery = nursery
         self._baselines: dict[tuple[int | str, ...], Job] = {}
 
     def command(
@@ -142,11 +150,13 @@ class Jobs:
     ) -> Job:  # fmt: skip
         """Start a job. ``launcher``: flags of ``megatron-elastic run``; ``env``: additions to the environment."""
         run_dir = self.folder / uuid.uuid4().hex[:8]
+        command = self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script)
+        env = {**environment(), **(env or {})}
+        if self._nursery is not None and env["PYTHONPATH"] == str(ROOT):
+            return Job(self._nursery.start(command[3:], env), run_dir)
         process = subprocess.Popen(
-            self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script), text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command, text=True, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         return Job(process, run_dir)
 
     def run(self, *flags: str, ranks: int = RANKS) -> Job:

@@ -150,7 +150,7 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
             post.relay(relays[-1])
             has = outgoing.leaves
             assert has == layout
-            assert post.past(1, 0.0).layout == encode(second if layout is third else layout)
+            assert post.past(1, 0.0, ()).layout == encode(second if layout is third else layout)
         assert [relay.differs for relay in relays] == [False, True, True]
         assert all(len(bytes(relay.message)) < len(encode(first)) for relay in relays)
         whole = Outgoing(Plan(epoch=2, layout=encode(third), shapes={}), replace(job, layout=third)).to([0], None)

@@ -13,8 +13,11 @@ from tests.jobs import Jobs
 from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
 from tests.namespaces import Hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
-LONG = pytest.mark.skipif("MEGATRON_ELASTIC_LONG" not in os.environ, reason="long; scripts/long.sh runs it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("MEGATRON_ELASTIC_LONG" not in os.environ, reason="long; scripts/long.sh runs it"),
+    pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
+]
 
 
 @pytest.fixture
@@ -42,7 +45,6 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> N
     job.assert_same(jobs.undisturbed(*FLAGS, ranks=6))
 
 
-@LONG
 def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_path: Path) -> None:
     """Training does not need etcd. Of three hosts one is enough, one after the other."""
     place = hosts.add()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
@@ -23,12 +24,14 @@ from megatron_elastic.cluster.messages import (
     Invite,
     Kept,
     Message,
+    Moves,
     Plan,
     Progress,
     RankDying,
     RankExited,
     RankNews,
     Ready,
+    Reload,
     Report,
     Resume,
     Settled,
@@ -48,7 +51,7 @@ from megatron_elastic.cluster.protocol.events import (
     Recorded,
     Said,
 )
-from megatron_elastic.layout import Layout, encode
+from megatron_elastic.layout import Layout, decode, encode
 
 _SETTINGS = Settings(
     elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
@@ -58,21 +61,24 @@ M = TypeVar("M", bound=Message)
 
 
 class Play:
-    """A job of two ranks on one node that trains, and a newcomer on another, which has said hello."""
+    """A job of two ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
 
-    def __init__(self, settings: Settings = _SETTINGS) -> None:
-        self.job = Job.new(settings, 2)
+    def __init__(
+        self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = _SETTINGS
+    ) -> None:
+        size = 2 * len(stages)
+        self.job = Job.new(settings, size)
         self.effects: list[Effect] = []
         """Of the last event."""
         self.first = Layout.grid(
-            tp=1, pp=1, dp=2, stage_units=[[0, 1, 2]], units=["embedding", "layer.0", "head"], num_grains=4,
+            tp=1, pp=len(stages), dp=2, stage_units=stages, units=["embedding", "layer.0", "head"], num_grains=4,
             num_slices=2, replicas=1,
         )  # fmt: skip
         self.happens(Begun(now=0.0, torch_port=1, key=b""))
-        self._come(node=1, slots=2)
-        self.say(self._hello(0), self._hello(1))
+        self._come(node=1, slots=size)
+        self.say(*map(self._hello, range(size)))
         self._come(node=2, slots=1)
-        self.say(self._hello(2))
+        self.say(self._hello(size))
 
     def happens(self, event: Event) -> None:
         self.job, effects = advance(self.job, event)
@@ -103,8 +109,8 @@ class Play:
         return {rank: each.message for each in sends for rank in each.ranks if isinstance(each.message, kind)}
 
     def _come(self, node: int, slots: int) -> None:
-        hello = AgentHello(session=str(node), node_rank=node - 1 if node == 1 else 2, slots=slots, host=f"h{node}",
-                           heartbeat_timeout=2.5)
+        hello = AgentHello(session=str(node), node_rank=0 if node == 1 else self.job.world_size, slots=slots,
+                           host=f"h{node}", heartbeat_timeout=2.5)
         self.happens(NodeCame(now=0.0, node=node, hello=hello))
 
     def _hello(self, rank: int) -> Hello:
@@ -149,7 +155,7 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
 def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
     for work in (Progress(step=1, added=[1], live=[3], half=[]), None):
-        play = Play(replace(_SETTINGS, redo=redo))
+        play = Play(settings=replace(_SETTINGS, redo=redo))
         play.news(RankDying(rank=0, time=1.0))
         play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
                         work=work))
@@ -212,3 +218,20 @@ def test_who_cannot_reach_a_newcomer_that_is_dead_is_interrupted(play: Play) -> 
     assert {rank: message.lost for rank, message in play.sent(Interrupt).items()} == {0: [2], 1: [2]}
     play.say(Suspect(rank=1, epoch=0, suspects=[2], reason="the link broke"))
     assert not play.sent(Interrupt), "it is told already"
+
+
+def test_a_loss_while_ranks_build_begins_anew() -> None:
+    """Nobody waits for copies: who has its part makes it again, and what stages keep for each other comes later."""
+    play = Play(stages=((0, 1), (2,)))
+    play.news(RankExited(rank=1, returncode=-9, time=1.0))
+    held = [(unit, k, 0) for unit in (0, 1) for k in (0, 1)]
+    for rank, built in ((0, True), (2, False), (3, True)):
+        report = Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=held if rank == 0 else [],
+                        interrupted_at=1.0, built=built)
+        play.say(report)
+    reloads = play.sent(Reload)
+    assert {rank: each.step for rank, each in reloads.items()} == {0: 1, 2: 1, 3: 1}
+    assert not play.sent(Moves)
+    layout = decode(reloads[0].layout)
+    assert [set(row) for row in layout.owners] == [{0}, {0}, {2, 3}]
+    assert [set(row) for row in layout.replicas] == [{()}, {()}, {(2,), (3,)}]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_elastic.cluster.recorder import Clerk
 from tests.launches import TOKEN, Launch, free_port, launches
 
 
@@ -77,3 +80,29 @@ def test_a_terminal_that_stands_still_disturbs_nobody(launch: Launch) -> None:
     first.finish()
     assert first.steps() == list(range(1, 201))
     assert os.path.getsize(first.run_dir / "metrics.jsonl") > 4096
+
+
+def test_what_is_dropped_is_not_done() -> None:
+    """Not even what was tried and failed; what comes after it is done."""
+    done: list[int] = []
+    failed, ended = threading.Event(), threading.Event()
+
+    def do(item: int) -> None:
+        if item == 1:
+            failed.set()
+            raise OSError("no")
+        done.append(item)
+        ended.set()
+
+    async def work() -> None:
+        clerk = Clerk[int]("test", do, lambda what: None)
+        clerk.put(1)
+        clerk.put(2)
+        await asyncio.to_thread(failed.wait)
+        clerk.drop()
+        clerk.put(3)
+        await asyncio.to_thread(ended.wait)
+        assert clerk.close(5.0) == 0
+
+    asyncio.run(work())
+    assert done == [3]

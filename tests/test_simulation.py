@@ -13,7 +13,8 @@ def test_a_fixed_set_of_histories() -> None:
     assert not total.violations, "\n".join(f"python -m tests.simulation --seed {seed} --trace   # {text}"
                                            for seed, text in total.violations)
     assert total.ends["finished"] > total.seeds // 2
-    assert set(total.faults) >= {"kill", "link", "join", "node lost", "partition", "stop", "flip", "scale"}
+    assert set(total.faults) >= {"kill", "link", "join", "node lost", "partition", "stop", "flip", "scale",
+                                 "coordinator", "depose"}
 
 
 def test_a_seed_is_one_history() -> None:

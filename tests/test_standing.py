@@ -49,20 +49,26 @@ def test_who_is_interrupted_with_weights_on_their_way_reports_it() -> None:
         (standing.distributed(standing.distributing(at_step(4))), False),
         (standing.edited(at_step(4), 5, 4, member=True, gather=True), True),
     ):
-        assert standing.report(now, 7, LAYOUT, [(0, 1, 0)], {}, 0.0, 0).stale == stale
+        assert standing.report(now, 7, LAYOUT, [(0, 1, 0)], {}, 0.0, 0, 0).stale == stale
 
 
 def test_a_report_says_all_of_it() -> None:
     now = standing.voted(at_step(4), vote(4), agreed=False)
-    report = standing.report(now, 7, LAYOUT, [(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5, 0)
+    report = standing.report(now, 7, LAYOUT, [(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5, 0, 2)
     assert (report.rank, report.epoch, report.layout, report.member) == (1, 7, 3, True)
     assert (report.step, report.vote, report.last) == (4, vote(4), vote(3))
-    assert (report.held, report.versions, report.interrupted_at) == ([(0, 1, 0)], {4: [(0, 1, 0)]}, 12.5)
+    assert (report.held, report.versions) == ([(0, 1, 0)], {4: [(0, 1, 0)]})
+    assert (report.interrupted_at, report.saved) == (12.5, 2)
 
 
 def test_who_holds_just_what_the_newest_layout_asks_for_does_not_list_it() -> None:
     for newest, held, told in ((0, ASKED, None), (0, ASKED[1:], ASKED[1:]), (5, ASKED, ASKED)):
-        assert standing.report(at_step(4), 7, LAYOUT, held, {}, 0.0, newest).held == told
+        assert standing.report(at_step(4), 7, LAYOUT, held, {}, 0.0, newest, 0).held == told
+
+
+def test_who_has_no_part_of_the_model_yet_says_so() -> None:
+    report = standing.report(at_step(1), 7, LAYOUT, None, {}, 0.0, 0, 0)
+    assert (report.held, report.built) == ([], False)
 
 
 def test_only_a_newer_plan_counts_as_known() -> None:
@@ -190,7 +196,8 @@ class ModelJob:
         while True:
             self.epoch += 1
             at_work = working(
-                self.since, [standing.report(now, self.epoch, LAYOUT, [], {}, 0.0, -1) for now in self.ranks.values()]
+                self.since,
+                [standing.report(now, self.epoch, LAYOUT, [], {}, 0.0, -1, 0) for now in self.ranks.values()],
             )
             told = [each for report in at_work for each in (report.vote, report.last) if each is not None]
             self.votes |= {each.step: each for each in told}

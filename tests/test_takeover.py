@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Committed,
     Hello,
     Interrupt,
+    Launch,
     Past,
     RankExited,
+    Reload,
     Report,
     Running,
     Stop,
@@ -33,10 +39,18 @@ def hello(rank: int) -> AgentHello:
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
-    past = Past(layout=encode(LAYOUT), epoch=4, torch_port=1, key=b"k", shapes={}, saved=0, recorded=2,
+    past = Past(layout=encode(LAYOUT), epoch=4, newest=2, torch_port=1, key=b"k", shapes={}, recorded=2,
                 committed=committed, alone_since=10.0)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
+
+
+def newcomer(node: int, rank: int, **fields: Any) -> AgentHello:
+    """The agent of a node that has come to the coordinator before; ``fields`` of what it knows."""
+    like = hello(0)
+    assert like.past is not None
+    first, past = replace(like.running[0], rank=rank), replace(like.past, layout=b"", committed=[], **fields)
+    return replace(like, node_rank=node, session=f"s{node}", address=f"h:{node}", running=[first], past=past)
 
 
 def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
@@ -118,3 +132,53 @@ def test_nothing_is_decided_before_it_is_recorded() -> None:
     assert not job.collecting
     assert job.layout is not None
     assert job.layout.epoch == 5
+
+
+def test_nodes_in_no_layout_yet_are_failure_domains_of_their_own() -> None:
+    job, _ = take_over(before="")
+    for node in (3, 4):
+        job, _ = advance(job, events.NodeCame(now=11.5, node=node, hello=newcomer(node, node)))
+    job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    job, _ = advance(job, events.NodeCame(now=13.0, node=5, hello=replace(hello(0), running=[], past=None)))
+    assert [job.ranks[rank].host for rank in sorted(job.ranks)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_ids_of_the_dead_are_not_given_again() -> None:
+    job, _ = take_over(before="")
+    job, _ = advance(job, events.NodeCame(now=11.5, node=3, hello=newcomer(3, 4, newest=6)))
+    job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    assert job.lost == (0, 3, 5, 6)
+    # A node whose ranks have all died may know of more.
+    back = replace(newcomer(4, 0, newest=8), running=[])
+    job, effects = advance(job, events.NodeCame(now=13.0, node=4, hello=back))
+    assert [dict(each.message.ranks) for each in effects if isinstance(each, Tell) and isinstance(each.message, Launch)
+            ] == [{0: 9}]
+
+
+def test_a_node_where_nothing_was_started_joins() -> None:
+    """Its agent was told how the next coordinator is found, and the order to start ranks was lost."""
+    job, _ = take_over(before="")
+    idle = replace(newcomer(3, 0, torch_port=0), running=[])
+    job, _ = advance(job, events.NodeCame(now=11.5, node=3, hello=idle))
+    job, effects = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    (launch,) = [each.message for each in effects if isinstance(each, Tell) and isinstance(each.message, Launch)]
+    assert (launch.ranks, launch.torch_port) == ({0: 3}, 1)
+
+
+def test_a_node_that_comes_twice_is_lost_once() -> None:
+    """Its first connection was given up by itself, and not yet by the coordinator."""
+    job, _ = take_over(before="")
+    job, _ = advance(job, events.NodeCame(now=11.5, node=3, hello=hello(2)))
+    job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    job, _ = advance(job, events.NodeLost(now=12.2, node=2, cause="node 2 lost", since=11.4))
+    assert job.lost == (0,)
+
+
+def test_what_ranks_know_of_checkpoints_counts() -> None:
+    job, _ = take_over()
+    for rank in (1, 2):
+        report = Report(rank=rank, epoch=5, member=True, step=6, vote=None, last=vote(5), held=[(0, 0, 0)],
+                        interrupted_at=11.3, saved=4)
+        job, _ = advance(job, events.Said(now=11.3, node=rank, message=report))
+    job, effects = advance(job, events.Recorded(now=11.4, epoch=5))
+    assert [each.message.step for each in effects if isinstance(each, Send) and isinstance(each.message, Reload)] == [5]

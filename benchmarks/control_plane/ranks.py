@@ -168,7 +168,7 @@ class Ranks:
             self._epoch, self.back = message.epoch, 0
         each = self._ranks[rank]
         held = sorted(Holdings.of(self._layout).of_rank(rank))
-        say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout))
+        say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout, 0))
 
     def _decided(self, rank: int, decision: Decision, say: Say) -> None:
         self._layout = _read(decision.layout)

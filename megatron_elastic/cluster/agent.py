@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_elastic.cluster import wire
+from megatron_elastic.cluster import wire, zygote
 from megatron_elastic.cluster.deathwatch import Deathwatch
 from megatron_elastic.cluster.line import AGENT_VARIABLE, Lines
 from megatron_elastic.cluster.messages import (
@@ -167,14 +166,8 @@ class Agent:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         env.pop(wire.TOKEN_VARIABLE, None)  # ranks have no use for it
-        watch = self._deathwatch
         with theirs, log.open("ab") as output:
-            arguments = f"{theirs.fileno()}, {watch.fd}, {watch.slots}, {self.job.program.directory!r}"
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({arguments})"],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
-                pass_fds=[theirs.fileno(), watch.fd], process_group=0,
-            )
+            self._process = zygote.start(theirs, self._deathwatch, self.job.program.directory, output, env)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             answer = await asyncio.wait_for(self._receive(), timeout)
@@ -197,7 +190,7 @@ class Agent:
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
             running=self._post.running(running),
-            past=None if alone_since is None else self._post.past(self._torch_port, alone_since),
+            past=None if alone_since is None else self._post.past(self._torch_port, alone_since, self._slots),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:

@@ -60,6 +60,11 @@ class Clerk(Generic[T]):
             self._items.append(item)
             self._changed.notify()
 
+    def drop(self) -> None:
+        """What is not done yet is not to be."""
+        with self._changed:
+            self._items.clear()
+
     def close(self, limit: float) -> int:
         """Wait at most ``limit`` seconds until all is done; returns how much is not."""
         with self._changed:
@@ -91,7 +96,8 @@ class Clerk(Generic[T]):
                 self._failing = False
                 self._tell("writing works again" + (f"; {self._dropped} items are lost" if self._dropped else ""))
             with self._changed:
-                self._items.popleft()
+                if self._items and self._items[0] is item:
+                    self._items.popleft()
 
     def _tell(self, what: str) -> None:
         if not self._loop.is_closed():
@@ -111,6 +117,10 @@ class Recorder:
     def write(self, effect: Write) -> None:
         """Have it written."""
         self._clerk.put(effect)
+
+    def drop(self) -> None:
+        """Another writes from now on, and begins after what is written: the rest it hears from the agents."""
+        self._clerk.drop()
 
     def close(self, limit: float) -> int:
         """Wait until all is written, and close the files; returns how much is not."""

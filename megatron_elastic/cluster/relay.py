@@ -7,7 +7,8 @@ need not send everybody's to everybody. Steps that were committed are kept until
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 import msgspec
 from msgspec.structs import replace
@@ -18,7 +19,6 @@ from megatron_elastic.cluster.messages import (
     Built,
     Committed,
     Decision,
-    Event,
     FromAgent,
     FromRank,
     Hello,
@@ -72,9 +72,10 @@ class Post:
         """Epoch of the layout that they are in."""
         self._epoch = 0
         """The highest one that was begun, as far as they have been told."""
+        self._lost = -1
+        """The highest rank that they have been told is dead."""
         self._shapes: dict[int, UnitShape] = {}
         self._key = b""
-        self._saved = 0
         self._recorded = 0
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
@@ -83,11 +84,13 @@ class Post:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
         return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
-    def past(self, torch_port: int, alone_since: float) -> Past:
-        """What is known here of the job, for a new coordinator."""
+    def past(self, torch_port: int, alone_since: float, started: Iterable[int]) -> Past:
+        """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
+        layouts = [decode(layout) for layout in self._layouts.values() if layout]
+        heard_of = chain((-1,), started, *((*each.ranks, *each.spares, *each.lost) for each in layouts))
         return Past(
-            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, torch_port=torch_port,
-            key=self._key, shapes=self._shapes, saved=self._saved, recorded=self._recorded,
+            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=max(self._lost, *heard_of),
+            torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since,
         )  # fmt: skip
 
@@ -111,10 +114,6 @@ class Post:
                 self._shapes |= message.shapes
             case Settled() | Switched():
                 self._enter(message.epoch)
-            case Event():
-                step = message.fields.get("step")
-                if message.kind == "saved" and isinstance(step, int):
-                    self._saved = max(self._saved, step)
             case Committed():
                 self._enter(message.epoch)
                 self.committed.append(message)
@@ -146,28 +145,34 @@ class Post:
             assert isinstance(content, Invite | Plan | Decision), type(content)
             content = replace(content, layout=restored(self._told, content.layout))
             payload = msgspec.msgpack.encode(content)
+        if (passed := self.noted(content)) is not content:
+            payload = msgspec.msgpack.encode(passed)
+        frame = wire.frame(payload)
+        for rank in message.ranks:
+            self._deliver(rank, frame)
+
+    def noted(self, content: ToRank) -> ToRank:
+        """Remember of a message to ranks what a later coordinator must know; returns it as they are to get it."""
         if isinstance(content, Plan | Decision):
             self._told = content.layout
+            self._shapes |= content.shapes
         match content:
             case Start():
                 self._key = content.key
                 self._layouts[0] = self._told
                 self._enter(0)
-                near = {rank: hello.address for rank, hello in self._hellos.items()}
-                payload = msgspec.msgpack.encode(replace(content, addresses=near))
+                return replace(content, addresses={rank: hello.address for rank, hello in self._hellos.items()})
             case Invite():
                 self._key = content.key
             case Plan():
                 self._layouts[content.epoch] = content.layout
             case Decision():
                 self._layouts[content.epoch] = content.layout
-                self._saved = max(self._saved, content.saved)
                 self._enter(content.epoch)
             case Interrupt():
                 self._epoch = max(self._epoch, content.epoch)
-        frame = wire.frame(payload)
-        for rank in message.ranks:
-            self._deliver(rank, frame)
+                self._lost = max(self._lost, *content.lost, -1)
+        return content
 
     def recall(self, message: Recall) -> None:
         """The coordinator lacks steps."""
@@ -187,6 +192,7 @@ class Post:
         if epoch > self._in_force and epoch in self._layouts:
             self._in_force = epoch
             self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}
+
 
 def restored(base: bytes, told: bytes) -> bytes:
     """The encoded layout that was told as the difference from ``base``."""

@@ -91,20 +91,23 @@ def committed(standing: Standing) -> Standing:
 
 
 def report(
-    standing: Standing, epoch: int, layout: Layout, held: Sequence[Part], versions: Mapping[int, Sequence[Part]],
-    now: float, newest: int, work: Progress | None = None,
+    standing: Standing, epoch: int, layout: Layout, held: Sequence[Part] | None, versions: Mapping[int, Sequence[Part]],
+    now: float, newest: int, saved: int, work: Progress | None = None,
 ) -> Report:
     """What it says when it is interrupted for ``epoch``.
 
-    ``layout``: the one that it is in. ``held``, ``versions`` and ``work`` as in the message. ``newest``: the epoch of
-    the newest layout in force, as the interrupt says; who has that one and just what it asks for need not list it.
+    ``layout``: the one that it is in. ``held`` and ``versions`` as in the message; ``held`` is None if it has no part
+    of the model yet. ``newest``: the epoch of the newest layout in force, as the interrupt says; who has that one and
+    just what it asks for need not list it.
+    ``saved``, ``work``: as in the message.
     """
-    brief = layout.epoch == newest and Holdings.of(layout).of_rank(standing.rank) == set(held)
+    parts = held or ()
+    brief = layout.epoch == newest and Holdings.of(layout).of_rank(standing.rank) == set(parts)
     return Report(
         rank=standing.rank, epoch=epoch, member=standing.member, step=standing.step, vote=standing.vote,
-        last=standing.last, held=None if brief else list(held),
+        last=standing.last, held=None if brief else list(parts), built=held is not None,
         versions={steps: list(parts) for steps, parts in versions.items()},
-        stale=standing.stale or standing.gathering, layout=standing.epoch, interrupted_at=now,
+        stale=standing.stale or standing.gathering, layout=standing.epoch, saved=saved, interrupted_at=now,
         work=work,
     )  # fmt: skip
 

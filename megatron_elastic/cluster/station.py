@@ -400,6 +400,8 @@ class Station:
         if self._coordinator is not None:
             self._coordinator.depose()
             self._coordinator = None
+            if self._records is not None:
+                self._records.drop()
             self._server.depose()
             self._uplink.detach()
             self._screen.say("this node coordinates no longer")

@@ -19,12 +19,13 @@ import runpy
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -138,6 +139,18 @@ class Continued(msgspec.Struct, frozen=True, tag=True):
 
 
 _requests: msgspec.msgpack.Decoder[Spawn | Kill] = msgspec.msgpack.Decoder(Spawn | Kill)
+
+
+def start(
+    agent: socket.socket, deathwatch: Deathwatch, directory: str, log: IO[bytes], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a zygote, which serves who has the other end of ``agent``, and writes to ``log``."""
+    arguments = f"{agent.fileno()}, {deathwatch.fd}, {deathwatch.slots}, {directory!r}"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; main({arguments})"],
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=[agent.fileno(), deathwatch.fd],
+        process_group=0,
+    )  # fmt: skip
 
 
 def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoReturn:

@@ -63,6 +63,15 @@ def readable(layout: Layout) -> Holdings:
     return Holdings.of(layout, Extent.ALL)
 
 
+def at_home(layout: Layout) -> Layout:
+    """The same layout without the copies that stages keep for each other."""
+    homes = [{cell.leader for cell in stage.cells} for stage in layout.stages]
+    return replace(layout, replicas=tuple(
+        tuple(tuple(copy for copy in copies if copy in homes[layout.home(unit)]) for copies in row)
+        for unit, row in enumerate(layout.replicas)
+    ))  # fmt: skip
+
+
 def _without(layout: Layout, index: int, dead: Set[int]) -> Stage:
     """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
     stage = layout.stages[index]

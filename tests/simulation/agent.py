@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Fence,
     FromRank,
+    Heartbeat,
     Launch,
+    Members,
     RankClosed,
     RankDying,
     RankExited,
     RankResumed,
     RankStopped,
     Recall,
-    Start,
     Stop,
     ToRank,
 )
 from megatron_elastic.cluster.relay import Post
+from tests.simulation.errors import Violation
+from tests.simulation.leadership import TORCH_PORT
+from tests.simulation.link import Link
 from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:
+    from tests.simulation.coordinator import Coordinator
     from tests.simulation.world import World
 
 
@@ -33,91 +35,135 @@ class ModelPost(Post):
     """The real one, for messages that are not encoded."""
 
     def pass_on(self, content: ToRank, ranks: tuple[int, ...], deliver: Any) -> None:
-        if isinstance(content, Start):
-            content = replace(content, addresses={rank: hello.address for rank, hello in self._hellos.items()})
+        content = self.noted(content)
         for rank in ranks:
             deliver(rank, content)
 
 
 class Agent:
-    """One node. ``local``: it runs in the coordinator's process."""
+    """One node."""
 
-    def __init__(self, world: World, node_rank: int, slots: int, local: bool) -> None:
+    def __init__(self, world: World, node_rank: int, slots: int) -> None:
         self.world = world
         self.node_rank = node_rank
         self.slots = slots
-        self.local = local
         self.host = f"host{node_rank}"
-        self.node = 0
-        """How the coordinator calls it."""
+        self.address = f"{self.host}:1"
+        self.member = f"{self.host}:2" if world.scenario.store == "embedded" else ""
         self.alive = True
-        self.connected = False
+        self.over = False
+        """Whether the job is over for it."""
+        self.link: Link | None = None
+        """Its dealings with the coordinator that it follows."""
+        self.followed = ""
+        """Where the last one was that it followed and that was not here."""
+        self.elects = False
+        """Whether it has been told how it learns who coordinates."""
+        self.alone_since: float | None = None
         self.cut_until = 0.0
         self.clock = 0.0
         """How far its clock is ahead."""
         self.ranks: dict[int, Rank] = {}
+        self.launched: set[int] = set()
+        """All ranks that ever were started here."""
+        self.slots_of: dict[int, int] = {}
+        """Local rank of every rank that runs here, or is being started."""
         self.post = ModelPost(lambda rank, frame: None, self.tell, self.world.after)
-        self._up: deque[Any] = deque()
-        self._down: deque[Any] = deque()
-        self._up_at = self._down_at = 0.0
+        self._torch_port = 0
         self._line_at: dict[int, float] = {}
+
+    @property
+    def connected(self) -> bool:
+        """Whether a coordinator hears what it says."""
+        return self.link is not None and self.link.open
+
+    @property
+    def local(self) -> bool:
+        """Whether the coordinator that it follows is in its own process."""
+        return self.link is not None and self.link.local
+
+    @property
+    def stands(self) -> bool:
+        """Whether it can coordinate."""
+        return self.alive and self.elects and not self.over
 
     @property
     def running(self) -> list[Rank]:
         """Ranks whose processes are there."""
         return [rank for rank in self.ranks.values() if rank.alive]
 
-    # ---- the connection ------------------------------------------------------------------------
+    # ---- coordinators --------------------------------------------------------------------------
 
     def introduce(self) -> None:
-        """It is ready."""
-        if self.alive:
-            self.connected = True
-            self.world.node_came(self, AgentHello(session="", node_rank=self.node_rank, slots=self.slots,
-                                                  host=self.host, heartbeat_timeout=2.5))
+        """It is ready, and comes to whoever coordinates."""
+        coordinator = self.world.leadership.coordinator
+        if coordinator is not None and coordinator.alive:
+            self.come(coordinator)
+        elif self.alive:
+            self.world.after(0.5, self.introduce)
+
+    def come(self, coordinator: Coordinator) -> None:
+        """Introduce itself to a coordinator."""
+        if not self.alive or self.over or not coordinator.alive:
+            return
+        if self.cut_until > self.world.now and coordinator.place is not self:
+            self.world.at(self.cut_until, self.hear_of, coordinator)
+            return
+        past = None if self.alone_since is None else self.post.past(self._torch_port, self.alone_since, self.launched)
+        self.link = Link(self.world, self, coordinator)
+        if not self.link.local:
+            self.followed = coordinator.address
+        self.link.tell(AgentHello(
+            session="", node_rank=self.node_rank, slots=self.slots, host=self.host, heartbeat_timeout=2.5,
+            address=self.address, member=self.member, running=self.post.running(self.slots_of), past=past,
+        ))  # fmt: skip
+
+    def hear_of(self, coordinator: Coordinator) -> None:
+        """The store says that this one coordinates."""
+        if self.elects and coordinator is self.world.leadership.coordinator and (
+            self.link is None or self.link.coordinator is not coordinator
+        ):
+            self.leave()
+            self.world.after(self.world.delay(0.002), self._come, coordinator)
+
+    def _come(self, coordinator: Coordinator) -> None:
+        if self.link is None:
+            self.come(coordinator)
+
+    def leave(self) -> None:
+        """Have no more to do with the coordinator that it follows."""
+        if self.link is not None:
+            self.link.close()
+            self.link.coordinator.left(self.link)
+            self.link, self.alone_since = None, self.alone_since or self.world.wall(self)
+
+    def lost(self, link: Link) -> None:
+        """The coordinator at the other end is gone."""
+        if self.link is link:
+            self.link, self.alone_since = None, self.world.wall(self)
+            if not self.elects:
+                self.end()
 
     def tell(self, message: Any) -> None:
-        """Send to the coordinator."""
-        if not self.alive or not self.connected:
-            return
-        self._up.append(message)
-        now = self.world.now
-        self._up_at = max(self._up_at, self.cut_until, now if self.local else now + self.world.delay(0.001))
-        self.world.at(self._up_at, self._arrive)
+        """Tell the coordinator, if there is one."""
+        if self.alive and self.link is not None:
+            self.link.tell(message)
 
-    def _arrive(self) -> None:
-        if not self.connected or not self._up:
-            return
-        if self.world.now < self.cut_until:
-            self.world.at(self.cut_until, self._arrive)
-            return
-        self.world.hear(self, self._up.popleft())
-
-    def obey(self, message: Any, ranks: tuple[int, ...] = ()) -> None:
-        """The coordinator sends a message: for the agent, or for these of its ranks."""
-        if not self.connected:
-            return
-        self._down.append((message, ranks, self.world.written))
-        now = self.world.now
-        self._down_at = max(self._down_at, self.cut_until, now if self.local else now + self.world.delay(0.001))
-        self.world.at(self._down_at, self._act)
-
-    def _act(self) -> None:
-        if self.world.now < self.cut_until:
-            self.world.at(self.cut_until, self._act)
-            return
-        if not self._down:
-            return
-        message, ranks, recorded = self._down.popleft()
-        if not self.alive:
-            return
+    def obey(self, message: Any, ranks: tuple[int, ...], recorded: int) -> None:
+        """Do what the coordinator says. ``recorded``: steps up to this one are on record."""
         self.post.recorded(recorded)
         if ranks:
             self.post.pass_on(message, ranks, self._deliver)
             return
         match message:
             case Launch():
-                for rank in message.ranks.values():
+                if message.torch_port != TORCH_PORT:
+                    raise Violation("port", f"ranks {message.ranks} are started with port {message.torch_port}")
+                self._torch_port = message.torch_port
+                self.world.checks.launched(self, message.ranks.values())
+                self.launched.update(message.ranks.values())
+                for slot, rank in message.ranks.items():
+                    self.slots_of[rank] = slot
                     self.world.after(self.world.spawn_delay(), self._start, rank)
             case Fence():
                 if message.rank in self.ranks:
@@ -126,8 +172,12 @@ class Agent:
                     self.world.fence_early(self, message.rank)
             case Recall():
                 self.post.recall(message)
+            case Members():
+                self.elects = bool(self.world.leadership.kind != "alone")
             case Stop():
                 self.end()
+            case Heartbeat():
+                pass
 
     def _deliver(self, rank: int, message: ToRank) -> None:
         if rank in self.ranks:
@@ -135,21 +185,19 @@ class Agent:
             self._line_at[rank] = at
             self.world.at(at, self.ranks[rank].receive, message)
 
-    def cut(self) -> None:
-        """The connection is gone for good, and all that was on its way."""
-        self.connected = False
-        self._up.clear()
-        self._down.clear()
-
-    def silent(self) -> None:
-        """The coordinator has given it up, and hears nothing from it any more."""
-        self.connected = False
-        self._up.clear()
-
     def end(self) -> None:
-        """End all ranks, and itself."""
+        """The job is over for this node: end all ranks."""
+        self.over = True
         for rank in self.running:
             self.world.after(self.world.delay(0.2), self.world.kill, rank)
+
+    def die(self) -> None:
+        """The machine is gone, with all that runs on it."""
+        self.alive = False
+        if self.link is not None:
+            self.link.close()
+        for rank in self.running:
+            self.world.kill(rank)
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -179,6 +227,7 @@ class Agent:
         world.after(world.delay(0.01) + 0.01, self._exited, number, code)
 
     def _exited(self, rank: int, code: int) -> None:
+        self.slots_of.pop(rank, None)
         self.post.news(RankExited(rank=rank, returncode=code, time=self.world.wall(self)))
 
     def stopped(self, rank: int) -> None:

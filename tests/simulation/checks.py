@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import Back, Decision, Invite, Plan, Reload, ToRank
+from megatron_elastic.cluster.messages import Back, Decision, Plan, Reload, ToRank
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.effects import End
 from megatron_elastic.layout import Layout, LayoutError
@@ -13,6 +13,9 @@ from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 
 if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+    from tests.simulation.coordinator import Coordinator
+    from tests.simulation.rank import Rank
     from tests.simulation.world import World
 
 
@@ -22,7 +25,6 @@ class Checks:
     def __init__(self, world: World) -> None:
         self._world = world
         self._layouts: dict[int, bytes] = {}
-        self._epoch = -1
         self._redone = 0
         """Steps up to this one may be done again although they are on record: state was lost."""
         self._excuses: set[str] = set()
@@ -34,9 +36,21 @@ class Checks:
         """A link between two ranks has broken."""
         self._links.append({one, other})
 
+    def launched(self, agent: Agent, ranks: Iterable[int]) -> None:
+        """An agent is to start ranks. Nobody whom the coordinator has asked may take them for others."""
+        assert agent.link is not None
+        coordinator = agent.link.coordinator
+        for rank in ranks:
+            knows = [link.agent.node_rank for link in coordinator.links.values() if link.open and (
+                rank in link.agent.launched or any(each.remembers(rank) for each in link.agent.running))]
+            if knows:
+                raise Violation("reused", f"rank {rank} is started a second time; nodes {knows} remember the first")
+
     def fenced(self, rank: int) -> None:
         """A rank is killed."""
         self._fenced.add(rank)
+        if (there := self._world.ranks.get(rank)) is not None and there.waits_for_a_decision(30.0):
+            raise Violation("fenced", f"rank {rank} is killed, which has reported and waits for a decision")
         quiet = not self._world.kinds.keys() & {"stop", "busy", "partition", "suspect", "node lost"}
         if quiet and len(self._links) == 1 and self._links[0] <= self._fenced:
             raise Violation("both ends", f"both ends of a bad link are killed, ranks {sorted(self._links[0])}")
@@ -49,22 +63,32 @@ class Checks:
 
     def line(self, record: Mapping[str, Any]) -> None:
         """A line of metrics."""
-        world, step = self._world, record["step"]
-        if step != world.written + 1:
-            raise Violation("ledger", f"the line of step {step} follows that of step {world.written}")
+        step = record["step"]
         if record["loss"] != 10 / step:
             raise Violation("ledger", f"the line of step {step} has another step's loss")
 
-    def layout(self, layout: Layout) -> None:
-        """A layout came into force."""
-        if layout.epoch <= self._epoch:
-            raise Violation("epoch", f"the layout of epoch {layout.epoch} comes after that of epoch {self._epoch}")
-        self._epoch = layout.epoch
+    def took_over(self) -> None:
+        """Another coordinates, who has not been told what those before it were told."""
+        self._excuses.add("another coordinates")
+        self._world.damage_forgotten()
 
-    def sent(self, message: ToRank) -> None:
-        """The coordinator says something to ranks."""
-        if not isinstance(message, Plan | Invite | Decision):
+    def layout(self, coordinator: Coordinator, layout: Layout) -> None:
+        """A layout came into force."""
+        if layout.epoch <= coordinator.epoch:
+            raise Violation("epoch", f"the layout of epoch {layout.epoch} comes after that of epoch "
+                                     f"{coordinator.epoch}")
+        coordinator.epoch = layout.epoch
+        for ranks in layout.hosts:
+            if len({self._world.ranks[rank].agent for rank in ranks}) > 1:
+                raise Violation("host", f"ranks {list(ranks)} are not of one host")
+
+    def sent(self, coordinator: Coordinator, message: ToRank) -> None:
+        """A coordinator says something to ranks."""
+        if not isinstance(message, Plan | Decision):
             return
+        leadership = self._world.leadership
+        if coordinator is not leadership.coordinator and message.epoch > leadership.base:
+            raise Violation("deposed", f"a coordinator that leads no more decides about epoch {message.epoch}")
         try:
             layout = decoded(message.layout)
         except LayoutError as error:
@@ -74,17 +98,33 @@ class Checks:
         if message.epoch != layout.epoch:
             raise Violation("epoch", f"{type(message).__name__} of epoch {message.epoch} with layout {layout.epoch}")
         if isinstance(message, Reload):
-            self._redone = self._world.written
+            self._redone = max(self._world.written, coordinator.newest)
             self._world.passed_step = message.step - 1
         elif isinstance(message, Back):
             if self._world.keeps:
                 self._world.passed_step = message.step - 1
-            elif self._redone < message.step <= self._world.written:
+            elif self._redone < message.step <= self._world.written and self._known(message.step):
                 raise Violation("redone", f"step {message.step} is done again, but it is on record")
 
-    def after(self, job: Job) -> None:
-        """After each event: nobody is waited for without a limit."""
+    def _known(self, step: int) -> bool:
+        """Whether a coordinator can know of a step's vote; one that has taken over hears it from those who are left."""
+        world = self._world
+        if "another coordinates" not in self._excuses:
+            return True
+        votes = [vote for rank in world.ranks.values() if rank.alive
+                 for vote in (rank.standing.vote, rank.standing.last) if vote is not None]
+        votes += [each.vote for agent in world.agents if agent.connected for each in agent.post.committed]
+        return any(vote.step == step for vote in votes)
+
+    def after(self, before: Job, job: Job) -> None:
+        """After each event: nobody is waited for without a limit, and nobody who is gone with a node."""
         timers = job.timers
+        if job.nodes is not before.nodes and job.gathering is None and job.layout is not None:
+            for rank, each in job.ranks.items():
+                if not each.lost and each.returncode is None and each.node not in job.nodes:
+                    raise Violation("no node", f"rank {rank} counts as alive, and its node is gone")
+        if job.gathering is not None and "gather" not in timers:
+            raise Violation("no limit", "agents are awaited without a timer")
         if job.recovery is not None and job.recovery.collecting and "report" not in timers:
             for rank in job.recovery.awaited:
                 if f"killed {rank}" not in timers:
@@ -105,15 +145,19 @@ class Checks:
 
     # ---- at the end ------------------------------------------------------------------------------
 
-    def over(self, end: End) -> None:
+    def over(self, coordinator: Coordinator, end: End) -> None:
         """The job is over. It must have been for a reason, and that must be true."""
         if end.ok:
-            self._finished()
-        elif (untrue := self._untrue(end.reason)) is not None:
+            self._finished(coordinator)
+        elif (untrue := self._untrue(coordinator, end.reason)) is not None:
             raise Violation("ended", f"{untrue}: {end.reason}")
 
-    def _finished(self) -> None:
+    def _finished(self, coordinator: Coordinator) -> None:
         world = self._world
+        for number, each in coordinator.job.ranks.items():
+            rank = world.ranks.get(number)
+            if each.lost and each.node in coordinator.links and rank is not None and rank.waits(1.0):
+                raise Violation("alive", f"rank {number} is lost, and waits for others")
         if not self._digested:
             raise Violation("digest", "the job ended well without a digest")
         for step in range(world.written + 1, world.total + 1):
@@ -121,30 +165,30 @@ class Checks:
                 if agent.connected and any(each.vote.step == step for each in agent.post.committed):
                     raise Violation("ledger", f"the line of step {step} is missing; node {agent.node_rank} knows it")
 
-    def _untrue(self, reason: str) -> str | None:
+    def _untrue(self, coordinator: Coordinator, reason: str) -> str | None:
         """What is wrong with an end, if anything."""
-        world, job = self._world, self._world.job
-        there = [rank for rank in world.ranks.values() if rank.alive and rank.agent.connected]
+        world, job = self._world, coordinator.job
+        there = _there(world, coordinator)
         if reason.startswith("training cannot go on"):
             assert job.layout is not None
             cells = [cell for stage in job.layout.stages for cell in stage.cells if not cell.shadow]
-            if not any(all(world.ranks[rank] in there and not job.ranks[rank].lost for rank in cell.ranks)
-                       for cell in cells):
+            if not any(all(world.ranks[rank] in there for rank in cell.ranks) for cell in cells):
                 return None  # no cell is whole, so there is nobody who could go on, from whatever state
             if "the copies of a slice differ" in reason:
                 return None if world.kinds["flip"] else "nothing was damaged"
-            if job.trust.saves and job.trust.verified is None:
+            if self._saved(coordinator, there):
                 return "there are checkpoints"
-            if any(step for step in job.trust.saves if job.trust.verified is not None and step <= job.trust.verified):
-                return "there are sound checkpoints"
-            return self._all_there()
+            return self._all_there(coordinator)
         if reason.startswith("every rank of the layout is dead"):
             assert job.layout is not None
-            left = [rank.rank for rank in there if rank.rank in job.layout.ranks and rank.standing.member
-                    and not job.ranks[rank.rank].lost]
+            left = [rank.rank for rank in there if rank.rank in job.layout.ranks and rank.standing.member]
             return f"ranks {left} are there" if left else None
         if reason.startswith("every rank is dead"):
-            left = [rank.rank for rank in there if not job.ranks[rank.rank].standby and not job.ranks[rank.rank].lost]
+            left = [rank.rank for rank in there if not job.ranks[rank.rank].standby]
+            return f"ranks {left} are there" if left else None
+        if reason.startswith("no node that knows the job"):
+            left = [rank.rank for rank in world.ranks.values()
+                    if rank.alive and rank.standing.member and rank.agent.stands and rank.agent.cut_until == 0]
             return f"ranks {left} are there" if left else None
         if "died before training began" in reason:
             return None if job.layout is None else "training had begun"
@@ -158,19 +202,24 @@ class Checks:
             return None
         return "that must not be"
 
-    def _all_there(self) -> str | None:
+    def _saved(self, coordinator: Coordinator, there: list[Rank]) -> bool:
+        """Whether there is a checkpoint that the coordinator should know and can trust."""
+        trust = coordinator.job.trust
+        if trust.verified is not None:
+            return any(step <= trust.verified for step in trust.saves)
+        return bool(trust.saves) or any(rank.saved for rank in there if rank.acknowledged)
+
+    def _all_there(self, coordinator: Coordinator) -> str | None:
         """Whether all state is there after all, at one step."""
-        world, job = self._world, self._world.job
+        world, job = self._world, coordinator.job
         assert job.layout is not None
         parts = set(job.layout.parts)
         for steps in (world.passed_step, world.passed_step - 1):
             found: set[tuple[int, int, int]] = set()
-            for rank in world.ranks.values():
-                if not rank.alive or job.ranks[rank.rank].lost or not rank.agent.connected:
-                    continue
+            for rank in _there(world, coordinator):
                 if rank.store is None:
                     if rank.standing.member:
-                        found.update(rank.held())
+                        return "nothing has been trained"
                     continue
                 for at, state in rank.store.live.items():
                     if not state.bad and (state.step == steps or (state.step == steps - 1 and state.grad)):
@@ -178,3 +227,11 @@ class Checks:
             if found >= parts:
                 return f"all state after {steps} steps is there"
         return None
+
+
+def _there(world: World, coordinator: Coordinator) -> list[Rank]:
+    """Ranks that a coordinator can count on."""
+    job = coordinator.job
+    return [rank for rank in world.ranks.values()
+            if rank.alive and rank.rank in job.ranks and not job.ranks[rank.rank].lost
+            and job.ranks[rank.rank].node in coordinator.links and rank.agent.connected]

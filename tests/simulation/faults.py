@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.simulation.agent import Agent
+from tests.simulation.link import Link
 from tests.simulation.rank import Rank
 from tests.simulation.scenario import SAYINGS, Fault
 
@@ -48,8 +49,12 @@ def happen(world: World, fault: Fault) -> None:
             _lose(world, rank.agent, fault.more % 2 == 0)
         case "partition":
             _cut(world, rank.agent, seconds)
+        case "coordinator":
+            _fell(world)
+        case "depose":
+            _depose(world, (0, 1, 2, 2)[fault.victim % 4], seconds)
         case "join":
-            agent = Agent(world, len(world.agents), (1, world.scenario.tp, 2, 3)[fault.more % 4], False)
+            agent = Agent(world, len(world.agents), (1, world.scenario.tp, 2, 3)[fault.more % 4])
             world.agents.append(agent)
             world.after(0.0, agent.introduce)
         case "scale":
@@ -57,7 +62,7 @@ def happen(world: World, fault: Fault) -> None:
         case "flip":
             world.damage(rank, fault.more)
         case "clock":
-            (rank.agent if fault.more % 2 else world).clock += (fault.more % 2000) - 1000.0
+            (rank.agent if fault.more % 2 else world.coordinator or rank.agent).clock += (fault.more % 2000) - 1000.0
         case "trouble":
             world.trouble(fatal=fault.more % 4 == 0)
         case "exit":
@@ -77,31 +82,78 @@ def _fail(world: World, rank: Rank) -> None:
 
 def _lose(world: World, agent: Agent, machine: bool) -> None:
     """A connection breaks for good, or the whole machine with it."""
-    if agent.local or not agent.connected:
+    link = agent.link
+    if link is None or link.local or not link.open:
         return
-    agent.cut()
+    link.close()
     if machine:
-        agent.alive = False
-        for rank in agent.running:
-            world.kill(rank)
+        agent.die()
     else:
         agent.end()
-    world.node_lost(agent, "lost")
+    link.coordinator.lose(link, "lost")
 
 
 def _cut(world: World, agent: Agent, seconds: float) -> None:
     """Nothing gets through between agent and coordinator for a while."""
-    if agent.local or not agent.connected or agent.cut_until > world.now:
+    link = agent.link
+    if link is None or link.local or not link.open or agent.cut_until > world.now:
         return
     agent.cut_until = world.now + seconds
     if seconds > 2.5:
-        world.after(2.5 + world.rng.random() * 0.4, _silent, world, agent)
+        world.after(2.5 + world.rng.random() * 0.4, _silent, world, link)
         world.last_fault = world.now + seconds
 
 
-def _silent(world: World, agent: Agent) -> None:
-    if not agent.connected:
+def _silent(world: World, link: Link) -> None:
+    if link.open:
+        link.silence()
+        link.coordinator.lose(link, "silent")
+        world.at(min(link.agent.cut_until, world.now + 8.0), _heard, link)
+
+
+def _heard(link: Link) -> None:
+    """An agent hears that it was given up, if it is not another coordinator's by now."""
+    if link.agent.link is link:
+        link.agent.end()
+
+
+# ---- who coordinates -------------------------------------------------------------------------------
+
+
+def _fell(world: World) -> None:
+    """The coordinator's process ends, and its machine if it is on one that has ranks."""
+    coordinator = world.coordinator
+    if coordinator is None:
         return
-    agent.silent()
-    world.node_lost(agent, "silent")
-    world.at(min(agent.cut_until, world.now + 8.0), agent.end)
+    place = coordinator.place
+    coordinator.end()
+    if place is not None:
+        place.die()
+    world.leadership.vacant(_election(world), place)
+
+
+def _depose(world: World, how: int, seconds: float) -> None:
+    """The coordinator lives on, and the store lets another lead. It may learn that when the other leads already."""
+    coordinator = world.coordinator
+    if coordinator is None or coordinator.term == 0:
+        return
+    place = coordinator.place
+    if how and place is not None and (how == 1 or seconds < 1.0):
+        for link in coordinator.links.values():
+            if not link.local:
+                link.close()
+        place.cut_until = world.now + seconds
+    if how == 0:  # it gives back its lease, and may get it again
+        coordinator.step_down()
+        world.leadership.vacant(_election(world) - 1.0 if seconds < 1.0 else _election(world), None)
+    elif how == 1 or world.scenario.shared:  # it is cut off from all others, and steps down in time
+        world.after(0.75, coordinator.step_down)
+        world.leadership.vacant(_election(world), place)
+    else:  # it was stopped for a while, and does not know at once; nothing keeps its lines out of a shared file then
+        world.after(0.75 + 5 * world.rng.random(), coordinator.step_down)
+        world.leadership.vacant(_election(world), place)
+
+
+def _election(world: World) -> float:
+    """Seconds until another leads."""
+    return 1.0 + 0.6 * world.rng.random()

@@ -12,8 +12,20 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Interrupt
-from megatron_elastic.cluster.protocol import change, damage, decision, ledger, loss, recovery, suspicion
+from megatron_elastic.cluster.protocol import (
+    change,
+    damage,
+    decision,
+    ledger,
+    loss,
+    recovery,
+    suspicion,
+    takeover,
+)
 from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.cluster.relay import Post
+from megatron_elastic.plan import everything
+from tests.simulation.disk import Recorder
 
 LIMIT = 20_000
 """Seeds after which a mutant counts as not found."""
@@ -223,3 +235,103 @@ def nodes_loss_names_only_its_first_rank() -> list[Patch]:
         real(turn, list(ranks)[:1] if cause in ("lost", "silent") else ranks, cause, when)
 
     return [patch.object(loss, "lose", lose)]
+
+
+@_mutant
+def who_has_not_built_counts_as_holding_its_part() -> list[Patch]:
+    """What a slice is to be can be derived: so all that the layout asks for is there, before anybody has built."""
+    real = standing.report
+
+    def report(now: standing.Standing, epoch: int, layout: Any, held: Any, *args: Any) -> Any:
+        parts = sorted(everything(layout).of_rank(now.rank)) if held is None else held
+        return real(now, epoch, layout, parts, *args)
+
+    return [patch.object(standing, "report", report)]
+
+
+@_mutant
+def stages_keep_copies_for_each_other_at_once() -> list[Patch]:
+    """Also those that are to keep them and do not know what the units are like."""
+    return [patch.object(recovery, "at_home", lambda layout: layout)]
+
+
+# ---- another coordinates -----------------------------------------------------------------------------
+
+
+@_mutant
+def decides_before_its_epoch_is_recorded() -> list[Patch]:
+    """A coordinator that leads no more decides, and is obeyed."""
+    real = recovery.decide_if_complete
+
+    def decide_if_complete(turn: Turn) -> None:
+        turn.set(recorded=turn.job.newest_epoch)
+        real(turn)
+
+    return [patch.object(recovery, "decide_if_complete", decide_if_complete)]
+
+
+def _learns(**fields: Any) -> list[Patch]:
+    """A new coordinator does not learn what agents know besides."""
+    real = Post.past
+    return [patch.object(Post, "past", lambda *args: replace(real(*args), **fields))]
+
+
+@_mutant
+def what_is_on_record_is_not_told_to_the_next() -> list[Patch]:
+    """A new coordinator writes all steps down again that agents still have."""
+    real = takeover.took_over
+    return [*_learns(recorded=0), patch.object(takeover, "took_over",
+                                               lambda turn, event: real(turn, replace(event, written=-1)))]
+
+
+@_mutant
+def what_is_not_on_record_is_not_told_to_the_next() -> list[Patch]:
+    """Steps that the coordinator before could not write down any more are missing."""
+    return _learns(committed=[])
+
+
+@_mutant
+def epochs_that_were_only_begun_are_not_told_to_the_next() -> list[Patch]:
+    """A new coordinator interrupts ranks for an epoch for which they have been interrupted."""
+    return _learns(epoch=0)
+
+
+@_mutant
+def ids_of_the_dead_are_given_again() -> list[Patch]:
+    """A new coordinator does not hear of ranks that died before they were in a layout."""
+    return _learns(newest=-1)
+
+
+@_mutant
+def shapes_are_not_told_to_the_next() -> list[Patch]:
+    """A new coordinator does not know what units are like that only the lost have built."""
+    return _learns(shapes={})
+
+
+@_mutant
+def checkpoints_are_not_told_to_the_next() -> list[Patch]:
+    """Who takes over knows of no checkpoint until the next one."""
+    return [patch.object(damage, "known", lambda turn, step: None)]
+
+
+@_mutant
+def nodes_that_came_share_a_host() -> list[Patch]:
+    """Nodes that are in no layout yet are no failure domains of their own for a new coordinator."""
+    real = takeover._hosts
+
+    def hosts(turn: Turn, known: Any, layout: Any) -> Any:
+        return {node: min(host, len(layout.hosts) - 1) for node, host in real(turn, known, layout).items()}
+
+    return [patch.object(takeover, "_hosts", hosts)]
+
+
+@_mutant
+def who_stepped_down_goes_on_writing() -> list[Patch]:
+    """What a coordinator could not write before it stepped down is written when another writes already."""
+    return [patch.object(Recorder, "drop", lambda recorder: None)]
+
+
+@_mutant
+def who_was_cut_off_is_not_fenced() -> list[Patch]:
+    """Ranks that were lost for the coordinator before come to the next one, and live on."""
+    return [patch.object(takeover, "Fence", lambda rank: None)]

@@ -45,8 +45,7 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.standing import Standing
-from megatron_elastic.layout import Layout, Transfer
-from megatron_elastic.plan import everything
+from megatron_elastic.layout import Layout, Transfer, UnitShape
 from megatron_elastic.plan.cost import UnitCost
 from megatron_elastic.plan.profile import Sample
 from tests.simulation.errors import Gone, Interrupted, Violation
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Steps = Generator[Any, Any, Any]
+_SHAPE = UnitShape(members=(), dtype="float32")
 WAIT_LIMIT = 300.0
 """``--elastic-wait-timeout``: a wait that lasts longer ends a real job."""
 
@@ -123,6 +123,8 @@ class Rank:
         self.store: Store | None = None
         self.weights: dict[int, int | None] = {}
         """Unit -> after how many steps its parameters here are; None if that is not known."""
+        self.shapes: set[int] = set()
+        """Units whose shapes it knows."""
         self.tenure = False
         self.plan: Plan | None = None
         self.settled = False
@@ -131,6 +133,8 @@ class Rank:
         self.due: list[tuple[int, SliceId]] = []
         """(source, slice) of what is to be fetched in the background."""
         self.save_first = world.start_step + 1
+        self.saved = world.start_step
+        """Step of the newest checkpoint that is complete for certain."""
         self.asked = 0
         self.busy_until = 0.0
         """Fault: it computes, and looks at nothing."""
@@ -247,6 +251,9 @@ class Rank:
             self.over = message.reason
         else:
             self.inbox.append(message)
+            if isinstance(message, Decision) and self.world.rng.random() < 0.2:
+                self.world.after(self.world.delay(0.005), self.poke)  # its main thread is slow to wake
+                return
         self.poke()
 
     def _take(self, types: tuple[type, ...]) -> ToRank | None:
@@ -263,6 +270,19 @@ class Rank:
             self.world.trace(f"rank {self.rank} says {message}")
         self.world.said(self, type(message).__name__)
         self.agent.heard(self.rank, message)
+
+    def remembers(self, peer: int) -> bool:
+        """Whether it has heard of a rank."""
+        return peer in self.forgotten or peer in self.known
+
+    def waits(self, seconds: float) -> bool:
+        """Whether it has waited so long for others, or for the coordinator."""
+        idle = not self.alive or self.stopped or self.done or self.want is None or type(self.want) is float
+        return not idle and self.world.now - self.since > seconds
+
+    def waits_for_a_decision(self, seconds: float) -> bool:
+        """Whether it has reported so long ago."""
+        return self.waits(seconds) and self.want == (Forward, Back, Reload)
 
     def note_gone(self, peer: int) -> None:
         if peer in self.known and peer not in self.forgotten and self.alive:
@@ -299,7 +319,7 @@ class Rank:
         world = self.world
         self.send(Hello(
             rank=self.rank, pid=1000 + self.rank, host=self.agent.host, address=self.address, linked=self.linked,
-            layout=world.first_bytes if self.rank == 0 else b"", start_step=world.start_step,
+            layout=world.first_bytes, start_step=world.start_step,
             train_iters=world.total, flags={}, likeness=b"x" if not self.world.odd(self.rank) else b"odd",
             tied=world.tied))
         if self.standing.member:
@@ -350,7 +370,10 @@ class Rank:
         self.hold()
         self.store, self.tenure, self.settled, self.plan = store, True, False, None
         self.standing = standing.built(self.standing)
-        self.send(Built(rank=self.rank, shapes={}))
+        self.tell_built()
+
+    def tell_built(self) -> None:
+        self.send(Built(rank=self.rank, shapes=dict.fromkeys(self.weights, _SHAPE)))
 
     def load(self, store: Store, step: int) -> None:
         if step != self.world.start_step and step not in self.world.saved:
@@ -367,6 +390,7 @@ class Rank:
     def hold(self) -> None:
         """The stage holds the units of the present layout; parameters of new ones are of no step."""
         self.weights = {unit: self.weights.get(unit) for unit in self.layout.held_by(self.rank)}
+        self.shapes.update(self.weights)
 
     def prepare(self, invite: Invite) -> Steps:
         layout = decoded(invite.layout)
@@ -374,6 +398,7 @@ class Rank:
         yield self.world.newcomer_delay()
         if self.store is None or self.store.tp != layout.tp_index(self.rank):
             self.store = Store(self.rank, layout.tp_index(self.rank), self.world.keeps)
+            self.shapes.update(invite.shapes)
         self.send(Ready(rank=self.rank, epoch=invite.epoch))
 
     # ---- a step ------------------------------------------------------------------------------
@@ -433,6 +458,7 @@ class Rank:
         meeting = yield self.meeting("vote", step, informed)
         if self.rank == layout.ranks[0] or world.tracing:
             world.passed(self, step)
+        self.saved = self.save_first - 1
         result = vote_of(step)
         self.standing = standing.voted(self.standing, result, all(meeting.posted.values()))
         if world.rng.random() < 0.5:
@@ -595,22 +621,12 @@ class Rank:
         if self.store is not None:
             self.store.abandon_loading()
             self.due.clear()
-        held, versions = self.held(), self.versions()
+        held = None if self.store is None else self.store.held()
+        versions = {} if self.store is None or not self.world.keeps else self.store.versions()
         now = self.world.wall(self.agent)
-        self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest))
+        self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest,
+                                  self.saved))
         return (yield (Forward, Back, Reload))
-
-    def held(self) -> list[tuple[int, int, int]]:
-        if self.store is not None:
-            return self.store.held()
-        return sorted(everything(self.layout).of_rank(self.rank))
-
-    def versions(self) -> dict[int, list[tuple[int, int, int]]]:
-        if not self.world.keeps:
-            return {}
-        if self.store is not None:
-            return self.store.versions()
-        return {self.standing.step - 1: self.held()}
 
     def adopt(self, decision: Decision) -> Steps:
         if isinstance(decision, Forward):
@@ -641,6 +657,7 @@ class Rank:
                 yield self.world.delay(0.05)
                 self.look()
                 self.load(self.store, decision.step - 1)
+                self.tell_built()
         yield from self.copy(edit[0], decision.step - 1)
         self.resume()
 
@@ -680,12 +697,13 @@ class Rank:
         self.layout, self.tenure = layout, False
         self.standing = standing.edited(self.standing, layout.epoch, decision.step, member, gather)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
-        self.save_first = decision.saved + 1
+        self.save_first, self.saved = decision.saved + 1, min(self.saved, decision.saved)
         if self.store is None:
             if not member:
                 self.tell_free()
             return None
         if member:
+            self.shapes.update(decision.shapes)
             self.hold()
             self.tenure, self.settled, self.plan = True, False, None
         yield self.world.delay(0.005)
@@ -751,6 +769,8 @@ class Rank:
             if move.dst == self.rank:
                 if move.src not in self.known:
                     raise Violation("no address", f"rank {self.rank} does not know where rank {move.src} is")
+                if move.unit not in self.shapes:
+                    raise Violation("no shape", f"rank {self.rank} is to keep a slice of unit {move.unit}")
                 store.expect(at, not fetched, done)
                 if fetched:
                     wanted.append((move.src, at))
@@ -840,7 +860,7 @@ class Rank:
         at = wanted[index][1]
         state = self.store.live.get(at)
         if state is None:
-            if self.want == () or self.acknowledged > epoch:
+            if self.want == () or self.interrupt_epoch > epoch:
                 return  # it has found damage, and dropped what is damaged; an interrupt follows, or has come
             raise Violation("invented", f"rank {self.rank} is asked for slice {at}, which it has not")
         self.world.after(self.world.copy_delay(), dst._got, wanted, index, epoch, token, state.step, state.bad)

@@ -10,11 +10,16 @@ from typing import Any
 KINDS = {
     "kill": 30, "kill two": 8, "kill newcomer": 10, "stop": 8, "busy": 3, "link": 12, "suspect": 4, "node lost": 7,
     "partition": 9, "join": 12, "scale": 6, "flip": 9, "clock": 3, "trouble": 1, "exit": 1, "fail": 1,
+    "coordinator": 25, "depose": 25,
 }
-"""How often each kind of fault is chosen."""
+"""How often each kind of fault is chosen; the last two where another can coordinate."""
+SUCCESSIONS = ("coordinator", "depose")
 MOMENTS = ("Interrupt", "Forward", "Back", "Reload", "Invite", "Plan", "Enter", "Moves", "Launch", "Fence", "Recall")
 """Messages of the coordinator at which something may happen."""
-SAYINGS = ("Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged", "Suspect")
+SAYINGS = (
+    "Committed", "Committed", "Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged",
+    "Suspect",
+)  # fmt: skip
 """Messages of ranks at which something may happen, most likely to who says it."""
 ENTRIES = ("Ready", "Plan", "Plan", "Switched", "Switched", "Switched", "Enter", "Settled")
 """What is said when ranks enter."""
@@ -58,7 +63,11 @@ class Scenario:
     early: bool = False
     """Whether faults happen before every rank has its part of the model."""
     apart: bool = False
-    """Whether the coordinator reaches the first node over a network, too."""
+    """Whether the coordinator is in no node's process: it reaches the first node over a network, and goes alone."""
+    store: str = "alone"
+    """What says who coordinates, as with ``--elastic-store``."""
+    shared: bool = True
+    """Whether all nodes write records on one disk."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -77,13 +86,18 @@ class Scenario:
             dp -= 1
         size = tp * pp * dp
         fits = [each for each in range(1, size + 1) if size % each == 0 and each >= tp]
+        per_node = rng.choice((*fits, *(each for each in fits if size // each >= 3)))
+        store = rng.choice(("alone", "embedded", "etcd", "etcd")) if size // per_node >= 3 else "alone"
+        kinds = {kind: often for kind, often in KINDS.items() if store != "alone" or kind not in SUCCESSIONS}
         verifies = rng.random() < 0.2
         respawn = rng.random() < 0.5
         faults: list[Fault] = []
         for index in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
-            what = rng.choices(list(KINDS), list(KINDS.values()))[0]
+            what = rng.choices(list(kinds), list(kinds.values()))[0]
             if index == 0 and verifies and rng.random() < 0.6:
                 what = "flip"
+            elif store != "alone" and rng.random() < 0.15:
+                what = rng.choice(SUCCESSIONS)
             if what == "flip" and not verifies:
                 what = "kill"
             dice, victim, more = rng.random(), rng.randrange(1 << 16), rng.randrange(1 << 16)
@@ -97,20 +111,27 @@ class Scenario:
                 moment, count = rng.choice(MOMENTS), rng.choice((1, 1, 1, 2, 2, 3, 4))
             elif dice < 0.7:
                 moment, count = rng.choice(SAYINGS), rng.choice((1, 1, 2, 3, 4, 6, 9))
+                if moment == "Committed" and what in ("link", "join", "suspect"):
+                    what = "kill"  # of who alone may know that step's vote
             else:
                 moment, count = "", rng.randrange(8 * size, 80 * size)
             faults.append(Fault(moment, count, what, victim, more))
+            if what in SUCCESSIONS and victim % 3 == 0:
+                what = rng.choice(("kill", "kill two", "join", "partition", *SUCCESSIONS))
+                faults.append(Fault("fault", more % 60, what, victim >> 1, more >> 1))
             if what == "flip" and victim % 3:
-                moment = ("Back", "Forward", "Reload", "Back", "Recovered", "Interrupt")[more % 6]
+                moment = ("Back", "Back", "Reload", "Back", "Recovered", "Back")[more % 6]
                 faults.append(Fault(moment, 1 + victim % 2, "kill", victim >> 1, more >> 1))
         return cls(
             seed=seed, tp=tp, pp=pp, dp=dp, layers=pp * rng.choice((1, 1, 2)), tied=rng.random() < 0.5,
-            slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((0, 1, 1, 1, 2)),
-            per_node=rng.choice(fits), steps=rng.choice((5, 8, 12, 20)), start_step=rng.choice((0, 0, 0, 3)),
+            slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((1, 2, 2) if verifies else (0, 1, 1, 1, 2)),
+            per_node=per_node, steps=rng.choice((5, 8, 12, 20) if store == "alone" else (12, 20, 30)),
+            start_step=rng.choice((0, 0, 0, 3)),
             respawn=respawn, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
-            early=False, apart=rng.random() < 0.5, faults=tuple(faults),
+            early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.3,
+            faults=tuple(faults),
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -129,9 +150,10 @@ class Scenario:
         plain: dict[str, Any] = {
             "tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
             "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False,
+            "store": "etcd" if self.store != "alone" else "alone", "shared": True,
             "layers": self.pp, "slices": self.dp,
         }  # fmt: skip
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]
         if self.steps > 3:
             found += [replace(self, steps=self.steps // 2), replace(self, steps=self.steps - 1)]
-        return found
+        return [each for each in found if each.size % each.per_node == 0]

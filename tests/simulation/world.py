@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import heapq
 import random
-import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megatron_elastic.cluster.messages import AgentHello, Damaged, Decision, Fence, Scale, Suspect, ToRank
-from megatron_elastic.cluster.messages import Said as FromAgentSaid
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Damaged, Scale, Suspect
 from megatron_elastic.cluster.protocol import Job, Settings, events
-from megatron_elastic.cluster.protocol import advance as protocol_advance
-from megatron_elastic.cluster.protocol.effects import (
-    CancelTimer,
-    Effect,
-    End,
-    ReadCosts,
-    Record,
-    Reply,
-    Send,
-    SetTimer,
-    Tell,
-    WriteDigest,
-    WriteLayout,
-    WriteMetrics,
-)
+from megatron_elastic.cluster.protocol.effects import End
 from megatron_elastic.layout import Layout
 from tests.simulation import faults
 from tests.simulation.agent import Agent
 from tests.simulation.checks import Checks
+from tests.simulation.coordinator import Coordinator
+from tests.simulation.disk import Disk, Recorder
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import first_layout
+from tests.simulation.leadership import Leadership
 from tests.simulation.rank import Meeting, Rank
 from tests.simulation.scenario import Scenario
 
@@ -40,6 +29,10 @@ _HORIZON = 1500.0
 """Seconds after the last fault within which a job must be over."""
 _BASE = 1e9
 """What clocks show at the beginning."""
+_SETTINGS = Settings(
+    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
+    report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
+)  # fmt: skip
 
 
 class World:
@@ -73,29 +66,20 @@ class World:
         # Who is there
         self.ranks: dict[int, Rank] = {}
         self.agents: list[Agent] = []
-        self.nodes: dict[int, Agent] = {}
         self.meetings: dict[tuple[int, str, int], tuple[Layout, Meeting]] = {}
         self.doomed: set[int] = set()
         """Ranks that were fenced before they were there."""
         self._frozen: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._damaged = False
-        # The coordinator
-        settings = Settings(
-            elastic=True, respawn=scenario.respawn, replay=scenario.replay, profile=None, start_timeout=180.0,
-            suspect_timeout=1.0, report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
-        )  # fmt: skip
-        self.job = Job.new(settings, scenario.size)
+        # Who coordinates
+        self.leadership = Leadership(self, scenario.store)
         self.checks = Checks(self)
         self.written = self.start_step
         self.passed_step = self.start_step
         """The last step whose vote somebody is past."""
         self.outcome: End | None = None
-        self._events: deque[events.Event] = deque()
-        self._busy = False
-        self._timers: dict[str, int] = {}
-        self._names = 0
-        self.clock = 0.0
-        """How far the coordinator's clock is ahead."""
+        self._disks: dict[Agent | None, Disk] = {}
+        self._recorders: dict[Agent | None, Recorder] = {}
         self.pending = list(scenario.faults)
         self._seen: Counter[str] = Counter()
         self._after_fault = 0
@@ -139,11 +123,10 @@ class World:
     def run(self) -> None:
         """Until the job is over. Raises Violation."""
         scenario = self.scenario
-        for node_rank in range(scenario.size // scenario.per_node):
-            self.agents.append(agent := Agent(self, node_rank, scenario.per_node,
-                                             node_rank == 0 and not scenario.apart))
-            self.after(0.0 if node_rank == 0 else self.delay(0.1), agent.introduce)
-        self._post(events.Begun(now=self.time, torch_port=1234, key=bytes(32)))
+        self.agents = [Agent(self, node_rank, scenario.per_node) for node_rank in range(self.nodes)]
+        self.leadership.begin(self.new_job(), None if scenario.apart else self.agents[0])
+        for agent in self.agents:
+            self.after(0.0 if agent.node_rank == 0 else self.delay(0.1), agent.introduce)
         heap, limit = self._heap, 40_000 + 3000 * scenario.size
         while self.outcome is None:
             if not heap:
@@ -155,8 +138,6 @@ class World:
                 self._faults()
             if self.count > limit or self.now > self.last_fault + _HORIZON:
                 raise Violation("stuck", self._standstill())
-        self.checks.over(self.outcome)
-
     def _all_built(self) -> bool:
         if not self._built:
             self._built = len(self.ranks) >= self.scenario.size and all(each.store for each in self.ranks.values())
@@ -165,8 +146,11 @@ class World:
     def _standstill(self) -> str:
         where = {rank: f"{type(each.want).__name__} {each.want.key if isinstance(each.want, Meeting) else each.want}"
                  for rank, each in self.ranks.items() if each.alive and not each.done}
-        return (f"nothing ends it after {self.count} events, {self.now:.0f} s; written {self.written}; epoch "
-                f"{self.job.epoch}, collecting {self.job.collecting}, timers {dict(self.job.timers)}; {where}")
+        coordinator = self.leadership.coordinator
+        job = None if coordinator is None else coordinator.job
+        what = "nobody coordinates" if job is None else (
+            f"epoch {job.epoch}, collecting {job.collecting}, timers {dict(job.timers)}")
+        return f"nothing ends it after {self.count} events, {self.now:.0f} s; written {self.written}; {what}; {where}"
 
     def trace(self, line: str) -> None:
         if self.lines is not None:
@@ -201,10 +185,11 @@ class World:
             self.trace(f"rank {rank.rank} dies ({code})")
         rank.alive = False
         rank.agent.died(rank, code)
+        unsent = 1.0 if self.rng.random() < 0.5 else 0.2
         for other in self.ranks.values():
             if not other.alive or other is rank:
                 continue
-            if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < 0.4:
+            if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < unsent:
                 other.want.blind.add(other.rank)
             near = other.agent is rank.agent
             if self.rng.random() < (0.5 if near else 0.2):
@@ -258,10 +243,11 @@ class World:
             raise Violation("twice", f"rank {rank.rank} comes twice to {key}")
         meeting.posted[rank.rank] = data
         if len(meeting.posted) == len(meeting.members) and meeting.waiting:
-            late = key[1] == "vote" and self.rng.random() < 0.1
+            late = key[1] == "vote" and self.rng.random() < 0.3
             for number in meeting.waiting:
-                if number != rank.rank:
-                    self.after(self.delay(0.05 if late else 0.002), self.ranks[number].woken, meeting)
+                if number != rank.rank:  # the lowest one is the first to know the result
+                    slow = late and number != meeting.members[0]
+                    self.after(self.delay(0.05 if slow else 0.002), self.ranks[number].woken, meeting)
         return meeting
 
     def said(self, rank: Rank, kind: str) -> None:
@@ -297,140 +283,91 @@ class World:
         state = store.live.get(at) if store is not None else None
         return None if state is None else state.bad
 
-    # ---- the coordinator -----------------------------------------------------------------------------
+    # ---- who coordinates -----------------------------------------------------------------------------
 
     @property
-    def time(self) -> float:
-        return _BASE + self.now + self.clock
+    def nodes(self) -> int:
+        """Nodes of the beginning."""
+        return self.scenario.size // self.scenario.per_node
 
-    def node_came(self, agent: Agent, hello: AgentHello) -> None:
-        self._names += 1
-        agent.node = self._names
-        self.nodes[agent.node] = agent
-        self._post(events.NodeCame(now=self.time, node=agent.node, hello=hello))
+    @property
+    def base(self) -> float:
+        """What clocks show at the beginning."""
+        return _BASE
 
-    def node_lost(self, agent: Agent, cause: str) -> None:
-        """The coordinator has lost an agent."""
-        self._post(events.NodeLost(now=self.time, node=agent.node, cause=cause, since=self.time))
-        self.nodes.pop(agent.node, None)
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """Who was elected last, or began, if that one is there."""
+        coordinator = self.leadership.coordinator
+        return coordinator if coordinator is not None and coordinator.alive else None
 
-    def hear(self, agent: Agent, message: Any) -> None:
-        if isinstance(message, FromAgentSaid):
-            if isinstance(message.message, Damaged):
-                self._damage_told(message.message)
-            self._post(events.Said(now=self.time, node=agent.node, message=message.message, also=tuple(message.also)))
+    def new_job(self) -> Job:
+        """The job as it begins for a coordinator."""
+        settings = replace(_SETTINGS, respawn=self.scenario.respawn, replay=self.scenario.replay)
+        return Job.new(settings, self.scenario.size)
+
+    def disk(self, place: Agent | None) -> Disk:
+        """Where the records are that are written in ``place``."""
+        return self._disks.setdefault(None if self.scenario.shared else place, Disk())
+
+    def recorder(self, place: Agent | None) -> Recorder:
+        """That of the process of ``place``."""
+        if place not in self._recorders:
+            self._recorders[place] = Recorder(self.disk(place), self._write_later, self._wrote)
+        return self._recorders[place]
+
+    def _write_later(self, write: Callable[[], None]) -> None:
+        if self.scenario.store == "alone":
+            write()
         else:
-            self._post(events.News(now=self.time, node=agent.node, news=message))
+            self.after(self.delay(1.0 if self.rng.random() < 0.02 else 0.001), write)
 
-    def _damage_told(self, message: Damaged) -> None:
+    def _wrote(self, step: int) -> None:
+        if step > self.written + 1:
+            raise Violation("ledger", f"the line of step {step} follows that of step {self.written}")
+        self.written = max(self.written, step)
+
+    def over(self, coordinator: Coordinator, end: End) -> None:
+        """A coordinator says that the job is over. That counts if no other has been elected meanwhile."""
+        if coordinator is self.leadership.coordinator and self.outcome is None:
+            self.outcome = end
+            self.checks.over(coordinator, end)
+
+    def abandoned(self) -> None:
+        """Nobody is left who could coordinate: every node ends its ranks."""
+        self.outcome = End(False, "nobody coordinates")
+
+    def tell(self, message: object) -> None:
+        """A coordinator says something: it may be what a fault waits for."""
+        self._seen[type(message).__name__] += 1
+
+    def damage_told(self, message: Damaged, epoch: int) -> None:
         """From now on nobody may count on these copies."""
         self.tainted.update(step for step, bad in self.saved.items() if bad and step > message.verified)
         for each in message.found:
             store = self.ranks[each.rank].store
             state = store.live.get((each.unit, each.slice)) if store is not None else None
             if state is not None:
-                state.told = self.job.newest_epoch
+                state.told = epoch
+
+    def damage_forgotten(self) -> None:
+        """Another coordinates, who has not been told: verification finds it again."""
+        self.tainted.clear()
+        for rank in self.ranks.values():
+            for state in rank.store.live.values() if rank.store is not None else ():
+                state.told = None
 
     def ask(self, stages: int) -> None:
-        self._names += 1
-        self._post(events.Asked(now=self.time, person=self._names, request=Scale(stages=stages)))
+        """A person asks for a number of stages."""
+        if (coordinator := self.coordinator) is not None:
+            person = coordinator.name()
+            coordinator.post(events.Asked(now=coordinator.time, person=person, request=Scale(stages=stages)))
 
     def trouble(self, fatal: bool) -> None:
-        self._post(events.Troubled(now=self.time, what="the disk is full", fatal=fatal))
+        """An effect cannot be carried out."""
+        if (coordinator := self.coordinator) is not None:
+            coordinator.post(events.Troubled(now=coordinator.time, what="the disk is full", fatal=fatal))
 
     def accuse(self, rank: Rank, suspects: Collection[int]) -> None:
         """A rank says that it cannot reach others."""
         rank.send(Suspect(rank=rank.rank, epoch=rank.standing.epoch, suspects=list(suspects), reason="simulated"))
-
-    def _post(self, event: events.Event) -> None:
-        self._events.append(event)
-        if self._busy:
-            return
-        self._busy = True
-        while self._events:
-            self._work(self._events.popleft())
-        self._busy = False
-
-    def _work(self, event: events.Event) -> None:
-        if self.tracing:
-            self.trace(f"coordinator: {_short(event)}")
-        before, snapshot = self.job, repr(self.job) if self.count % 997 == 0 else ""
-        try:
-            self.job, effects = ADVANCE(self.job, event)
-        except Exception:
-            raise Violation("raised", traceback.format_exc()) from None
-        if snapshot and repr(before) != snapshot:
-            raise Violation("changed", "advance has changed the job that it was given")
-        for effect in effects:
-            self._do(effect)
-        if self.outcome is None:
-            self.checks.after(self.job)
-
-    def _do(self, effect: Effect) -> None:
-        match effect:
-            case Send():
-                self._send(effect.message, effect.ranks)
-            case Tell():
-                self._seen[type(effect.message).__name__] += 1
-                if self.tracing:
-                    self.trace(f"    to node {effect.node}: {effect.message}")
-                if isinstance(effect.message, Fence):
-                    self.checks.fenced(effect.message.rank)
-                if (agent := self.nodes.get(effect.node)) is not None:
-                    agent.obey(effect.message)
-            case SetTimer():
-                self._timers[effect.name] = effect.serial
-                self.after(effect.delay, self._expire, effect.name, effect.serial)
-            case CancelTimer():
-                self._timers.pop(effect.name, None)
-            case WriteMetrics():
-                self.checks.line(effect.record)
-                self.written = effect.record["step"]
-            case WriteLayout():
-                self.checks.layout(effect.layout)
-            case WriteDigest():
-                self.checks.digest(effect.digest)
-            case End():
-                self.outcome = self.outcome or effect
-            case ReadCosts():
-                self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
-            case Record():
-                self._events.append(events.Recorded(now=self.time, epoch=effect.epoch))
-            case Reply():
-                pass
-            case _:
-                if self.tracing:
-                    self.trace(f"    {_short(effect)}")
-
-    def _expire(self, name: str, serial: int) -> None:
-        if self._timers.get(name) == serial:
-            del self._timers[name]
-            self._post(events.Expired(now=self.time, name=name, serial=serial))
-
-    def _send(self, message: ToRank, ranks: tuple[int, ...]) -> None:
-        self._seen[type(message).__name__] += 1
-        if self.tracing:
-            self.trace(f"    to {list(ranks)}: {_short(message)}")
-        self.checks.sent(message)
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            node = self.job.ranks[rank].node
-            if node in self.nodes:
-                assert node is not None
-                by_node.setdefault(node, []).append(rank)
-        for node, those in by_node.items():
-            self.nodes[node].obey(message, tuple(those))
-        if isinstance(message, Decision) and type(message).__name__ != "Enter":
-            self._events.append(events.Sent(now=self.time, epoch=message.epoch))
-
-
-ADVANCE = protocol_advance
-"""What is simulated; ``mutants`` put defects into it."""
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    layout = getattr(value, "layout", None)
-    if isinstance(layout, bytes) and layout:
-        text = text.replace(repr(layout), "LAYOUT")
-    return text if len(text) < 400 else f"{text[:400]}..."

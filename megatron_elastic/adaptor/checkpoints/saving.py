@@ -52,6 +52,8 @@ class Saving:
         self._begun: _Write | None = None
         self.first = first
         """The first step whose checkpoint is not on disk yet."""
+        self.certain = first - 1
+        """Step of the newest checkpoint of which this rank knows that it has its name; 0 without one."""
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is to be begun after ``done`` steps: now, or since one that was lost to a fault."""
@@ -109,9 +111,13 @@ class Saving:
         self._begun, self.first = None, write.step + 1
         return write.step
 
+    def voted(self) -> None:
+        """All ranks have voted: the first one, too, has done with what is complete, and was not lost before."""
+        self.certain = self.first - 1
+
     def abandon(self, saved: int) -> None:
         """A fault: the newest complete checkpoint is that of step ``saved``. What was being written is forgotten."""
-        self._begun, self.first = None, saved + 1
+        self._begun, self.first, self.certain = None, saved + 1, min(self.certain, saved)
 
 
 class _Write:

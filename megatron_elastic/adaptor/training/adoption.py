@@ -110,6 +110,7 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     edit.store.retire(())
     if trainer.standing.member:
         building.load(trainer, edit.store, decision.step - 1)
+        building.tell(trainer)  # all who knew it of some may be dead
     _copy(trainer, edit, decision.step - 1)
     _train(trainer, edit)
 

@@ -21,9 +21,14 @@ def build(trainer: Trainer) -> None:
     tenure = trainer.begin_tenure(layout, store)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
     trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
-    shapes = {unit: buffer.partition.shape for unit, buffer in stage.units.items()}
-    trainer.control.send(Built(rank=trainer.rank, shapes=shapes))
+    tell(trainer)
     trainer.prepared()
+
+
+def tell(trainer: Trainer) -> None:
+    """Tell what the units here are like."""
+    shapes = {unit: buffer.partition.shape for unit, buffer in trainer.stage.units.items()}
+    trainer.control.send(Built(rank=trainer.rank, shapes=shapes))
 
 
 def prepare(trainer: Trainer, invite: Invite) -> None:

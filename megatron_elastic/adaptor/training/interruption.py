@@ -10,7 +10,6 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect
-from megatron_elastic.plan import everything
 
 
 def handle(trainer: Trainer, interrupted: Interrupted) -> None:
@@ -43,27 +42,15 @@ def _report(trainer: Trainer) -> Decision:
     epoch = flag.epoch
     flag.acknowledge(epoch)
     random.leave_checkpointing()
-    if trainer.store is not None:
-        trainer.store.abandon_loading()
-    held, versions = _held(trainer), _versions(trainer)
+    store = trainer.store
+    if store is not None:
+        store.abandon_loading()
+    held = None if store is None else store.held()
+    versions = {} if store is None or trainer.config.replay == "gradient" else store.versions()
+    now, saved = time.time(), trainer.saving.certain
     work = None if trainer.work is None else trainer.work.progress()
     trainer.control.send(
-        standing.report(trainer.standing, epoch, trainer.layout, held, versions, time.time(), flag.layout, work)
+        standing.report(trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved, work)
     )
     trainer.hooks.at("report")
     return trainer.control.wait((Forward, Back, Resume, Reload), timeout=trainer.config.wait_timeout)
-
-
-def _held(trainer: Trainer) -> list[standing.Part]:
-    if trainer.store is not None:
-        return trainer.store.held()
-    # Nothing is trained yet: what a slice is to be can be derived from the seed or the checkpoint.
-    return sorted(everything(trainer.layout).of_rank(trainer.rank))
-
-
-def _versions(trainer: Trainer) -> dict[int, list[standing.Part]]:
-    if trainer.config.replay == "gradient":
-        return {}
-    if trainer.store is not None:
-        return trainer.store.versions()
-    return {trainer.standing.step - 1: _held(trainer)}

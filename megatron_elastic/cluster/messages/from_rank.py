@@ -96,10 +96,14 @@ class Report(Message, frozen=True):
     """
     interrupted_at: float
     """``time.time()`` when the main thread unwound."""
+    built: bool = True
+    """Whether it has its part of the model; who has not holds nothing."""
     stale: bool = False
     """Whether its parameters may not be what their owners hold."""
     layout: int = 0
     """Epoch of the layout that it has made true, whole or in part."""
+    saved: int = 0
+    """Step of the newest complete checkpoint that it knows of; 0 without one."""
     versions: dict[int, list[Part]] = msgspec.field(default_factory=dict)
     """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
 

@@ -25,12 +25,12 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """The newest one that its ranks have been in."""
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
+    newest: int
+    """The highest id of a rank, as far as it or its ranks have been told."""
     torch_port: int
     key: bytes
     """That of ``Start``."""
     shapes: dict[int, UnitShape]
-    saved: int
-    """Step of the newest complete checkpoint that it has heard of."""
     recorded: int
     """Steps up to this one are on record, as it was told."""
     committed: list[Committed]

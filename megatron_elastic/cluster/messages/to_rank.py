@@ -97,7 +97,7 @@ class Resume(Decision, frozen=True):
 
 
 class Reload(Decision, frozen=True):
-    """Some state has no live copy: everybody goes back to the checkpoint of ``step - 1``."""
+    """Some state has no live copy, or none yet: all go back to the checkpoint of ``step - 1``, or to the beginning."""
 
 
 class Enter(Decision, frozen=True):

@@ -20,8 +20,16 @@ def saved(turn: Turn, message: Event) -> None:
     """A checkpoint is complete."""
     step = message.fields["step"]
     assert isinstance(step, int)
+    known(turn, step)
+
+
+def known(turn: Turn, step: int) -> None:
+    """A rank knows of the complete checkpoint of ``step``; 0: of none. Who was to tell of it may be gone. While damage
+    is healed, some may still know of one that was given up.
+    """
     trust = turn.job.trust
-    turn.set(trust=replace(trust, saves=(*trust.saves, step)))
+    if step > trust.newest_save and trust.verified is None:
+        turn.set(trust=replace(trust, saves=(*trust.saves, step)))
 
 
 def noted(turn: Turn, message: Damaged) -> None:

@@ -215,8 +215,9 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Where the coordinator before listened."""
     running: Map[int, Rank] = Map()
     layout: Layout | None = None
+    newest: int = -1
+    """The highest id of a rank that anybody has heard of."""
     committed: tuple[Committed, ...] = ()
-    saved: int = 0
     since: float | None = None
     """Since when there was no coordinator."""
     later: tuple[Said | News, ...] = ()

@@ -127,7 +127,9 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
         running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
         turn.set(gathering=replace(job.gathering, running=Map(running)))
         return
-    alive = [rank for rank in node.ranks if job.ranks[rank].returncode is None and not job.ranks[rank].lost]
+    # A node that has come again has another number, and its ranks are that one's.
+    alive = [rank for rank in node.ranks if membership.runs_on(job, rank, event.node)
+             and job.ranks[rank].returncode is None and not job.ranks[rank].lost]
     if job.layout is None and not job.launched:
         membership.leave(turn, node)
     elif not alive:

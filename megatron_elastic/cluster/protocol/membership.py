@@ -24,6 +24,8 @@ def came(turn: Turn, event: NodeCame) -> None:
 
     The ranks of a node that comes to a running job join it, under new ids.
     """
+    if event.hello.past is not None:
+        given(turn, event.hello.past.newest)
     job, hello = turn.job, event.hello
     if hello.running:
         # Others have taken over what its ranks did, while it had no coordinator.
@@ -50,6 +52,13 @@ def add(turn: Turn, node: int, hello: AgentHello) -> None:
     there = Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots, address=hello.address,
                  member=hello.member)
     turn.set(nodes=turn.job.nodes.set(node, there))
+
+
+def given(turn: Turn, newest: int) -> None:
+    """Ids up to ``newest`` were given. Who had one that is not known here is dead, and others may remember that."""
+    known = turn.job.ranks
+    turn.set(ranks=known.update({rank: Rank(joined=False, standby=True, lost=True)
+                                 for rank in range(newest + 1) if rank not in known}))
 
 
 def tell_members(turn: Turn, node: int) -> None:

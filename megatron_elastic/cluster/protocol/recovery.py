@@ -32,7 +32,7 @@ from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, withou
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
-from megatron_elastic.plan import NoLayout, StateLost, everything, lose, readable
+from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, lose, readable
 
 Held = Mapping[int, Collection[Part] | None]
 """What each rank has; None: just what the newest layout asks for."""
@@ -96,6 +96,7 @@ def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
         return
     for rank in ranks:
         suspicion.reported(turn, rank)
+    damage.known(turn, message.saved)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
         ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
@@ -214,7 +215,10 @@ def _plan(turn: Turn, old: Layout, at_work: Collection[Report]) -> tuple[Decided
             decided = _fall_back(turn, decided, damage.undecided(job.trust) or str(lost_state))
     # Those who have not gone back yet have told of votes that are not cast any more.
     ledger.rewind(turn, decided.step - 1)
-    return decided, held, lose(old, lost, readable(old), job.epoch)
+    layout = lose(old, lost, readable(old), job.epoch)
+    if not all(report.built for report in at_work) or len(job.shapes) < len(old.units):
+        layout = at_home(layout)  # who is to keep slices of another stage's unit has to know what it is like
+    return decided, held, layout
 
 
 def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
@@ -222,6 +226,9 @@ def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
     begun = job.recovery.decided
     if begun is not None and begun.decision == "reload" and job.recovery.back_at is None:
         return begun  # some have gone back to the checkpoint and some have not
+    if not all(report.built for report in at_work):
+        # Training has not begun: all have, or make, what a checkpoint or the seed says.
+        return Decided("reload", min(report.step for report in at_work))
     return decide(at_work, job.ledger.votes)
 
 

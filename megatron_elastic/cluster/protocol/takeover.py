@@ -6,7 +6,7 @@ interrupted once: their reports tell the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from immutables import Map
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import Fence
 from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
-from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank, Trust
+from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, decode
 
@@ -37,7 +37,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     job, hello, known, past = turn.job, event.hello, turn.job.gathering, event.hello.past
     assert known is not None
     membership.add(turn, event.node, hello)
-    if past is None:  # a new node, which can join when the job is known
+    if past is None or not past.torch_port:  # nothing was ever started there: it can join when the job is known
         turn.set(early=(*job.early, (event.node, hello.slots)))
         membership.tell_members(turn, event.node)
         return
@@ -53,8 +53,8 @@ def came(turn: Turn, event: NodeCame) -> None:
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
         gathering=replace(
             known, running=known.running.update(running), layout=layout if newer else known.layout,
-            written=max(known.written, past.recorded), committed=(*known.committed, *past.committed),
-            saved=max(known.saved, past.saved),
+            newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
+            committed=(*known.committed, *past.committed),
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         ),
     )  # fmt: skip
@@ -104,14 +104,16 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     assert job.first is not None
     turn.cancel_timer("gather")
     missing = [rank for rank in (*layout.ranks, *layout.spares) if rank not in known.running]
+    hosts = _hosts(turn, known, layout)
     turn.set(
-        gathering=None, layout=layout, since=Map(dict.fromkeys(layout.ranks, 0)), hosts=len(layout.hosts),
-        ranks=job.ranks.update(_ranks(turn, known, layout)),
+        gathering=None, layout=layout, since=Map(dict.fromkeys(layout.ranks, 0)),
+        hosts=1 + max([len(layout.hosts) - 1, *hosts.values()]),
+        ranks=job.ranks.update(_ranks(known, layout, hosts)),
         ledger=Ledger(written=max(known.written, job.first.start_step), total=job.first.train_iters,
                       previous_time=turn.now),
-        trust=Trust(saves=(known.saved,) if known.saved else ()),
         unsettled=job.unsettled.update(dict.fromkeys(layout.ranks)),
     )  # fmt: skip
+    membership.given(turn, known.newest)
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     for rank in layout.lost:
@@ -129,21 +131,23 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
             membership.join(turn, node, slots)
 
 
-def _ranks(turn: Turn, known: Gathering, layout: Layout) -> Iterable[tuple[int, Rank]]:
+def _ranks(known: Gathering, layout: Layout, hosts: Mapping[int | None, int]) -> Iterable[tuple[int, Rank]]:
     """All ranks there ever were, as far as that matters."""
     for rank in (*layout.ranks, *layout.spares, *layout.lost):
         each = known.running.get(rank, Rank())
         yield rank, replace(each, host=layout.host_of(rank), lost=rank in layout.lost)
     for rank, each in known.running.items():
         if rank not in layout.places and rank not in layout.spares and rank not in layout.lost:
-            assert each.node is not None
-            host = _host(turn, known, layout, each.node)
-            yield rank, replace(each, host=host, joined=False, standby=True)
+            yield rank, replace(each, host=hosts[each.node], joined=False, standby=True)
 
 
-def _host(turn: Turn, known: Gathering, layout: Layout, node: int) -> int:
-    """The failure domain of a node whose other ranks are in the layout; a new one if none is."""
-    for rank in turn.job.nodes[node].ranks:
-        if rank in layout.places or rank in layout.spares:
-            return layout.host_of(rank)
-    return len(layout.hosts)
+def _hosts(turn: Turn, known: Gathering, layout: Layout) -> dict[int | None, int]:
+    """The failure domain of each node that runs ranks: the layout's, or a new one if none of its ranks is in that."""
+    hosts: dict[int | None, int] = {}
+    new = len(layout.hosts)
+    for node, there in turn.job.nodes.items():
+        ranks = [rank for rank in there.ranks if rank in layout.places or rank in layout.spares]
+        if any(each.node == node for each in known.running.values()):
+            hosts[node] = layout.host_of(ranks[0]) if ranks else new
+            new += not ranks
+    return hosts
