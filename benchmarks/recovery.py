@@ -2,7 +2,8 @@
 
 Jobs of TP1 x PP2 and the rest data parallel, with a tiny GPT. A kill takes a cell away. A job has kills in all columns
 but two, one after the other, with undisturbed steps between them in which the replicas come back. Every job is compared
-bit for bit with one that nothing disturbed. With ``--params`` it is about models of several sizes instead.
+bit for bit with one that nothing disturbed. With ``--params`` it is about models of several sizes instead, and with
+``--decision`` about how the step goes on in which a rank dies.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from by_size.models import RANKS, Model, accumulation, available_memory, lose_ranks
+from by_size.redoing import REDO, redo
 from by_size.restart import restart_ms
 from by_size.shards import move_ms
 from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, step_times, summary
@@ -122,6 +124,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add_model_flags(parser)
     parser.add_argument("--params", type=_models, metavar="SIZES",
                         help=f"instead: {RANKS} ranks, PP1 and PP2, models of these sizes, for instance 2M,20M,100M")
+    parser.add_argument("--decision", type=_decisions, metavar="NAMES", help="instead: what a kill in mid-step "
+                        f"costs in four layouts of {RANKS} ranks, if the step is resumed or done again: resume,back; "
+                        "models as in --params (default: 2M)")
     parser.add_argument("--alternatives", action="store_true", help="with --params: also restart a plain job from "
                         "checkpoints with torchrun, and move a contiguous shard, with the same models")
     options = parser.parse_args(argv)
@@ -140,6 +145,25 @@ def _models(text: str) -> list[Model]:
         return [Model.parse(name) for name in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _decisions(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names).difference(REDO):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: only {' and '.join(REDO)} can be asked for")
+    return names
+
+
+def compare_decisions(argv: Sequence[str], models: Sequence[Model], decisions: Sequence[str], repeat: int) -> None:
+    """Measure what kills in mid-step cost, and print the result."""
+    load, data = load_average(), prepare_data()
+    mode = accumulation(models, available_memory())
+    with run_root() as root:
+        emit("recovery", argv, {
+            "by_size": {model.name: redo(model, data, mode, decisions, repeat, root) for model in models},
+            "accumulation": mode,
+            "load_before": load,
+        })
 
 
 def compare_sizes(argv: Sequence[str], models: Sequence[Model], alternatives: bool) -> None:
@@ -179,6 +203,9 @@ def compare_sizes(argv: Sequence[str], models: Sequence[Model], alternatives: bo
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0 if all jobs finished and were identical to the undisturbed one."""
     options = parse_args(argv)
+    if options.decision:
+        compare_decisions(argv, options.params or _models("2M"), options.decision, options.repeat)
+        return 0
     if options.params:
         compare_sizes(argv, options.params, options.alternatives)
         return 0

@@ -32,6 +32,8 @@ class ElasticConfig:
     replicas: int = 1
     respawn: bool = False
     verify_every: int = 0
+    redo: str = "lost"
+    log_mb: float = 4096.0
     profile: str | None = None
     replay: str = "gradient"
     background_mbps: float = 0.0
@@ -71,6 +73,8 @@ class ElasticConfig:
             raise UsageError(f"--elastic-verify-every must be 0 (never) or more, got {self.verify_every}")
         if self.background_mbps < 0:
             raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
+        if self.log_mb < 0:
+            raise UsageError(f"--elastic-log-mb must be 0 or more, got {self.log_mb:g}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")
         tls = {"cert": self.tls_cert, "key": self.tls_key, "ca": self.tls_ca}
@@ -141,6 +145,13 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-verify-every", type=int, metavar="N", default=d.verify_every,
                        help="compare the checksums of weights and optimizer state with those of their copies, each "
                        "slice once in N steps, and heal what is damaged; 0: never (default: %(default)s)")
+    group.add_argument("--elastic-redo", choices=("lost", "step"), default=d.redo,
+                       help="what is computed again after a loss in mid-step: lost: what the lost cells had done; "
+                       "step: all of the step (default: %(default)s)")
+    group.add_argument("--elastic-log-mb", type=float, metavar="X", default=d.log_mb,
+                       help="megabytes that a rank may keep of what it sends to other stages in a step, so that only "
+                       "what is lost has to be computed again; where it is not enough, the step is (default: "
+                       "%(default)s)")
     group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
                        help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,

@@ -87,6 +87,15 @@ def test_models_have_about_the_size_asked_for(name: str, wanted: float, monkeypa
     assert recovery.accumulation([model], available=1e3) == "fast"
 
 
+def test_the_victim_of_a_step_has_done_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    recovery = _benchmark("recovery", monkeypatch)
+    redoing = importlib.import_module("by_size.redoing")
+    model = recovery.Model.parse("2M")
+    assert [redoing.kill(model, 1, 1, 0, share).partition("at=")[2] for share in redoing.SHARES] == [
+        "backward,grain=0", "forward,grain=32", "forward,grain=56",
+    ]  # fmt: skip
+
+
 def test_endurance_measures_from_each_fault_to_the_full_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     endurance = _benchmark("endurance", monkeypatch)
     even = {"kind": "switched", "entered": [], "shadows": [], "epoch": 1}

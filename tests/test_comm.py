@@ -383,6 +383,8 @@ class RaisedWhileWaiting:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.lost: frozenset[int] = frozenset()
+        self.over = False
         self.looks = 0
 
     @property

@@ -11,7 +11,9 @@ from megatron_elastic.layout import Layout, Part, gpt_units
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.program import Op
+from megatron_elastic.pipeline.route import usual
 from megatron_elastic.pipeline.schedule import for_cell
+from megatron_elastic.pipeline.work import Work
 from megatron_elastic.plan import everything, lose
 from tests import world
 from tests.world import Peer
@@ -107,8 +109,8 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
                 layout, peer.transport, Hooks(peer.rank, (), print, print), (SEQUENCE, SAMPLES, HIDDEN), torch.float64,
                 Meter([]),
             )  # fmt: skip
-            program = for_cell(schedule, layout, peer.rank)
-            executor.run(program, model)
+            legs = usual(layout, peer.rank, for_cell(schedule, layout, peer.rank))
+            executor.run(legs, model, Work(1, layout.num_chunks, log_limit=0))
             assert sorted(model.seen) == sorted(layout.part(peer.rank, g) for g in layout.cell_of(peer.rank).share)
             boundary = executor.measure_boundary()
             assert boundary is None if stage == 1 else boundary is not None and boundary > 0
@@ -120,7 +122,7 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
             first, second, _ = expected(layout.num_grains)
             assert sums.tolist() == pytest.approx([first, second], rel=1e-12)
             model.losses.clear()
-            executor.run_forward(program, model)
+            executor.run_forward(legs, model)
             totals = torch.zeros(layout.num_grains, 2, dtype=torch.float64)
             for grain, loss in model.losses.items():
                 totals[grain] = torch.tensor(loss, dtype=torch.float64)

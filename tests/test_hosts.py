@@ -47,5 +47,5 @@ def test_a_stage_outlives_its_host(jobs: Jobs) -> None:
     assert cli.main(["compare", str(first.run_dir), str(reference.run_dir)]) == 0, first.output
     recovered = [(event["ranks"], event["decision"]) for event in first.events("recovered")]
     assert [ranks for ranks, _ in recovered] == [[4], [3, 5]]
-    assert all(decision in ("forward", "back") for _, decision in recovered), "nothing is read from a checkpoint"
+    assert all(decision != "reload" for _, decision in recovered), "nothing is read from a checkpoint"
     assert (first.layouts()[-1].ranks, first.layouts()[-1].pipeline_size) == ((0, 1, 2), 1)

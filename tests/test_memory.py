@@ -64,6 +64,12 @@ def test_what_flags_change(flags: str) -> None:
     assert needs("--optimizer sgd").owned * 3 == usual.owned * 2
     assert needs("--tensor-model-parallel-size 2").parameters < usual.parameters
     assert needs("--recompute-granularity full").activations < usual.activations
+    assert usual.log == 0
+    in_stages = needs("--pipeline-model-parallel-size 2")
+    assert in_stages.log == 4 * (16 * 32 * 4), "of four grains, forward"
+    assert needs("--pipeline-model-parallel-size 4").log == 8 * (16 * 32 * 4)
+    assert needs("--pipeline-model-parallel-size 2 --elastic-log-mb 0.008").log == 0, "too large, so it is not kept"
+    assert needs("--pipeline-model-parallel-size 2 --elastic-redo step").log == 0
     assert usual.total == usual.device + usual.host
 
 
@@ -84,7 +90,7 @@ def test_the_command_prints_a_table(flags: str, capsys: pytest.CaptureFixture[st
     assert cli.main(["plan", "--memory", "--ranks", "2", script, *flags.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["rank", "parameters", "sums", "gradients", "owned", "replicas", "activations",
-                                "device", "host", "total"]  # fmt: skip
+                                "log", "device", "host", "total"]  # fmt: skip
     assert lines[-1].startswith("all 2 ranks together: ")
     assert cli.main(["plan", "--memory", "--ranks", "3", script, *flags.split()]) == 2
     assert "--global-batch-size 8" in capsys.readouterr().err

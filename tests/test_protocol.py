@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
     AgentHello,
@@ -21,15 +22,18 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Interrupt,
     Invite,
+    Kept,
     Message,
     Moves,
     Plan,
+    Progress,
     RankDying,
     RankExited,
     RankNews,
     Ready,
     Reload,
     Report,
+    Resume,
     Settled,
     SliceDigest,
     Suspect,
@@ -59,9 +63,11 @@ M = TypeVar("M", bound=Message)
 class Play:
     """A job of two ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
 
-    def __init__(self, stages: Sequence[Sequence[int]] = ((0, 1, 2),)) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = _SETTINGS
+    ) -> None:
         size = 2 * len(stages)
-        self.job = Job.new(_SETTINGS, size)
+        self.job = Job.new(settings, size)
         self.effects: list[Effect] = []
         """Of the last event."""
         self.first = Layout.grid(
@@ -144,6 +150,30 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
     assert play.job.outcome is None, "who has entered has not finished"
     play.say(finished(play, 2))
     assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+@pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
+def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
+    for work in (Progress(step=1, added=[1], live=[3], half=[]), None):
+        play = Play(settings=replace(_SETTINGS, redo=redo))
+        play.news(RankDying(rank=0, time=1.0))
+        play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
+                        work=work))
+        if kept and work is not None:
+            (told,) = play.sent(Resume).values()
+            assert (told.step, told.kept) == (1, [Kept(leader=1, added=[1], live=[3], half=[])])
+        else:
+            assert set(play.sent(Back)) == {1}
+
+
+def test_a_step_that_was_computed_with_damaged_memory_is_not_resumed(play: Play) -> None:
+    found = Damage(rank=1, unit=1, slice=0, tp=0, what="weights")
+    play.say(Damaged(rank=1, epoch=0, step=1, found=[found], verified=0))
+    work = Progress(step=1, added=[0, 2], live=[], half=[])
+    for rank in (0, 1):
+        play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
+                        work=work))
+    assert set(play.sent(Back)) == {0, 1}
 
 
 def test_nothing_is_planned_while_a_fault_ends_the_recovery_before(play: Play) -> None:

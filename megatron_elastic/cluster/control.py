@@ -98,6 +98,11 @@ class InterruptFlag:
                 raise JobStopped(self._stopped)
             raise Interrupted(self.epoch)
 
+    @property
+    def over(self) -> bool:
+        """Whether the job has been stopped."""
+        return self._stopped is not None
+
     def acknowledge(self, epoch: int) -> None:
         """This rank has unwound for ``epoch``; stays raised if a newer one came meanwhile, or the job stopped."""
         with self._lock:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Report, VoteResult
+from megatron_elastic.cluster.messages import Progress, Report, VoteResult
 from megatron_elastic.layout import Holdings, Layout
 
 Part = tuple[int, int, int]
@@ -92,14 +92,14 @@ def committed(standing: Standing) -> Standing:
 
 def report(
     standing: Standing, epoch: int, layout: Layout, held: Sequence[Part] | None, versions: Mapping[int, Sequence[Part]],
-    now: float, newest: int, saved: int,
+    now: float, newest: int, saved: int, work: Progress | None = None,
 ) -> Report:
     """What it says when it is interrupted for ``epoch``.
 
     ``layout``: the one that it is in. ``held`` and ``versions`` as in the message; ``held`` is None if it has no part
     of the model yet. ``newest``: the epoch of the newest layout in force, as the interrupt says; who has that one and
     just what it asks for need not list it.
-    ``saved``: as in the message.
+    ``saved``, ``work``: as in the message.
     """
     parts = held or ()
     brief = layout.epoch == newest and Holdings.of(layout).of_rank(standing.rank) == set(parts)
@@ -108,6 +108,7 @@ def report(
         last=standing.last, held=None if brief else list(parts), built=held is not None,
         versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, saved=saved, interrupted_at=now,
+        work=work,
     )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def forward(standing: Standing, vote: VoteResult) -> Standing:
 
 
 def back(standing: Standing, step: int) -> Standing:
-    """Its states are as before ``step``, which is done again, and whatever came after it."""
+    """Its states are as before ``step``, which is done again or resumed, and so is whatever came after it."""
     last = standing.last if standing.last is not None and standing.last.step < step else None
     return replace(standing, step=step, vote=None, last=last)
 

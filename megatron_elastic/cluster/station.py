@@ -431,7 +431,7 @@ class Station:
 
 def _settings(config: ElasticConfig) -> Settings:
     return Settings(
-        elastic=config.elastic, respawn=config.respawn, replay=config.replay, profile=config.profile,
+        elastic=config.elastic, respawn=config.respawn, replay=config.replay, redo=config.redo, profile=config.profile,
         start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
         heartbeat_timeout=config.heartbeat_timeout,

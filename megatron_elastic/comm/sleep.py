@@ -39,8 +39,13 @@ class Sleep:
         if self._crowded:
             os.sched_yield()
 
-    def sleep(self, limit: float) -> list[tuple[int, int]] | None:
-        """Until there is something to do, an interrupt, or the limit, in seconds. Returns the events; None: nothing."""
+    def sleep(self, limit: float, deaf: bool = False) -> list[tuple[int, int]] | None:
+        """Until there is something to do, an interrupt, or the limit, in seconds. Returns the events; None: nothing.
+
+        ``deaf``: interrupts do not count.
+        """
+        if deaf:
+            return self.events.poll(limit) or None
         begun = time.monotonic()
         awake = self._all.poll(limit)
         if not self._crowded:

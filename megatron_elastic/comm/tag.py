@@ -42,6 +42,7 @@ class Channel(IntEnum):
     DIGEST = 11
     REQUEST = 12
     TOKENS = 13
+    STOP = 14
 
 
 def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:

@@ -16,9 +16,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -63,8 +64,17 @@ class Interruptible(Protocol):
 
     raised: bool
     fd: int
+    lost: frozenset[int]
+
+    @property
+    def over(self) -> bool: ...
 
     def check(self) -> None: ...
+
+
+class _Whole(NamedTuple):
+    partners: frozenset[int]
+    alone: Callable[[], bool]
 
 
 class Transport:
@@ -127,6 +137,8 @@ class Transport:
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
+        self._whole: _Whole | None = None
+        """What is computed, if it is to be finished."""
         self._failure: Exception | None = None
         """What went wrong in the background, until somebody waits."""
         self._closing = False
@@ -359,7 +371,8 @@ class Transport:
                 self._sleep.give_way()
                 continue
             if idle:
-                self._see(self._sleep.sleep(min(_NAP, limit)))
+                deaf = self._whole is not None and self.interrupt.raised  # it would not sleep at all
+                self._see(self._sleep.sleep(min(_NAP, limit), deaf))
                 looks = self._sleep.looks
             if time.monotonic() > deadline:
                 peers = sorted({op.peer for op in operations if not op.done})
@@ -370,12 +383,27 @@ class Transport:
 
     def look(self) -> None:
         """Raise what a wait would, if there is an interrupt: for long stretches of computing."""
-        if self.interrupt.raised:
+        if self.interrupt.raised and self._whole is None:
             self.interrupt.check()
 
+    @contextmanager
+    def whole(self, partners: Sequence[int], alone: Callable[[], bool]) -> Iterator[None]:
+        """Around what is to be finished if it can be: an interrupt has to wait.
+
+        Only if one of the ``partners`` that it takes is lost, or if they have left this rank ``alone``, a wait ends.
+        """
+        self._whole = _Whole(frozenset(partners), alone)
+        try:
+            yield
+        finally:
+            self._whole = None
+
     def _check(self) -> None:
-        self.look()
-        suspects = self._peers.suspects
+        suspects, interrupt, whole = self._peers.suspects, self.interrupt, self._whole
+        if whole is not None:
+            suspects = tuple(peer for peer in suspects if peer in whole.partners)
+        if interrupt.raised and (whole is None or interrupt.over or whole.partners & interrupt.lost or whole.alone()):
+            interrupt.check()
         if suspects:
             raise Interrupted(0, suspects=suspects)
 

@@ -1,14 +1,13 @@
-"""Executor: runs one cell's program, moving activations between stages by (grain, position).
+"""Executor: runs one cell's operations, moving activations between stages by (grain, position).
 
-Chunk c of stage s of P has position c * P + s: a grain passes them in this order. Peers are those who compute the same
-samples at the neighbouring position, so re-routed grains, cut ones and stages of different widths need no special case.
-Sends do not block; receives do, and unwind when interrupted.
+With whom it exchanges what, the legs say (``route``). Sends do not block; receives do, and unwind when interrupted. So
+does a forward. What changes the sums of gradients is finished first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,8 +17,11 @@ from megatron_elastic.comm.tag import Channel, at_grain
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Cell, Layout, Part
+from megatron_elastic.pipeline.lockstep import Lockstep
 from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.pipeline.program import Op
+from megatron_elastic.pipeline.route import Leg, Neighbours
+from megatron_elastic.pipeline.work import Work
 
 
 class StageModel(Protocol):
@@ -48,10 +50,10 @@ _PROBES = 5
 
 
 class Executor:
-    """Runs programs of one rank under one layout.
+    """Runs operations of one rank under one layout.
 
     Args:
-        layout: says who computes which samples in the neighbouring stages.
+        layout: says which ranks the cells have.
         shape, dtype: of a grain's activation between stages ([sequence, micro-batch, hidden]).
         meter: is told of passes.
     """
@@ -78,45 +80,57 @@ class Executor:
         self._end = layout.pipeline_size * layout.num_chunks - 1
         """Position of the end of the model."""
         self._meter = meter
+        self._lockstep = Lockstep(transport, layout.cell_of(self._rank).ranks)
 
     @property
     def activation_bytes(self) -> int:
         """Of what a grain takes from stage to stage."""
         return self._sequence * self._layout.samples * self._piece * self._hidden * self._dtype.itemsize
 
-    def run(self, program: Sequence[Op], model: StageModel) -> None:
-        """Execute the operations in order. Interruptions leave nothing behind but unfinished gradients."""
-        inputs: dict[tuple[int, int], torch.Tensor | None] = {}
-        outputs: dict[tuple[int, int], torch.Tensor] = {}
-        sends: list[Send] = []
-        for op in program:
-            self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
-            part = self._layout.part(self._rank, op.grain)
-            fraction = part.size / self._layout.samples
-            here, at = (op.grain, op.chunk), self._position(op)
-            if op.kind == "forward":
-                received = None if at == 0 else self._receive(part, at - 1, Channel.ACTIVATION)
-                inputs[here] = received if received is None else received.requires_grad_()
-                with self._meter.forward(fraction):
-                    outputs[here] = output = model.forward(op, part, received)
-                if at == self._end:
-                    sends += self._tell_tokens(part, model)
-                else:
-                    sends += self._send(part, at, at + 1, Channel.ACTIVATION, output)
-            elif op.kind == "backward_weight":
-                with self._meter.backward_weight():
-                    model.backward_weight(op)
-            else:
-                if at == self._end:
-                    grad = self._part_of_loss(part, model, outputs[here])
-                else:
-                    grad = self._receive(part, at + 1, Channel.ACTIVATION_GRAD)
-                with self._meter.backward(fraction):
-                    input_grad = model.backward(op, part, inputs.pop(here), outputs.pop(here), grad)
-                if input_grad is not None:
-                    sends += self._send(part, at, at - 1, Channel.ACTIVATION_GRAD, input_grad)
-            sends = [send for send in sends if not send.done]
-        self._transport.wait(*sends)
+    def run(self, legs: Sequence[Leg], model: StageModel, work: Work, again: Sequence[Leg] = ()) -> None:
+        """Execute the operations in order. ``work`` knows at any time what of them is done.
+
+        ``again``: operations that ``work`` has in its log, whose results are given to their targets first.
+        """
+        with self._lockstep.step():
+            sends = [send for leg in again for send in self._give(leg, work.logged(leg.op))]
+            for leg in legs:
+                self._hooks.at("backward" if leg.op.kind == "backward_input" else leg.op.kind, leg.op.grain)
+                self._transport.look()
+                sends = [send for send in (*sends, *self._do(leg, model, work)) if not send.done]
+                self._lockstep.next()
+            self._transport.wait(*sends)
+
+    def _do(self, leg: Leg, model: StageModel, work: Work) -> list[Send]:
+        """Execute an operation; returns what is sent of its result."""
+        op, part = leg.op, leg.part
+        fraction = part.size / self._layout.samples
+        here, at_end = (op.grain, op.chunk), self._position(op) == self._end
+        if op.kind == "forward":
+            received = self._take(leg)
+            if received is not None:
+                received.requires_grad_()
+            with self._meter.forward(fraction):
+                output = model.forward(op, part, received)
+            work.live[here] = received, output
+            if at_end:
+                return self._tell_tokens(part, model)
+            work.log(op, output.detach())
+            return self._give(leg, output)
+        if op.kind == "backward_weight":
+            with self._meter.backward_weight(), work.adding(), self._lockstep.whole():
+                work.half.remove(here)
+                model.backward_weight(op)
+                work.added.add(here)
+            return []
+        grad = self._part_of_loss(part, model, work.live[here][1]) if at_end else self._take(leg)
+        with self._meter.backward(fraction), work.adding(), self._lockstep.whole():
+            input_grad = model.backward(op, part, *work.live.pop(here), grad)
+            (work.added if op.kind == "backward" else work.half).add(here)
+        if input_grad is None:
+            return []
+        work.log(op, input_grad)
+        return self._give(leg, input_grad)
 
     def measure_boundary(self) -> float | None:
         """Milliseconds that an activation takes to the next stage; None in the last. All ranks must call it."""
@@ -128,11 +142,12 @@ class Executor:
             return None
         part = self._probe(mine)
         activation = torch.zeros((self._sequence, part.size * self._piece, self._hidden), dtype=self._dtype)
+        others = self._neighbours(at + 1, part)
         times = []
         for _ in range(_PROBES):
             begun = time.perf_counter()
-            there = self._send(part, at, at + 1, Channel.ACTIVATION, activation)
-            self._receive(part, at + 1, Channel.ACTIVATION_GRAD)
+            there = self._send(others, part, at, Channel.ACTIVATION, activation)
+            self._receive(others, at + 1, Channel.ACTIVATION_GRAD)
             self._transport.wait(*there)
             times.append(time.perf_counter() - begun)
         return 1e3 * min(times) / 2  # the first ones include that the other is not there yet
@@ -149,20 +164,21 @@ class Executor:
         at, common = self._stage, probe.common(self._layout.part(self._rank, probe.grain))
         for _ in range(0 if common is None else _PROBES):
             assert common is not None
-            received = self._receive(common, at - 1, Channel.ACTIVATION)
-            self._transport.wait(*self._send(common, at, at - 1, Channel.ACTIVATION_GRAD, received))
+            others = self._neighbours(at - 1, common)
+            received = self._receive(others, at - 1, Channel.ACTIVATION)
+            self._transport.wait(*self._send(others, common, at, Channel.ACTIVATION_GRAD, received))
 
-    def run_forward(self, program: Sequence[Op], model: StageModel) -> None:
-        """Execute the program's forwards only, for evaluation."""
+    def _neighbours(self, stage: int, part: Part) -> Neighbours:
+        return tuple((cell.leader, common) for cell, common in self._layout.common(stage, part))
+
+    def run_forward(self, legs: Sequence[Leg], model: StageModel) -> None:
+        """Execute the forwards only, for evaluation."""
         sends: list[Send] = []
         with torch.no_grad():
-            for op in program:
-                if op.kind == "forward":
-                    part, at = self._layout.part(self._rank, op.grain), self._position(op)
-                    received = None if at == 0 else self._receive(part, at - 1, Channel.ACTIVATION)
-                    output = model.forward(op, part, received)
-                    if at < self._end:
-                        sends += self._send(part, at, at + 1, Channel.ACTIVATION, output)
+            for leg in legs:
+                if leg.op.kind == "forward":
+                    output = model.forward(leg.op, leg.part, self._take(leg))
+                    sends += self._give(leg, output)
                     sends = [send for send in sends if not send.done]
         self._transport.wait(*sends)
 
@@ -171,29 +187,45 @@ class Executor:
     def _position(self, op: Op) -> int:
         return op.chunk * self._layout.pipeline_size + self._stage
 
-    def _peers(self, position: int, part: Part) -> Iterator[tuple[int, Part]]:
-        """The ranks, in this one's tensor-parallel place, that compute samples of ``part`` there, and which."""
-        for cell, common in self._layout.common(position % self._layout.pipeline_size, part):
-            yield cell.ranks[self._tp], common
+    def _take(self, leg: Leg) -> torch.Tensor | None:
+        """What an operation needs of others, as one tensor; None at the beginning of the model."""
+        if not leg.sources:
+            return None
+        at = self._position(leg.op)
+        if leg.op.kind == "forward":
+            return self._receive(leg.sources, at - 1, Channel.ACTIVATION)
+        return self._receive(leg.sources, at + 1, Channel.ACTIVATION_GRAD)
 
-    def _receive(self, part: Part, source: int, channel: Channel) -> torch.Tensor:
-        """What a neighbouring position makes of ``part``, as one tensor."""
+    def _give(self, leg: Leg, made: torch.Tensor) -> list[Send]:
+        """Send an operation's result to who needs it."""
+        channel = Channel.ACTIVATION if leg.op.kind == "forward" else Channel.ACTIVATION_GRAD
+        return self._send(leg.targets, leg.part, self._position(leg.op), channel, made)
+
+    def _receive(self, sources: Neighbours, position: int, channel: Channel) -> torch.Tensor:
+        """What was made at a position."""
         buffers: list[torch.Tensor] = []
         recvs: list[Recv] = []
-        for rank, common in self._peers(source, part):
+        for leader, common in sources:
             buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
-            recvs.append(self._transport.recv(rank, channel, at_grain(part.grain, source), buffers[-1]))
+            where = at_grain(common.grain, position)
+            recvs.append(self._transport.recv(self._rank_in(leader), channel, where, buffers[-1]))
         self._transport.wait(*recvs)
         return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
 
-    def _send(self, part: Part, source: int, target: int, channel: Channel, tensor: torch.Tensor) -> list[Send]:
-        """Send a tensor of ``part``'s samples from a position to whoever computes them at a neighbouring one."""
+    def _send(
+        self, targets: Neighbours, part: Part, position: int, channel: Channel, tensor: torch.Tensor
+    ) -> list[Send]:
+        """Send what was made of a part at a position, to each its samples."""
         sends = []
-        for rank, common in self._peers(target, part):
+        for leader, common in targets:
             first = (common.start - part.start) * self._piece
             piece = tensor.detach()[:, first : first + common.size * self._piece].contiguous()
-            sends.append(self._transport.send(rank, channel, at_grain(part.grain, source), piece))
+            sends.append(self._transport.send(self._rank_in(leader), channel, at_grain(part.grain, position), piece))
         return sends
+
+    def _rank_in(self, leader: int) -> int:
+        """The rank of a cell that has this one's tensor-parallel place."""
+        return self._layout.cells[leader].ranks[self._tp]
 
     # ---- losses of grains that are shared ---------------------------------------------------
 
@@ -220,5 +252,7 @@ class Executor:
 
     def _sharers(self, part: Part) -> list[int]:
         """The ranks that share the grain with this one, in this stage and of its tensor-parallel index."""
+        if part.size == self._layout.samples:
+            return []  # whoever has it in the layout: a step that is resumed may have it done elsewhere
         cells = (cell for cell, _ in self._layout.sharers(self._stage, part.grain))
         return [rank for rank in (cell.ranks[self._tp] for cell in cells) if rank != self._rank]

@@ -9,7 +9,7 @@ In a fault-free layout this is exactly the usual order. The distance between rou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program
@@ -24,6 +24,14 @@ def for_cell(schedule: str, layout: Layout, leader: int) -> tuple[Op, ...]:
     return (split_backward(program, layout) if schedule == "split" else program)[leader]
 
 
+def timetable(layout: Layout, chunks: int) -> _Place:
+    """The place of every operation in the order that ``for_cell`` has.
+
+    Whatever an operation needs has an earlier place, in whichever cells of their stages the two are done.
+    """
+    return _usual(layout) if chunks == 1 else _interleaved(layout, chunks)
+
+
 def one_forward_one_backward(
     layout: Layout, leaders: Collection[int] | None = None, live: Sequence[int] | None = None
 ) -> Program:
@@ -34,20 +42,29 @@ def one_forward_one_backward(
     where more would help. Raises ValueError for bounds that are too low.
     """
     stages = layout.pipeline_size
-    bounds = [stages - stage for stage in range(stages)] if live is None else list(live)
+    bounds = _fewest(layout) if live is None else list(live)
     if len(bounds) != stages or any(bound < stages - stage for stage, bound in enumerate(bounds)):
         raise ValueError(
             f"the live activations allowed at {stages} stages must be at least {stages}, one less at each stage, down "
             f"to 1, but are {bounds}"
         )
+    return _by_timetable(layout, 1, _usual(layout, bounds), leaders)
+
+
+def _usual(layout: Layout, live: Sequence[int] | None = None) -> _Place:
     round_of = rounds(layout)
-    windows = _windows(layout, round_of, bounds)
+    windows = _windows(layout, round_of, live or _fewest(layout))
 
     # A forward takes one unit of time, a backward two, so rounds are three apart.
     def place(op: Op, stage: int) -> int:
         return 3 * round_of[op.grain] + stage + (0 if op.kind == "forward" else 3 * windows[stage] - 2)
 
-    return _by_timetable(layout, 1, place, leaders)
+    return place
+
+
+def _fewest(layout: Layout) -> list[int]:
+    """By stage, how many live activations a cell must be allowed."""
+    return list(range(layout.pipeline_size, 0, -1))
 
 
 def _windows(layout: Layout, round_of: Mapping[int, int], bounds: Sequence[int]) -> list[int]:
@@ -78,6 +95,10 @@ def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = N
         raise ValueError(f"a stage must have at least one chunk, got {chunks}")
     if chunks == 1:
         return one_forward_one_backward(layout, leaders)
+    return _by_timetable(layout, chunks, _interleaved(layout, chunks), leaders)
+
+
+def _interleaved(layout: Layout, chunks: int) -> _Place:
     stages = layout.pipeline_size
     round_of = rounds(layout)
 
@@ -89,7 +110,7 @@ def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = N
         # The last chunk's backward at the last stage comes right after its forward there.
         return 2 * (turn + (2 * chunks - op.chunk) * stages - 2 - stage) + 1
 
-    return _by_timetable(layout, chunks, place, leaders)
+    return place
 
 
 def split_backward(program: Program, layout: Layout) -> Program:
@@ -99,20 +120,22 @@ def split_backward(program: Program, layout: Layout) -> Program:
     s other backwards, which raises its live activations by at most s: in a 1F1B program to P, what stage 0 has anyway.
     """
     stage_of = {cell.leader: index for index, stage in enumerate(layout.stages) for cell in stage.cells}
-    cells = {}
-    for leader, ops in program.cells.items():
-        later: deque[Op] = deque()
-        split: list[Op] = []
-        for op in ops:
-            if op.kind != "backward":
-                split.append(op)
-                continue
-            split.append(op._replace(kind="backward_input"))
-            later.append(op._replace(kind="backward_weight"))
-            if len(later) > stage_of[leader]:
-                split.append(later.popleft())
-        cells[leader] = (*split, *later)
-    return Program(cells)
+    return Program({leader: in_halves(ops, stage_of[leader]) for leader, ops in program.cells.items()})
+
+
+def in_halves(ops: Iterable[Op], put_off: int) -> tuple[Op, ...]:
+    """A cell's operations with every backward in two, the second part ``put_off`` other backwards later."""
+    later: deque[Op] = deque()
+    split: list[Op] = []
+    for op in ops:
+        if op.kind != "backward":
+            split.append(op)
+            continue
+        split.append(op._replace(kind="backward_input"))
+        later.append(op._replace(kind="backward_weight"))
+        if len(later) > put_off:
+            split.append(later.popleft())
+    return (*split, *later)
 
 
 def rounds(layout: Layout) -> Mapping[int, int]:

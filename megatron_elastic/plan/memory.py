@@ -29,6 +29,7 @@ class Memory:
         gradients: means, of slices owned and replicated, from the reduction to the update.
         owned, replicas: optimizer state, master weights among it.
         activations: of the grains in flight, an estimate.
+        log: what was sent to other stages in a step, until it commits.
     """
 
     parameters: int
@@ -37,6 +38,7 @@ class Memory:
     owned: int
     replicas: int
     activations: int
+    log: int
 
     @property
     def device(self) -> int:
@@ -46,7 +48,7 @@ class Memory:
     @property
     def host(self) -> int:
         """What lies in host memory in any case."""
-        return self.replicas + ARENA
+        return self.replicas + self.log + ARENA
 
     @property
     def total(self) -> int:
@@ -115,6 +117,18 @@ class Job:
         inside = 4 * a.num_attention_heads * a.kv_channels + 2 * a.ffn_hidden_size * (2 if a.swiglu else 1)
         return int((shared * 6 * a.hidden_size + tokens * ((scores + inside) // tp)) * self.weight)
 
+    @property
+    def boundary(self) -> int:
+        """Bytes that a rank sends to the next stage, and to the one before, for each grain."""
+        a = self.args
+        tokens = a.seq_length * a.micro_batch_size // (a.tensor_model_parallel_size if a.sequence_parallel else 1)
+        return int(tokens * a.hidden_size * self.weight)
+
+    def log(self, results: int) -> int:
+        """Bytes of the log of so many results that are sent; nothing if it would be too large and is not kept."""
+        wanted = results * self.boundary
+        return wanted if self.args.elastic_redo == "lost" and wanted <= self.args.elastic_log_mb * 1e6 else 0
+
 
 def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
     """What each rank of the layout needs."""
@@ -127,6 +141,7 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
         live = stages - index if chunks == 1 else (chunks - 1) * stages + 2 * (stages - index) - 1
         live += index if split else 0
         activations = sum(job.activations(layout.units[unit]) for unit in stage.units)
+        results = 2 * chunks - (index == 0) - (index == stages - 1)
         for cell in stage.cells:
             in_flight = min(len(cell.share) * chunks, live)
             for rank in cell.ranks:
@@ -140,6 +155,7 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
                     owned=owned * job.state,
                     replicas=copied * job.state,
                     activations=in_flight * activations // chunks,
+                    log=job.log(len(cell.share) * results),
                 )
     return result
 
@@ -183,6 +199,7 @@ def shortage(needs: Sequence[Memory], there: int) -> str | None:
         "gradient sums": sum(need.sums + need.gradients for need in needs),
         "optimizer state": sum(need.owned for need in needs),
         "replicas": sum(need.replicas for need in needs),
+        "log of a step": sum(need.log for need in needs),
     }
     total = sum(parts.values())
     if total <= there:
@@ -190,8 +207,8 @@ def shortage(needs: Sequence[Memory], there: int) -> str | None:
     what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
     return (
         f"the {len(needs)} ranks of this machine need {_gib(total)} of memory and activations, but it has "
-        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0 or "
-        "--elastic-consistency fast"
+        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0, "
+        "--elastic-consistency fast or a lower --elastic-log-mb"
     )
 
 
@@ -199,7 +216,7 @@ def main(args: argparse.Namespace, world_size: int) -> None:
     """Print a table: what the ranks of each stage need, for flags that have been checked."""
     layout, job = first_layout(args, world_size), Job.of(args)
     needs = estimate(layout, job)
-    names = ("parameters", "sums", "gradients", "owned", "replicas", "activations", "device", "host", "total")
+    names = ("parameters", "sums", "gradients", "owned", "replicas", "activations", "log", "device", "host", "total")
     print(f"{'rank':>6}" + "".join(f"{name:>13}" for name in names))
     for stage in layout.stages:
         for cell in stage.cells:

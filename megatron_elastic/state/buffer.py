@@ -53,8 +53,9 @@ class UnitBuffer:
         self._making_room: Thread | None = None
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
-        self.partial_sums: list[torch.Tensor] = []
-        """Views of the sums that must be added up over the cell's ranks."""
+        self._partial_sums: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
+        """What this rank's were before they were added up."""
         self._leaves = 0
         """Parameters and their twins: each adds a gradient for every grain."""
         self._missing = 0
@@ -68,7 +69,7 @@ class UnitBuffer:
         if fill:
             self.params.zero_()  # what lies between slices, too
         self._bound, self._leaves = [member.parameter for member in members], 0
-        self.partial_sums = [
+        self._partial_sums = [
             self.sums[start : start + member.parameter.numel()]
             for member, start in zip(members, self.partition.starts, strict=True)
             if member.partial
@@ -119,9 +120,22 @@ class UnitBuffer:
             self._making_room.join()
             self._making_room = None
         self._missing, self._complete = 0, _nothing
+        self._own = []
         self.sums.zero_()
         for parameter in self._bound:
             parameter.grad = None
+
+    def go_on(self) -> None:
+        """Go on with the gradients that are there. What they were expected for is over."""
+        self._missing, self._complete = 0, _nothing
+        for part, own in zip(self._partial_sums, self._own, strict=False):
+            part.copy_(own)
+        self._own = []
+
+    def partial_sums(self) -> list[torch.Tensor]:
+        """Views of the sums that must be added up over the cell's ranks. ``go_on`` makes them what they are now."""
+        self._own = [part.clone() for part in self._partial_sums]
+        return self._partial_sums
 
     def _accumulate(self, parameter: torch.nn.Parameter, start: int) -> None:
         sums = self.sums[start : start + parameter.numel()]

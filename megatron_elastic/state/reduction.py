@@ -71,7 +71,7 @@ class Reduction:
         """This rank's part in the sums of a unit: sends to the owners of its slices, and the sums that it owns."""
         buffer, owned, sends = self._units[unit], [], []
         if unit in self._computed:
-            yield from self._add_up_in_cell(buffer.partial_sums)
+            yield from self._add_up_in_cell(buffer.partial_sums())
         for k, owner in self._owners(unit):
             if owner == self._transport.rank:
                 owned.append((k, self._expect_gradient(unit, k)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import Back, Decision, Plan, Reload, ToRank
+from megatron_elastic.cluster.messages import Back, Decision, Plan, Reload, Resume, ToRank
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.effects import End
 from megatron_elastic.layout import Layout, LayoutError
@@ -100,7 +100,7 @@ class Checks:
         if isinstance(message, Reload):
             self._redone = max(self._world.written, coordinator.newest)
             self._world.passed_step = message.step - 1
-        elif isinstance(message, Back):
+        elif isinstance(message, Back | Resume):
             if self._world.keeps:
                 self._world.passed_step = message.step - 1
             elif self._redone < message.step <= self._world.written and self._known(message.step):

@@ -21,6 +21,7 @@ from megatron_elastic.cluster.protocol import (
     recovery,
     suspicion,
     takeover,
+    work,
 )
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.relay import Post
@@ -335,3 +336,24 @@ def who_stepped_down_goes_on_writing() -> list[Patch]:
 def who_was_cut_off_is_not_fenced() -> list[Patch]:
     """Ranks that were lost for the coordinator before come to the next one, and live on."""
     return [patch.object(takeover, "Fence", lambda rank: None)]
+
+
+# ---- steps that are resumed --------------------------------------------------------------------------
+
+
+@_mutant
+def ranks_of_a_cell_need_not_agree() -> list[Patch]:
+    """What the first rank of a cell has done counts for all of them."""
+    real = work._agreed
+    return [patch.object(work, "_agreed", lambda leader, told, step: real(leader, told[:1] * len(told), step))]
+
+
+@_mutant
+def work_of_another_step_counts() -> list[Patch]:
+    """What is reported counts for the step that is decided, whichever it was done for."""
+    real = work._agreed
+
+    def agreed(leader: int, told: Any, step: int) -> Any:
+        return real(leader, [each and replace(each, step=step) for each in told], step)
+
+    return [patch.object(work, "_agreed", agreed)]

@@ -34,6 +34,7 @@ from megatron_elastic.cluster.messages import (
     Ready,
     Recovered,
     Reload,
+    Resume,
     Settled,
     SliceDigest,
     Start,
@@ -46,11 +47,15 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.layout import Layout, Transfer, UnitShape
+from megatron_elastic.pipeline.program import Op
+from megatron_elastic.pipeline.resumption import remainder
+from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan.cost import UnitCost
 from megatron_elastic.plan.profile import Sample
 from tests.simulation.errors import Gone, Interrupted, Violation
 from tests.simulation.layouts import decoded
 from tests.simulation.store import SliceId, Store
+from tests.simulation.work import Work, check_sums
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -128,6 +133,10 @@ class Rank:
         self.tenure = False
         self.plan: Plan | None = None
         self.settled = False
+        self.work: Work | None = None
+        """What it has done of the step in progress."""
+        self.rest: Sequence[Op] | None = None
+        """What it has to do of that step, if it is resumed."""
         self.met: Layout | None = None
         """The layout whose ranks' addresses are known for certain."""
         self.due: list[tuple[int, SliceId]] = []
@@ -282,7 +291,7 @@ class Rank:
 
     def waits_for_a_decision(self, seconds: float) -> bool:
         """Whether it has reported so long ago."""
-        return self.waits(seconds) and self.want == (Forward, Back, Reload)
+        return self.waits(seconds) and self.want == (Forward, Back, Resume, Reload)
 
     def note_gone(self, peer: int) -> None:
         if peer in self.known and peer not in self.forgotten and self.alive:
@@ -421,7 +430,7 @@ class Rank:
             self.gathered(step - 1)
         yield from self.hold_intermission(step - 1)
         self.store.drop_gradients()
-        yield world.delay(0.1)
+        yield world.delay(0.02)
         self.look()
         yield from self.await_parameters()
         mine = layout.stages[layout.stage_of(self.rank)].units
@@ -430,7 +439,11 @@ class Rank:
                 if self.weights[unit] != step - 1:
                     raise Violation("wrong weights", f"rank {self.rank} computes step {step} with unit {unit} as after "
                                                      f"{self.weights[unit]} steps")
-        yield self.meeting("grads", step)
+        yield from self.compute(step)
+        assert self.work is not None
+        sums: Meeting = yield self.meeting("grads", step, tuple(self.work.sums))
+        if self.rank == layout.ranks[0]:
+            check_sums(layout, step, sums.posted)
         for at in layout.owned(self.rank):
             state = self.store.live.get(at)
             if state is None or state.step != step - 1:
@@ -468,6 +481,19 @@ class Rank:
             self.send_states(step)
         yield from self.complete(result)
 
+    def compute(self, step: int) -> Steps:
+        """Operation after operation, the ranks of a cell each for itself. Nobody waits for what another makes."""
+        layout = self.layout
+        ops = self.rest
+        if ops is None:
+            ops = for_cell("1f1b", layout, layout.cell_of(self.rank).leader)
+        if self.work is None:
+            self.work = Work(step)
+        for op in ops:
+            yield self.world.delay(0.1 / len(ops))
+            self.look()
+            self.work.do(op, layout.chunks(layout.stage_of(self.rank)))
+
     def apply(self, step: int) -> Steps:
         assert self.store is not None
         if self._raised() is not None:
@@ -495,6 +521,7 @@ class Rank:
             self.send(Committed(rank=self.rank, epoch=layout.epoch, vote=result, time=world.wall(self.agent),
                                 first=self.rank == layout.ranks[0]))
         self.standing = standing.committed(self.standing)
+        self.work = self.rest = None
         if world.profiles and result.step % 3 == 0 and layout.tp_index(self.rank) == 0:
             self.tell_times()
         self.pull()
@@ -624,9 +651,10 @@ class Rank:
         held = None if self.store is None else self.store.held()
         versions = {} if self.store is None or not self.world.keeps else self.store.versions()
         now = self.world.wall(self.agent)
+        work = None if self.work is None else self.work.progress()
         self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest,
-                                  self.saved))
-        return (yield (Forward, Back, Reload))
+                                  self.saved, work))
+        return (yield (Forward, Back, Resume, Reload))
 
     def adopt(self, decision: Decision) -> Steps:
         if isinstance(decision, Forward):
@@ -642,12 +670,15 @@ class Rank:
             if self.resume():
                 yield from self.complete(vote)
             return
-        gather = decision.gather if isinstance(decision, Back) else False
+        gather = decision.gather if isinstance(decision, Back | Resume) else False
         edit = yield from self.edit(decision, gather)
         if edit is None:
             return
         assert self.store is not None
-        if isinstance(decision, Back):
+        if isinstance(decision, Resume) and self.tenure:
+            leader = self.layout.cell_of(self.rank).leader
+            self.rest = [leg.op for leg in remainder("1f1b", self.layout, decision.kept, leader).legs]
+        if isinstance(decision, Back | Resume):
             self.store.return_to(decision.step - 1, edit[1])
             self.standing = standing.back(self.standing, decision.step)
         else:
@@ -696,6 +727,7 @@ class Rank:
         member = self.rank in layout.places
         self.layout, self.tenure = layout, False
         self.standing = standing.edited(self.standing, layout.epoch, decision.step, member, gather)
+        self.keep(decision)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
         self.save_first, self.saved = decision.saved + 1, min(self.saved, decision.saved)
         if self.store is None:
@@ -714,6 +746,18 @@ class Rank:
                 raise Violation("damage", f"rank {self.rank} is to keep its copy of slice {unit, k}, which is known to "
                                           "be damaged")
         return own.moves, {(unit, k) for unit, k, _ in kept}
+
+    def keep(self, decision: Decision) -> None:
+        """What it has done of a step counts only if it is kept."""
+        kept = {each.leader: each for each in decision.kept} if isinstance(decision, Resume) else {}
+        mine = kept.get(self.layout.cell_of(self.rank).leader) if self.standing.member else None
+        self.rest = None
+        if mine is None:
+            self.work = None
+        elif self.work is None or self.work.step != decision.step:
+            raise Violation("sums", f"rank {self.rank} is to go on from {mine}, and has nothing of it")
+        else:
+            self.work.keep(mine)
 
     def advance_transport(self, epoch: int, lost: Collection[int]) -> None:
         self.epoch = epoch

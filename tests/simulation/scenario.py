@@ -14,7 +14,10 @@ KINDS = {
 }
 """How often each kind of fault is chosen; the last two where another can coordinate."""
 SUCCESSIONS = ("coordinator", "depose")
-MOMENTS = ("Interrupt", "Forward", "Back", "Reload", "Invite", "Plan", "Enter", "Moves", "Launch", "Fence", "Recall")
+MOMENTS = (
+    "Interrupt", "Forward", "Back", "Resume", "Resume", "Reload", "Invite", "Plan", "Enter", "Moves", "Launch", "Fence",
+    "Recall",
+)  # fmt: skip
 """Messages of the coordinator at which something may happen."""
 SAYINGS = (
     "Committed", "Committed", "Committed", "Report", "Recovered", "Settled", "Ready", "Switched", "Finished", "Damaged",

@@ -21,6 +21,7 @@ from megatron_elastic.adaptor.model import linear
 from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
+from megatron_elastic.pipeline.work import Work
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """Megatron's: (data iterator, model) -> (output, loss function)."""
@@ -42,8 +43,6 @@ class GrainModel:
         key: GrainKey,
         last: bool,
     ) -> None:
-        self.losses: dict[int, tuple[float, float]] = {}
-        """(loss sum, tokens) of what was computed of each grain since the last ``begin``; last stage only."""
         self._chunks = chunks
         self._config = config
         self._forward_step = forward_step
@@ -51,15 +50,15 @@ class GrainModel:
         self._last = last
         self._batch: Callable[[Part], Mapping[str, torch.Tensor]]
         """The collated batch of part of a grain."""
-        self._due: dict[tuple[int, int], list[linear.WeightGradient]] = {}
-        """Weight gradients, by grain and chunk, that its backward has left for later."""
+        self._work: Work
 
-    def begin(self, step: int, batch: Callable[[Part], Mapping[str, torch.Tensor]]) -> None:
-        """Start a step (or an evaluation) whose grains come from ``batch``."""
-        self._key.step = step
+    def begin(self, work: Work, batch: Callable[[Part], Mapping[str, torch.Tensor]]) -> None:
+        """Start a step (or an evaluation), or go on with it. ``work`` gets losses and gradients that are due; grains
+        come from ``batch``.
+        """
+        self._key.step = work.step
+        self._work = work
         self._batch = batch
-        self.losses = {}
-        self._due = {}
 
     def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
         """Output of a chunk: [sequence, samples, hidden], or the mean loss at the end of the model."""
@@ -72,7 +71,7 @@ class GrainModel:
         )  # fmt: skip
         if last:
             total, tokens = store[0]["lm loss"].tolist()
-            self.losses[part.grain] = (total, tokens)
+            self._work.losses[part.grain] = (total, tokens)
         assert isinstance(output, torch.Tensor)
         return output
 
@@ -82,7 +81,7 @@ class GrainModel:
 
     def tokens(self, grain: int) -> float:
         """Over how many tokens the loss of what was computed of a grain is the mean."""
-        return self.losses[grain][1]
+        return self._work.losses[grain][1]
 
     def backward(
         self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
@@ -95,7 +94,7 @@ class GrainModel:
         step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
         result: torch.Tensor | None
         if op.kind == "backward_input":
-            with linear.put_off() as self._due[op.grain, op.chunk]:
+            with linear.put_off() as self._work.due[op.grain, op.chunk]:
                 result = step()
         else:
             result = step()
@@ -103,5 +102,5 @@ class GrainModel:
 
     def backward_weight(self, op: Op) -> None:
         """Accumulate what a ``backward_input`` has left out."""
-        for gradient in self._due.pop((op.grain, op.chunk)):
+        for gradient in self._work.due.pop((op.grain, op.chunk)):
             gradient.add()

@@ -20,12 +20,15 @@ from megatron_elastic.cluster.messages import (
     Decision,
     Enter,
     Forward,
+    Kept,
     Recovered,
     Reload,
+    Resume,
     Settled,
     Switched,
 )
 from megatron_elastic.layout import Transfer, decode
+from megatron_elastic.pipeline.resumption import remainder
 from megatron_elastic.state.copying import SliceId
 from megatron_elastic.state.store import StateStore
 
@@ -50,6 +53,8 @@ def adopt(trainer: Trainer, decision: Decision) -> None:
             forward(trainer, decision)
         case Back():
             back(trainer, decision)
+        case Resume():
+            resume(trainer, decision)
         case Reload():
             reload(trainer, decision)
 
@@ -64,7 +69,7 @@ def forward(trainer: Trainer, decision: Forward) -> None:
     edit.store.apply(trainer.update(vote))
     trainer.standing = standing.forward(trainer.standing, vote)
     _copy(trainer, edit, vote.step)
-    tenure = _resume(trainer, edit)
+    tenure = _train(trainer, edit)
     if tenure is not None:
         step.complete(trainer, tenure, vote)
 
@@ -77,7 +82,22 @@ def back(trainer: Trainer, decision: Back) -> None:
     edit.store.return_to(decision.step - 1, edit.kept)
     trainer.standing = standing.back(trainer.standing, decision.step)
     _copy(trainer, edit, decision.step - 1)
-    _resume(trainer, edit)
+    _train(trainer, edit)
+
+
+def resume(trainer: Trainer, decision: Resume) -> None:
+    """Nobody was: go on with the step from what is left of it."""
+    edit = _edit(trainer, decision, decision.gather, decision.kept)
+    if edit is None:
+        return
+    edit.store.return_to(decision.step - 1, edit.kept)
+    trainer.standing = standing.back(trainer.standing, decision.step)
+    if trainer.tenure is not None:
+        leader = trainer.layout.cell_of(trainer.rank).leader
+        schedule = trainer.config.schedule
+        trainer.tenure.remainder = remainder(schedule, trainer.layout, decision.kept, leader)
+    _copy(trainer, edit, decision.step - 1)
+    _train(trainer, edit)
 
 
 def reload(trainer: Trainer, decision: Reload) -> None:
@@ -92,7 +112,7 @@ def reload(trainer: Trainer, decision: Reload) -> None:
         building.load(trainer, edit.store, decision.step - 1)
         building.tell(trainer)  # all who knew it of some may be dead
     _copy(trainer, edit, decision.step - 1)
-    _resume(trainer, edit)
+    _train(trainer, edit)
 
 
 def enter(trainer: Trainer, decision: Enter) -> None:
@@ -126,8 +146,11 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
 # ---- what all decisions share ------------------------------------------------------------------
 
 
-def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
-    """Make the layout the present one. None if this rank has nothing yet, and so nothing more to do."""
+def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kept] = ()) -> _Edit | None:
+    """Make the layout the present one. None if this rank has nothing yet, and so nothing more to do.
+
+    ``work``: what cells go on from. What this rank has done of a step besides does not count any more.
+    """
     began = time.time()
     trainer.hooks.at("edit")
     layout, store = decode(decision.layout), trainer.store
@@ -136,6 +159,8 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
     trainer.standing = standing.edited(trainer.standing, layout.epoch, decision.step, member, gather)
+    # With the layout, at once: from now on this rank reports as one that is in it.
+    _keep(trainer, [kept for kept in work if member and kept.leader == layout.cell_of(trainer.rank).leader])
     # Who died before it was let in is lost to this rank, but never was in a layout.
     trainer.transport.advance(layout.epoch, {*layout.lost, *trainer.control.interrupt.lost})
     trainer.saving.abandon(decision.saved)
@@ -153,6 +178,15 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool) -> _Edit | None:
     trainer.hooks.at("promote")
     kept = store.held() if own.kept is None else own.kept
     return _Edit(store, own.moves, [(unit, k) for unit, k, _ in kept], began, ended)
+
+
+def _keep(trainer: Trainer, mine: Sequence[Kept]) -> None:
+    """Let what this rank has done of the step be what is kept of it, or nothing."""
+    if not mine:
+        trainer.work = None
+        return
+    assert trainer.work is not None, f"rank {trainer.rank} is to go on from what it has not"
+    trainer.work.keep(mine[0])
 
 
 def _copy(trainer: Trainer, edit: _Edit, done: int) -> None:
@@ -181,7 +215,7 @@ def _tell_free(trainer: Trainer) -> None:
     trainer.control.send(Settled(rank=trainer.rank, epoch=trainer.layout.epoch))
 
 
-def _resume(trainer: Trainer, edit: _Edit) -> Tenure | None:
+def _train(trainer: Trainer, edit: _Edit) -> Tenure | None:
     """A member's recovery is over: training goes on. None for a spare."""
     if trainer.tenure is not None:
         trainer.control.send(

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.pipeline.work import Work
 from megatron_elastic.state.vote import Ballot, vote
 
 _EVALUATION = -1
@@ -25,9 +26,10 @@ def evaluate(
     try:
         total, tokens = 0.0, 0
         for iteration in range(position * iterations, (position + 1) * iterations):
-            tenure.grains.begin(_EVALUATION, partial(trainer.batches.read, data, iteration, layout))
-            tenure.executor.run_forward(tenure.program, tenure.grains)
-            ballot = Ballot({}, tenure.grains.losses if tp == 0 else {})
+            work = Work(_EVALUATION, layout.num_chunks, log_limit=0)
+            tenure.grains.begin(work, partial(trainer.batches.read, data, iteration, layout))
+            tenure.executor.run_forward(tenure.legs, tenure.grains)
+            ballot = Ballot({}, work.losses if tp == 0 else {})
             outcome = vote(tenure.vote_group, ballot)
             total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
     finally:

@@ -9,7 +9,7 @@ from megatron_elastic.adaptor.training.adoption import adopt
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Suspect
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect
 
 
 def handle(trainer: Trainer, interrupted: Interrupted) -> None:
@@ -48,8 +48,9 @@ def _report(trainer: Trainer) -> Decision:
     held = None if store is None else store.held()
     versions = {} if store is None or trainer.config.replay == "gradient" else store.versions()
     now, saved = time.time(), trainer.saving.certain
+    work = None if trainer.work is None else trainer.work.progress()
     trainer.control.send(
-        standing.report(trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved)
+        standing.report(trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved, work)
     )
     trainer.hooks.at("report")
-    return trainer.control.wait((Forward, Back, Reload), timeout=trainer.config.wait_timeout)
+    return trainer.control.wait((Forward, Back, Resume, Reload), timeout=trainer.config.wait_timeout)

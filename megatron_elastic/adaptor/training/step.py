@@ -12,6 +12,7 @@ from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, Profile, Settled, VoteResult
 from megatron_elastic.config import MEASURED
 from megatron_elastic.layout import decode
+from megatron_elastic.pipeline.work import Work
 from megatron_elastic.state.verification import Verification
 from megatron_elastic.state.vote import Ballot, vote
 
@@ -20,21 +21,21 @@ _PROFILED = 10
 
 
 def take(trainer: Trainer, tenure: Tenure) -> None:
-    """Do the step in progress. Until the vote is over nothing is applied, and all of it can be redone."""
+    """Do the step in progress, or what is missing of it. Until the vote is over nothing is applied."""
     hooks, layout, step = trainer.hooks, tenure.layout, trainer.standing.step
     hooks.step = step
     if trainer.standing.stale:
         tenure.reduction.gather_parameters()
     intermission.hold(trainer, tenure, step - 1)
     hooks.at("data")
-    for unit in layout.stages[layout.stage_of(trainer.rank)].units:
-        trainer.stage.units[unit].zero()  # units that are only coming in get no gradients
-    if trainer.args.overlap_grad_reduce:
-        tenure.reduction.reduce_when_complete()
+    work, remainder = _work(trainer, tenure), tenure.remainder
     tenure.store.drop_gradients()
-    tenure.grains.begin(step, partial(trainer.batches.read, trainer.batches.training, step - 1, layout))
+    tenure.grains.begin(work, partial(trainer.batches.read, trainer.batches.training, step - 1, layout))
     with trainer.stage.meter.pipeline():
-        tenure.executor.run(tenure.program, tenure.grains)
+        if remainder is None:
+            tenure.executor.run(tenure.legs, tenure.grains, work)
+        else:
+            tenure.executor.run(remainder.legs, tenure.grains, work, remainder.again)
     if trainer.config.profile == MEASURED and step % _PROFILED == 0:
         tenure.boundary_ms = tenure.executor.measure_boundary()
     trainer.await_parameters(tenure)
@@ -50,6 +51,23 @@ def take(trainer: Trainer, tenure: Tenure) -> None:
     tenure.store.apply(trainer.update(result))
     tenure.replay.after_update(step)
     complete(trainer, tenure, result)
+
+
+def _work(trainer: Trainer, tenure: Tenure) -> Work:
+    """What the step begins with: nothing, or what is kept of it."""
+    layout = tenure.layout
+    # Units that are only coming in get no gradients.
+    units = [trainer.stage.units[unit] for unit in layout.stages[layout.stage_of(trainer.rank)].units]
+    for unit in units:
+        if trainer.work is None:
+            unit.zero()
+        else:
+            unit.go_on()
+    if trainer.args.overlap_grad_reduce and tenure.remainder is None:
+        tenure.reduction.reduce_when_complete()
+    if trainer.work is None:
+        trainer.work = trainer.new_work()
+    return trainer.work
 
 
 def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
@@ -69,6 +87,7 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
         tenure.replay.finish()
         tenure.verification.note(result.step)
     trainer.standing = standing.committed(trainer.standing)
+    trainer.work = tenure.remainder = None
     trainer.committed(result)
     if trainer.config.profile == MEASURED and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
@@ -115,14 +134,15 @@ def _verify(trainer: Trainer, tenure: Tenure, verification: Verification) -> Non
 
 
 def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
-    layout, step = tenure.layout, trainer.standing.step
+    layout, step, work = tenure.layout, trainer.standing.step, trainer.work
+    assert work is not None
     tp = layout.tp_index(trainer.rank)
     if plan := trainer.control.take((Plan,)):
         tenure.plan, trainer.standing = plan, standing.told(trainer.standing, plan.epoch)
         trainer.reach(decode(plan.layout))
     ballot = Ballot(
         norms={at: tenure.store.sum_of_squares(at) for at in layout.owned(trainer.rank)},
-        losses=tenure.grains.losses if tp == 0 else {},
+        losses=work.losses if tp == 0 else {},
         informed=standing.informed(trainer.standing),
     )
     outcome = vote(tenure.vote_group, ballot)

@@ -10,7 +10,8 @@ from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.comm.group import Group
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.executor import Executor
-from megatron_elastic.pipeline.program import Op
+from megatron_elastic.pipeline.resumption import Remainder
+from megatron_elastic.pipeline.route import Leg
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.replay import Replay
 from megatron_elastic.state.store import StateStore
@@ -30,12 +31,15 @@ class Tenure:
     reduction: Reduction
     replay: Replay
     verification: Verification | None
-    program: tuple[Op, ...]
+    legs: tuple[Leg, ...]
+    """What it does in a step."""
     grains: GrainModel
     executor: Executor
     vote_group: Group
     speaker: int
     """The lowest rank of the layout on this host: it tells the agent of each step."""
+    remainder: Remainder | None = None
+    """What it does of the step in progress instead, if that is resumed."""
     plan: Plan | None = None
     """The layout to switch to that it was told of last."""
     copying: bool = False

@@ -39,7 +39,9 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.meter import Meter
+from megatron_elastic.pipeline.route import usual
 from megatron_elastic.pipeline.schedule import for_cell
+from megatron_elastic.pipeline.work import Work
 from megatron_elastic.plan import memory
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.reduction import Reduction
@@ -113,6 +115,8 @@ class Trainer:
         """None until the model is built; from then on training can only go on, not begin anew."""
         self.tenure: Tenure | None = None
         """What the present layout makes of this rank; None while it is in no cell or has no part of the model yet."""
+        self.work: Work | None = None
+        """What it has done of the step in progress, from the first grain to the commit."""
         self.counted_from = first, 0
         """The step, and bytes sent before it, from which on traffic is counted."""
         self._forward_step = forward_step
@@ -179,14 +183,14 @@ class Trainer:
         )
         neighbours = layout.hosts[layout.host_of(self.rank)]
         stage.meter = Meter([unit.params for unit in stage.units.values()])
-        last = layout.stage_of(self.rank) == layout.pipeline_size - 1
+        leader, last = layout.cell_of(self.rank).leader, layout.stage_of(self.rank) == layout.pipeline_size - 1
         sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         return Tenure(
             layout, store,
             reduction=Reduction(layout, self.transport, stage.units, store, self.accumulator),
             replay=replay,
             verification=Verification(layout, self.transport, stage.units, store, every) if every else None,
-            program=for_cell(self.config.schedule, layout, layout.cell_of(self.rank).leader),
+            legs=usual(layout, leader, for_cell(self.config.schedule, layout, leader)),
             grains=GrainModel(stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last),
             executor=Executor(
                 layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
@@ -205,6 +209,11 @@ class Trainer:
         """A forward pass is about to use the parameters of these units."""
         assert self.tenure is not None
         self.tenure.await_units(units)
+
+    def new_work(self) -> Work:
+        """Nothing done yet of the step in progress."""
+        limit = self.config.log_mb * 1e6 if self.config.redo == "lost" else 0
+        return Work(self.standing.step, self.layout.num_chunks, limit)
 
     def update(self, result: VoteResult) -> Update:
         """What a vote says about every state."""

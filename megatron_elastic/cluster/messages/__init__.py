@@ -4,7 +4,7 @@ Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``
 A message that speaks about a layout carries the layout's epoch.
 """
 
-from megatron_elastic.cluster.messages.common import Message, Part, Stop, VoteResult
+from megatron_elastic.cluster.messages.common import Kept, Message, Part, Stop, VoteResult
 from megatron_elastic.cluster.messages.from_rank import (
     Built,
     Committed,
@@ -17,6 +17,7 @@ from megatron_elastic.cluster.messages.from_rank import (
     Hello,
     Injected,
     Profile,
+    Progress,
     Reachable,
     Ready,
     Recovered,
@@ -61,6 +62,7 @@ from megatron_elastic.cluster.messages.to_rank import (
     Moves,
     Plan,
     Reload,
+    Resume,
     Start,
     ToRank,
 )
@@ -68,9 +70,9 @@ from megatron_elastic.cluster.messages.to_rank import (
 __all__ = [
     "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Enter",
     "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
-    "Interrupt", "Invite", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
-    "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable", "Ready",
-    "Recall", "Recovered", "Relay", "Reload", "Report", "Running", "Said", "Scale", "Seat", "Settled", "SliceDigest",
-    "Start",
-    "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
+    "Interrupt", "Invite", "Kept", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
+    "Progress", "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable",
+    "Ready", "Recall", "Recovered", "Relay", "Reload", "Report", "Resume", "Running", "Said", "Scale", "Seat",
+    "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome",
+    "Where",
 ]  # fmt: skip

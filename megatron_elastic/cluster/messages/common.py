@@ -23,6 +23,19 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a step a cell keeps when the step is resumed, and goes on with.
+
+    Numbers are grain * chunks + chunk. ``added``: their gradients are in its sums; ``live``: they are between forward
+    and backward; ``half``: of their backward the weights' gradients are due yet.
+    """
+
+    leader: int
+    added: list[int]
+    live: list[int]
+    half: list[int]
+
+
 class Stop(Message, frozen=True):
     """The job is over. ``ok`` is False when it failed; ``reason`` is for people."""
 

@@ -68,6 +68,15 @@ class Committed(Message, frozen=True):
     """Whether this is the lowest rank of the layout: its agent passes it on at once, others when they are asked."""
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has done of a step, in numbers as ``Kept`` has them."""
+
+    step: int
+    added: list[int]
+    live: list[int]
+    half: list[int]
+
+
 class Report(Message, frozen=True):
     """Answer to ``Interrupt``: where this rank stands. ``epoch`` is the interrupt's."""
 
@@ -100,6 +109,8 @@ class Report(Message, frozen=True):
 
     Told where replicas may be behind their owners, empty otherwise.
     """
+    work: Progress | None = None
+    """What it has done of the step that it is computing, and could go on from; None: nothing."""
 
 
 class Recovered(Message, frozen=True):

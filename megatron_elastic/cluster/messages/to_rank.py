@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_elastic.cluster.messages.common import Message, Part, Stop, VoteResult
+from megatron_elastic.cluster.messages.common import Kept, Message, Part, Stop, VoteResult
 from megatron_elastic.layout import Transfer, UnitShape
 
 
@@ -89,6 +89,13 @@ class Back(Decision, frozen=True):
     gather: bool
 
 
+class Resume(Decision, frozen=True):
+    """Nobody got past the vote of ``step``: everybody goes on with it from what is ``kept``, cell by cell."""
+
+    gather: bool
+    kept: list[Kept]
+
+
 class Reload(Decision, frozen=True):
     """Some state has no live copy, or none yet: all go back to the checkpoint of ``step - 1``, or to the beginning."""
 
@@ -97,4 +104,4 @@ class Enter(Decision, frozen=True):
     """A planned layout has come into force, and this rank is in it from ``step`` on."""
 
 
-ToRank = Start | Addresses | Interrupt | Invite | Moves | Plan | Forward | Back | Reload | Enter | Stop
+ToRank = Start | Addresses | Interrupt | Invite | Moves | Plan | Forward | Back | Resume | Reload | Enter | Stop

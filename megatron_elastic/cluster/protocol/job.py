@@ -12,8 +12,9 @@ from typing import TypeVar
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Committed, Finished, Hello, Part, Report, VoteResult, Where
+from megatron_elastic.cluster.messages import Committed, Finished, Hello, Kept, Part, Report, VoteResult, Where
 from megatron_elastic.cluster.protocol.events import News, Said
+from megatron_elastic.cluster.protocol.work import Counted
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
 
@@ -48,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     report_timeout: float
     wait_timeout: float
     heartbeat_timeout: float
+    redo: str = "lost"
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,13 +134,16 @@ class Trust(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """``forward``: everybody finishes ``step`` with ``vote``. ``back``: everybody redoes it. ``reload``: everybody goes
-    back to the checkpoint of the step before it.
+    """``forward``: everybody finishes ``step`` with ``vote``. ``back``: everybody redoes it. ``resume``: everybody goes
+    on with it from what is ``kept``. ``reload``: everybody goes back to the checkpoint of the step before it.
     """
 
     decision: str
     step: int
     vote: VoteResult | None = None
+    kept: tuple[Kept, ...] = ()
+    counted: Counted | None = None
+    """How much of the step is kept, for people."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,8 +22,9 @@ from megatron_elastic.cluster.messages import (
     Recovered,
     Reload,
     Report,
+    Resume,
 )
-from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion
+from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion, work
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
@@ -157,6 +158,7 @@ def _decide(turn: Turn) -> None:
         return
     # Who has switched already may have dropped units that it is to have again.
     ahead = any(report.layout > old.epoch for report in at_work)
+    decided = _resumed(turn, decided, layout)
     recovery = turn.job.recovery
     assert recovery is not None
     gather = (recovery.gather or turn.job.trust.healing or ahead or any(report.stale for report in at_work)
@@ -176,11 +178,13 @@ def _send(turn: Turn, decided: Decided, held: Held, layout: Layout) -> None:
     send_moves(turn, transfers(layout, source), layout.epoch, _kept(job, held))
     common: dict[str, Any] = {"epoch": layout.epoch, "layout": encode(layout), "step": decided.step,
                               "shapes": dict(job.shapes), "saved": job.trust.newest_save}
-    message: Forward | Back | Reload
+    message: Forward | Back | Resume | Reload
     if decided.decision == "reload":
         message = Reload(**common)
     elif decided.vote is not None:
         message = Forward(vote=decided.vote, gather=job.recovery.gather, **common)
+    elif decided.kept:
+        message = Resume(gather=job.recovery.gather, kept=list(decided.kept), **common)
     else:
         message = Back(gather=job.recovery.gather, **common)
     turn.send(message, job.alive)
@@ -255,6 +259,21 @@ def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tu
         else:
             held[rank] = report.held
     return decided, held
+
+
+def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
+    """If a step is to be done again: what of it need not be, under ``layout``, and how much that is."""
+    job, recovery = turn.job, turn.job.recovery
+    assert job.layout is not None and recovery is not None
+    # What was computed with weights that were damaged is wrong; and a damaged state may have made such weights.
+    if decided.decision != "back" or job.settings.redo != "lost" or job.trust.healing:
+        return decided
+    begun = recovery.decided
+    before = begun.kept if begun is not None and begun.step == decided.step else ()
+    kept = work.kept(job.layout, layout, decided.step, recovery.reports, before)
+    if not kept:
+        return decided
+    return Decided("resume", decided.step, kept=kept, counted=work.count(job.layout, kept))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
@@ -347,7 +366,7 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
         "edit_ms": recovery.edit_ms,
         "state_ms": recovery.state_ms,
     }
-    total = (recovery.back_at - fault) * 1e3
+    total, counted = (recovery.back_at - fault) * 1e3, recovery.decided.counted
     parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
     return {
         "cause": next((cause for _, cause in recovery.causes), "coordinator lost") or "killed",
@@ -357,4 +376,5 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
         **{name: round(value, 3) for name, value in parts.items()},
         "mttr_ms": round(total, 3),
         "epochs": list(recovery.epochs),
+        **({} if counted is None else {"kept_ops": counted.kept, "redone_ops": counted.redone}),
     }

@@ -1,0 +1,85 @@
+"""Work: what of a step that nobody has voted is kept, so that only the rest of it is computed.
+
+It is told by cells: what all ranks of one have added to their sums is done, whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from megatron_elastic.cluster.messages import Kept, Progress, Report
+from megatron_elastic.layout import Cell, Layout
+
+
+class Counted(NamedTuple):
+    """Passes, forward or backward, of a grain through a chunk."""
+
+    kept: int
+    """Done before the fault, and they count."""
+    redone: int
+    """Of cells that are lost, or whose work is: others take them over."""
+
+
+def kept(
+    old: Layout, new: Layout, step: int, reports: Mapping[int, Report], before: Collection[Kept]
+) -> tuple[Kept, ...]:
+    """What cells go on from under ``new``, which comes after ``old``; nothing if the step is to be done from its start.
+
+    ``before``: what was kept if ``step`` was being resumed under ``old``. Who has not made that layout true tells of
+    what it did before, which others do again unless it was kept.
+    """
+    if not _comparable(old, new):
+        return ()
+    counted = {each.leader for each in before}
+    found = []
+    for stage, each in enumerate(new.stages):
+        for cell in each.cells:
+            mine = [reports[rank] for rank in cell.ranks]
+            current = cell.leader in counted or all(report.layout == old.epoch for report in mine)
+            if current and _stays(cell, stage, old):
+                found += _agreed(cell.leader, [report.work for report in mine], step)
+    return tuple(found)
+
+
+def count(old: Layout, what: Collection[Kept]) -> Counted:
+    """The passes of a step of ``old`` of which ``what`` is kept."""
+    chunks = old.num_chunks
+    done = sum(2 * len(each.added) + len(each.live) + len(each.half) for each in what)
+    by_leader = {each.leader: each for each in what}
+    redone = 0
+    for stage in old.stages:
+        of_stage = {
+            number
+            for cell in stage.cells
+            if (each := by_leader.get(cell.leader)) is not None
+            for number in (*each.added, *each.live, *each.half)
+        }
+        for cell in stage.cells:
+            if cell.leader not in by_leader:
+                numbers = {grain * chunks + chunk for grain in cell.share for chunk in range(chunks)}
+                redone += 2 * len(numbers - of_stage)
+    return Counted(done, redone)
+
+
+def _comparable(old: Layout, new: Layout) -> bool:
+    """Whether a grain is the same work in both: no part of one is cut, and every unit stays in its stage."""
+    whole = not any(cell.parts for layout in (old, new) for stage in layout.stages for cell in stage.cells)
+    return whole and [stage.units for stage in old.stages] == [stage.units for stage in new.stages]
+
+
+def _stays(cell: Cell, stage: int, old: Layout) -> bool:
+    before = old.places.get(cell.leader)
+    return before is not None and before[0] == stage and before[1].ranks == cell.ranks
+
+
+def _agreed(leader: int, work: Collection[Progress | None], step: int) -> list[Kept]:
+    """What all ranks of a cell have. A forward that some have not done is done again; sums must be the same."""
+    told = [each for each in work if each is not None and each.step == step]
+    if len(told) < len(work):
+        return []
+    first = told[0]
+    if any((each.added, each.half) != (first.added, first.half) for each in told):
+        return []
+    live = sorted(set(first.live).intersection(*(each.live for each in told)))
+    return [Kept(leader=leader, added=first.added, live=live, half=first.half)]

@@ -1,0 +1,101 @@
+"""Work: what a rank has done of the step in progress. It outlives layouts, so that another can go on from it.
+
+It knows of each grain and chunk how far it is, and has what it takes to go on: input and output of a chunk between
+forward and backward, weights' gradients that were put off, losses. And the *log*: all that was made for other stages in
+this step, until it commits, so that what a cell loses can be done again in its stage alone. The sums of gradients are
+in ``state.buffer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from megatron_elastic.cluster.messages import Kept, Progress
+from megatron_elastic.pipeline.program import Op
+
+Item = tuple[int, int]
+"""A grain and a chunk of this rank's stage."""
+
+
+class Addition(Protocol):
+    """A gradient that is due."""
+
+    def add(self) -> None:
+        """Add it to the sums."""
+
+
+class Work:
+    """One rank's, of one step.
+
+    Args:
+        chunks: of each stage.
+        log_limit: bytes that the log may hold. What is more ends it, and nothing can go on from here.
+    """
+
+    def __init__(self, step: int, chunks: int, log_limit: float) -> None:
+        self.step = step
+        self.added: set[Item] = set()
+        """Whose gradients are in the sums."""
+        self.live: dict[Item, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        """Input and output of what is between forward and backward."""
+        self.half: set[Item] = set()
+        """Of whose backward the weights' gradients are due yet."""
+        self.due: dict[Item, Sequence[Addition]] = {}
+        """Those."""
+        self.losses: dict[int, tuple[float, float]] = {}
+        """(loss sum, tokens) of what was computed here of each grain; last stage only."""
+        self._chunks = chunks
+        self._limit = log_limit
+        self._log: dict[tuple[bool, Item], torch.Tensor] = {}
+        """What was made: by a forward or not, and of what."""
+        self._logged = 0
+        self._torn = False
+        """Whether a backward was abandoned in the middle: nobody knows what the sums hold."""
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Around all that changes the sums."""
+        torn, self._torn = self._torn, True
+        yield
+        self._torn = torn
+
+    def log(self, op: Op, made: torch.Tensor) -> None:
+        """Keep what an operation has made for another stage."""
+        self._logged += made.nbytes
+        if self._logged <= self._limit:
+            self._log[_key(op)] = made
+        else:
+            self._log.clear()
+
+    def logged(self, op: Op) -> torch.Tensor:
+        """What an operation has made. Raises KeyError if it is not in the log."""
+        return self._log[_key(op)]
+
+    def progress(self) -> Progress | None:
+        """What can be gone on from; None: nothing."""
+        if self._torn or self._logged > self._limit or not (self.added or self.live or self.half):
+            return None
+        return Progress(
+            step=self.step, added=self._numbers(self.added), live=self._numbers(self.live),
+            half=self._numbers(self.half),
+        )  # fmt: skip
+
+    def keep(self, kept: Kept) -> None:
+        """Forget what does not count: forwards that not all ranks of the cell have done."""
+        known = {divmod(number, self._chunks) for number in (*kept.added, *kept.live, *kept.half)}
+        self.live = {item: tensors for item, tensors in self.live.items() if item in known}
+        self._log = {key: made for key, made in self._log.items() if key[1] in known}
+        self._logged = sum(made.nbytes for made in self._log.values())
+        self.losses = {grain: loss for grain, loss in self.losses.items() if (grain, self._chunks - 1) in known}
+        assert self._numbers((*self.added, *self.live, *self.half)) == sorted((*kept.added, *kept.live, *kept.half))
+
+    def _numbers(self, items: Collection[Item]) -> list[int]:
+        return sorted(grain * self._chunks + chunk for grain, chunk in items)
+
+
+def _key(op: Op) -> tuple[bool, Item]:
+    return op.kind == "forward", (op.grain, op.chunk)

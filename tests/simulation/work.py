@@ -1,0 +1,57 @@
+"""Work: what a model rank has done of a step, grain by grain. Its sums are what was added to them: (unit, grain)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from megatron_elastic.cluster.messages import Kept, Progress
+from megatron_elastic.layout import Layout
+from megatron_elastic.pipeline.program import Op
+from tests.simulation.errors import Violation
+
+
+class Work:
+    """One rank's, of one step. Numbers are as in ``Kept``; a backward is one piece here."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.added: set[int] = set()
+        self.live: set[int] = set()
+        self.sums: list[tuple[int, int]] = []
+
+    def do(self, op: Op, chunks: Sequence[Sequence[int]]) -> None:
+        """An operation is done on one of the stage's chunks, which are given by their units."""
+        number = op.grain * len(chunks) + op.chunk
+        if op.kind == "forward":
+            self.live.add(number)
+        elif number in self.live and number not in self.added:
+            self.live.remove(number)
+            self.added.add(number)
+            self.sums += [(unit, op.grain) for unit in chunks[op.chunk]]
+        else:
+            raise Violation("sums", f"{op} of step {self.step} comes too early, or again")
+
+    def progress(self) -> Progress | None:
+        """What can be gone on from."""
+        if not (self.added or self.live):
+            return None
+        return Progress(step=self.step, added=sorted(self.added), live=sorted(self.live), half=[])
+
+    def keep(self, kept: Kept) -> None:
+        """Go on from what is kept."""
+        if sorted(self.added) != kept.added or not self.live.issuperset(kept.live):
+            raise Violation("sums", f"{kept} is kept of step {self.step}, but there are {sorted(self.added)}, "
+                                    f"{sorted(self.live)}")
+        self.live = set(kept.live)
+
+
+def check_sums(layout: Layout, step: int, sums: Mapping[int, Collection[tuple[int, int]]]) -> None:
+    """Raise Violation unless each grain is in exactly one of the sums of each unit of each stage. ``sums``: by rank."""
+    for index, stage in enumerate(layout.stages):
+        expected = Counter((unit, grain) for unit in stage.units for grain in range(layout.num_grains))
+        for tp in range(layout.cell_size):
+            found = Counter(each for cell in stage.cells for each in sums[cell.ranks[tp]])
+            if found != expected:
+                raise Violation("sums", f"the sums of step {step} in stage {index} lack {sorted(expected - found)} and "
+                                        f"have {sorted(found - expected)} too much")

@@ -1,0 +1,272 @@
+"""Resumption: whatever is missing of a step that was cut anywhere, after any losses, is done, and once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.cluster.messages import Kept, Progress, Report
+from megatron_elastic.cluster.protocol.work import Counted, count, kept
+from megatron_elastic.layout import Cell, Layout, Part, Stage, gpt_units
+from megatron_elastic.pipeline.program import Op, ProgramError
+from megatron_elastic.pipeline.resumption import Remainder, check, remainder
+from megatron_elastic.pipeline.route import Leg, usual
+from megatron_elastic.pipeline.schedule import for_cell
+from megatron_elastic.plan import everything, lose
+
+STEP = 7
+
+
+def uneven(grains: int, widths: list[int], chunks: int, rng: random.Random) -> Layout:
+    """Stages of the given widths and chunks, with every grain at a random cell of each."""
+    pp = len(widths)
+    chunks = chunks if pp > 1 else 1
+    units, stage_units = gpt_units(pp * chunks, pp, True, False, chunks=chunks)
+    layout = Layout.grid(
+        tp=1, pp=pp, dp=1, stage_units=stage_units, units=units, num_grains=grains, num_slices=2, replicas=0
+    )
+    stages, rank = [], 0
+    for width, stage in zip(widths, layout.stages, strict=True):
+        at = [rng.randrange(width) for _ in range(grains)]
+        cells = [Cell((rank + i,), tuple(g for g in range(grains) if at[g] == i)) for i in range(width)]
+        stages.append(Stage(stage.units, tuple(cells)))
+        rank += width
+    owners = tuple((stages[layout.home(unit)].cells[0].leader,) * 2 for unit in range(len(units)))
+    whole = replace(layout, stages=tuple(stages), owners=owners, hosts=(tuple(range(rank)),))
+    whole.validate()
+    return whole
+
+
+class ModelCell:
+    """What one cell, here of one rank, knows: the layout that it has made true, and what it has done of the step."""
+
+    def __init__(self) -> None:
+        self.layout = 0
+        self.added: set[int] = set()
+        self.live: set[int] = set()
+        self.half: set[int] = set()
+        self.todo: list[Leg] = []
+
+    def report(self, rank: int) -> Report:
+        work = Progress(step=STEP, added=sorted(self.added), live=sorted(self.live), half=sorted(self.half))
+        return Report(
+            rank=rank, epoch=0, member=True, step=STEP, vote=None, last=None, held=None, interrupted_at=0.0,
+            layout=self.layout, work=work if self.added or self.live or self.half else None,
+        )  # fmt: skip
+
+    def adopt(self, epoch: int, kept: Kept | None, todo: Remainder) -> None:
+        """As a rank does it: the layout, and with it what counts of its work."""
+        if kept is None:
+            self.added, self.live, self.half = set(), set(), set()
+        else:
+            self.live &= set(kept.live)
+            assert (kept.added, kept.half) == (sorted(self.added), sorted(self.half))
+        self.layout, self.todo = epoch, list(todo.legs)
+
+    def do(self, op: Op, number: int) -> None:
+        begun, ended = {
+            "forward": (set(), self.live), "backward": (self.live, self.added),
+            "backward_input": (self.live, self.half), "backward_weight": (self.half, self.added),
+        }[op.kind]  # fmt: skip
+        assert op.kind == "forward" or number in begun
+        begun.discard(number)
+        ended.add(number)
+
+
+class ModelStep:
+    """Cells that do a step, operation by operation in any possible order, and are interrupted."""
+
+    def __init__(self, layout: Layout, schedule: str, rng: random.Random) -> None:
+        self.layout = layout
+        self.schedule = schedule
+        self.rng = rng
+        self.cells = {leader: ModelCell() for leader in layout.cells}
+        self.kept: tuple[Kept, ...] = ()
+        self.plan()
+        self.adopt(1.0)
+
+    def plan(self) -> None:
+        """What each cell has to do, from what is kept."""
+        self.work = {leader: self.of_cell(leader) for leader in self.layout.cells}
+        check(self.layout, self.kept, self.work)
+        self.sent = {
+            each for leader, work in self.work.items() for leg in work.again for each in self.sends(leader, leg)
+        }
+
+    def of_cell(self, leader: int) -> Remainder:
+        if self.kept:
+            return remainder(self.schedule, self.layout, self.kept, leader)
+        return Remainder((), usual(self.layout, leader, for_cell(self.schedule, self.layout, leader)))
+
+    def adopt(self, share: float) -> None:
+        """So many of the cells make the layout true before the next fault."""
+        mine = {each.leader: each for each in self.kept}
+        for leader in self.layout.cells:
+            if self.rng.random() <= share:
+                self.cells[leader].adopt(self.layout.epoch, mine.get(leader), self.work[leader])
+
+    def position(self, leader: int, op: Op) -> int:
+        return op.chunk * self.layout.pipeline_size + self.layout.stage_of(leader)
+
+    def sends(self, leader: int, leg: Leg) -> list[tuple[bool, int, int, int]]:
+        """What a cell sends of an operation: whether it is a forward's, the grain, where it is needed, and by whom."""
+        forward = leg.op.kind == "forward"
+        there = self.position(leader, leg.op) + (1 if forward else -1)
+        return [(forward, leg.op.grain, there, target) for target, _ in leg.targets]
+
+    def is_ready(self, leader: int) -> bool:
+        """Whether a cell's next operation has what it needs."""
+        cell = self.cells[leader]
+        if cell.layout != self.layout.epoch or not cell.todo:
+            return False
+        leg = cell.todo[0]
+        needed = leg.op.kind == "forward", leg.op.grain, self.position(leader, leg.op), leader
+        return not leg.sources or needed in self.sent
+
+    def go_on(self, operations: int) -> None:
+        """Do at most so many operations."""
+        for _ in range(operations):
+            ready = [leader for leader in self.work if self.is_ready(leader)]
+            if not ready:
+                break
+            leader = self.rng.choice(ready)
+            leg = self.cells[leader].todo.pop(0)
+            self.cells[leader].do(leg.op, leg.op.grain * self.layout.num_chunks + leg.op.chunk)
+            self.sent.update(self.sends(leader, leg))
+
+    def fault(self) -> None:
+        """Some cells die, or lose what they have done. It is decided how to go on; some do not come to hear it."""
+        dead: list[int] = []
+        for stage in self.layout.stages:
+            leaders = [cell.leader for cell in stage.cells if not cell.shadow]
+            dead += self.rng.sample(leaders, self.rng.choice([0, 0, *range(len(leaders))]))
+        new = lose(self.layout, dead, everything(self.layout), self.layout.epoch + 1)
+        reports = {leader: self.cells[leader].report(leader) for leader in new.cells}
+        for leader in reports:
+            if self.rng.random() < 0.1:
+                reports[leader] = msgspec.structs.replace(reports[leader], work=None)
+        self.kept = kept(self.layout, new, STEP, reports, self.kept) if self.rng.random() < 0.9 else ()
+        self.layout = new
+        self.plan()
+        self.adopt(self.rng.choice([0.5, 1.0]))
+
+    def finish(self) -> None:
+        """What has not been heard is heard, and all is done."""
+        mine = {each.leader: each for each in self.kept}
+        for leader in self.layout.cells:
+            if self.cells[leader].layout != self.layout.epoch:
+                self.cells[leader].adopt(self.layout.epoch, mine.get(leader), self.work[leader])
+        self.go_on(3 * self.layout.num_grains * self.layout.pipeline_size * self.layout.num_chunks)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    grains=st.integers(1, 12), widths=st.lists(st.integers(1, 4), min_size=1, max_size=4), chunks=st.integers(1, 3),
+    schedule=st.sampled_from(["1f1b", "split"]), seed=st.integers(0, 2**32), faults=st.integers(1, 4),
+)  # fmt: skip
+def test_a_step_that_is_cut_anywhere_again_and_again_is_added_once(
+    grains: int, widths: list[int], chunks: int, schedule: str, seed: int, faults: int
+) -> None:
+    """Each plan is proved by ``check``, and the sums that cells have in the end are looked at."""
+    rng = random.Random(seed)
+    step = ModelStep(uneven(grains, widths, chunks, rng), schedule, rng)
+    total = 3 * grains * len(widths) * chunks
+    for _ in range(faults):
+        step.go_on(rng.randrange(total))
+        step.fault()
+    step.finish()
+    numbers = list(range(grains * step.layout.num_chunks))
+    for stage in step.layout.stages:
+        assert sorted(number for cell in stage.cells for number in step.cells[cell.leader].added) == numbers
+
+
+# ---- the checker ----------------------------------------------------------------------------
+
+
+def test_the_checker_refuses_what_is_wrong() -> None:
+    """One operation more or less, in another order, a result that is not sent, or one that nobody needs."""
+    layout = uneven(4, [2, 2], 1, random.Random(1))
+    step = ModelStep(layout, "split", random.Random(2))
+    step.go_on(13)
+    mine = kept(layout, layout, STEP, {leader: cell.report(leader) for leader, cell in step.cells.items()}, ())
+    work = {leader: remainder("split", layout, mine, leader) for leader in layout.cells}
+    check(layout, mine, work)
+    for leader, each in work.items():
+        for at, leg in enumerate(each.legs):
+            rest = each.legs[:at] + each.legs[at + 1 :]
+            for legs in (rest, (*rest, leg, leg), (leg, *each.legs)):
+                with pytest.raises(ProgramError):
+                    check(layout, mine, work | {leader: Remainder(each.again, legs)})
+            if leg.targets:
+                silent = (*each.legs[:at], leg._replace(targets=()), *each.legs[at + 1 :])
+                with pytest.raises(ProgramError, match="never comes"):
+                    check(layout, mine, work | {leader: Remainder(each.again, silent)})
+        for at in range(len(each.again)):
+            for again in (each.again[:at] + each.again[at + 1 :], (*each.again, each.again[at])):
+                with pytest.raises(ProgramError):
+                    check(layout, mine, work | {leader: Remainder(again, each.legs)})
+
+
+# ---- what cells agree on ------------------------------------------------------------------------
+
+TP2 = Layout.grid(
+    tp=2, pp=2, dp=2, stage_units=[[0, 1], [2, 3]], units=["embedding", "layer.0", "layer.1", "head"], num_grains=4,
+    num_slices=2, replicas=0,
+)  # fmt: skip
+
+
+def reports(**work: Progress | None) -> dict[int, Report]:
+    """What the ranks r0, r1, ... have done; the others nothing."""
+    return {
+        rank: Report(
+            rank=rank, epoch=0, member=True, step=STEP, vote=None, last=None, held=None, interrupted_at=0.0,
+            layout=TP2.epoch, work=work.get(f"r{rank}"),
+        )
+        for rank in TP2.ranks
+    }  # fmt: skip
+
+
+def done(added: str = "", live: str = "", half: str = "", step: int = STEP) -> Progress:
+    return Progress(step=step, added=list(map(int, added)), live=list(map(int, live)), half=list(map(int, half)))
+
+
+def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
+    both = reports(r0=done("0", live="2"), r1=done("0"), r2=done("1", "3"), r3=done("1", "3"), r4=done("0"))
+    expected = (
+        Kept(leader=0, added=[0], live=[], half=[]),
+        Kept(leader=2, added=[1], live=[3], half=[]),
+    )
+    assert kept(TP2, TP2, STEP, both, ()) == expected
+    assert count(TP2, expected) == Counted(kept=5, redone=8), "all of the second stage is done again"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(done("02"), done("0")), (done("0", half="2"), done("0", live="2")), (done("0"), done("0", step=STEP - 1))],
+    ids=["sums", "halves", "step"],
+)
+def test_ranks_that_differ_in_their_sums_begin_anew(one: Progress, other: Progress) -> None:
+    assert kept(TP2, TP2, STEP, reports(r0=one, r1=other), ()) == ()
+
+
+def test_where_units_move_or_grains_are_cut_nothing_is_kept() -> None:
+    told = reports(r0=done("0"), r1=done("0"))
+    assert kept(TP2, TP2, STEP, told, ())
+    first, second = TP2.stages
+    moved = replace(TP2, stages=(replace(first, units=(0,)), replace(second, units=(1, 2, 3))))
+    assert kept(TP2, moved, STEP, told, ()) == ()
+    cut = replace(second.cells[0], grains=(0,), parts=(Part(2, 0, 1),))
+    assert kept(TP2, replace(TP2, stages=(first, replace(second, cells=(cut, second.cells[1])))), STEP, told, ()) == ()
+
+
+def test_who_has_not_heard_of_the_newest_layout_counts_only_if_that_has_counted_on_it() -> None:
+    told = reports(r0=done("0"), r1=done("0"))
+    later = replace(TP2, epoch=TP2.epoch + 1)
+    assert kept(later, later, STEP, told, ()) == ()
+    before = kept(TP2, later, STEP, told, ())
+    assert kept(later, later, STEP, told, before) == before
