@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.jobs import Jobs, environment
 from tests.nursery import Nursery
@@ -24,6 +25,10 @@ _MARK = "MEGATRON_ELASTIC_TEST_RUN"
 
 _PATIENCE = 5.0
 """Seconds that what is ending already may take to end; nothing is waited for when nothing is left."""
+
+
+settings.register_profile("tests", deadline=None)  # what an example takes says what else the machine does
+settings.load_profile("tests")
 
 
 def pytest_configure() -> None:

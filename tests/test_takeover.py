@@ -20,8 +20,9 @@ from megatron_elastic.cluster.messages import (
     Stop,
     VoteResult,
 )
-from megatron_elastic.cluster.protocol import Job, Settings, advance, events
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteMetrics
+from megatron_elastic.cluster.protocol import Job, Settings, advance, decision, events
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
+from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout, encode
 
 SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
@@ -182,3 +183,31 @@ def test_what_ranks_know_of_checkpoints_counts() -> None:
         job, _ = advance(job, events.Said(now=11.3, node=rank, message=report))
     job, effects = advance(job, events.Recorded(now=11.4, epoch=5))
     assert [each.message.step for each in effects if isinstance(each, Send) and isinstance(each.message, Reload)] == [5]
+
+
+def test_who_may_have_a_rank_that_lives_is_waited_for_longer() -> None:
+    job, _ = advance(Job.new(SETTINGS, 3), events.TookOver(
+        now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="", limit=1.0))
+    bare = replace(hello(1), running=[])
+    job, _ = advance(job, events.NodeCame(now=11.1, node=1, hello=bare))
+    job, effects = advance(job, events.Expired(now=12.0, name="gather", serial=job.timers["gather"]))
+    assert SetTimer(name="gather", delay=SETTINGS.start_timeout, serial=job.timers["gather"]) in effects
+    job, effects = advance(job, events.NodeCame(now=15.0, node=2, hello=hello(2)))
+    assert SetTimer(name="gather", delay=1.0, serial=job.timers["gather"]) in effects
+    job, _ = advance(job, events.Expired(now=16.0, name="gather", serial=job.timers["gather"]))
+    assert (job.outcome, job.lost) == (None, (0, 1))
+
+
+def test_a_reload_that_some_have_not_heard_of_goes_on() -> None:
+    def report(rank: int, layout: int, step: int, reloading: bool, voted: int | None = None) -> Report:
+        return Report(rank=rank, epoch=9, member=True, step=step, vote=None if voted is None else vote(voted),
+                      last=None if reloading else vote(step - 1), held=[], interrupted_at=0.0, layout=layout,
+                      reloading=reloading)
+
+    gone_back = report(1, 4, 5, True)
+    assert decision.reloading([gone_back, report(2, 2, 7, False)]) == Decided("reload", 5)
+    assert decision.reloading([gone_back, report(2, 2, 6, False)]) == Decided("reload", 5), "it did step 5 before"
+    assert decision.reloading([gone_back, report(2, 4, 5, True)]) == Decided("reload", 5), "it may not have its state"
+    assert decision.reloading([gone_back, report(2, 4, 6, False)]) is None, "a step has been done since"
+    assert decision.reloading([gone_back, report(2, 4, 5, True, voted=5)]) is None, "one has been voted"
+    assert decision.reloading([report(1, 4, 5, False), report(2, 4, 5, False)]) is None

@@ -39,6 +39,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     That takes everybody, so all members of a layout have the same answer: the coordinator's (``edited``).
     """
+    reloading: bool = False
+    """Whether its layout came with going back to a checkpoint, and no step of it has committed here."""
     gathering: bool = False
     """Whether weights of the newest step may still be on their way here."""
     planned: int = 0
@@ -84,7 +86,7 @@ def distributed(standing: Standing) -> Standing:
 def committed(standing: Standing) -> Standing:
     """The step in progress is finished: voted, applied, its weights here or on their way."""
     assert standing.vote is not None, f"rank {standing.rank} finishes step {standing.step}, which was not voted"
-    return replace(standing, step=standing.step + 1, vote=None, last=standing.vote, stale=False)
+    return replace(standing, step=standing.step + 1, vote=None, last=standing.vote, stale=False, reloading=False)
 
 
 # ---- a new layout ------------------------------------------------------------------------------
@@ -108,24 +110,27 @@ def report(
         last=standing.last, held=None if brief else list(parts), built=held is not None,
         versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, saved=saved, interrupted_at=now,
-        work=work,
+        work=work, reloading=standing.reloading,
     )  # fmt: skip
 
 
-def edited(standing: Standing, epoch: int, step: int, member: bool, gather: bool) -> Standing:
+def edited(
+    standing: Standing, epoch: int, step: int, member: bool, gather: bool, reloading: bool = False
+) -> Standing:
     """A new layout is the present one.
 
     ``step``: the one that was decided about; a member is in it from now on. If this layout is replaced before more of
     it is true, the report must not tell of an older step: others have done some since, if this rank was no member.
     ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
     for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
-    remembers must not count: it would wait for others who do not know.
+    remembers must not count: it would wait for others who do not know. ``reloading``: its state will be a checkpoint's.
     """
     if member and standing.step != step:
         standing = replace(standing, step=step, vote=None)
     return replace(
-        standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False
-    )
+        standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False,
+        reloading=reloading,
+    )  # fmt: skip
 
 
 def forward(standing: Standing, vote: VoteResult) -> Standing:

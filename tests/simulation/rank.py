@@ -726,7 +726,9 @@ class Rank:
             own = message if message.epoch == decision.epoch else own
         member = self.rank in layout.places
         self.layout, self.tenure = layout, False
-        self.standing = standing.edited(self.standing, layout.epoch, decision.step, member, gather)
+        self.standing = standing.edited(
+            self.standing, layout.epoch, decision.step, member, gather, isinstance(decision, Reload)
+        )
         self.keep(decision)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})
         self.save_first, self.saved = decision.saved + 1, min(self.saved, decision.saved)

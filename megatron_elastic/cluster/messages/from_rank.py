@@ -102,6 +102,8 @@ class Report(Message, frozen=True):
     """Whether its parameters may not be what their owners hold."""
     layout: int = 0
     """Epoch of the layout that it has made true, whole or in part."""
+    reloading: bool = False
+    """Whether that layout came with going back to a checkpoint, and no step of it has committed here."""
     saved: int = 0
     """Step of the newest complete checkpoint that it knows of; 0 without one."""
     versions: dict[int, list[Part]] = msgspec.field(default_factory=dict)

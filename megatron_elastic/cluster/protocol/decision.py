@@ -22,6 +22,18 @@ def working(since: Mapping[int, int], reports: Iterable[Report]) -> list[Report]
     )
 
 
+def reloading(reports: Collection[Report]) -> Decided | None:
+    """To go back to a checkpoint, if the decision was to and nobody is known to have all of it behind them.
+
+    A coordinator may be lost when some know of that and some do not; the next one learns of it here.
+    """
+    newest = max((report.layout for report in reports if report.reloading), default=-1)
+    there = [report for report in reports if report.layout >= newest]
+    if newest < 0 or not all(report.reloading and report.vote is None for report in there):
+        return None
+    return Decided("reload", min(report.step for report in there))
+
+
 def decide(reports: Collection[Report], votes: Mapping[int, VoteResult]) -> Decided:
     """Forward or back, from the reports of those who train and the votes that are known besides.
 

@@ -213,6 +213,10 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the last step on record."""
     before: str
     """Where the coordinator before listened."""
+    limit: float
+    """Seconds that nodes have to come, once it is known that some rank lives."""
+    long: bool = False
+    """Whether nobody who has come within that has a rank that lives, so that others are waited for."""
     running: Map[int, Rank] = Map()
     layout: Layout | None = None
     newest: int = -1

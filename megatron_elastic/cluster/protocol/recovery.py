@@ -26,7 +26,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion, work
 from megatron_elastic.cluster.protocol.adoption import use
-from megatron_elastic.cluster.protocol.decision import decide, newest_complete, units_move, working
+from megatron_elastic.cluster.protocol.decision import decide, newest_complete, reloading, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
 from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, without
 from megatron_elastic.cluster.protocol.moves import send_moves
@@ -229,7 +229,7 @@ def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
     if not all(report.built for report in at_work):
         # Training has not begun: all have, or make, what a checkpoint or the seed says.
         return Decided("reload", min(report.step for report in at_work))
-    return decide(at_work, job.ledger.votes)
+    return reloading(at_work) or decide(at_work, job.ledger.votes)
 
 
 def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tuple[Decided, Held]:

@@ -25,7 +25,7 @@ def took_over(turn: Turn, event: TookOver) -> None:
     turn.set(
         term=event.term, name=event.name, members=event.members, epoch=event.epoch, newest_epoch=event.epoch,
         recorded=event.epoch, launched=True, silent=0, ranks=job.ranks.__class__(),
-        gathering=Gathering(written=event.written, before=event.before),
+        gathering=Gathering(written=event.written, before=event.before, limit=event.limit),
     )  # fmt: skip
     turn.record("took_over", term=event.term)
     turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})")
@@ -58,6 +58,10 @@ def came(turn: Turn, event: NodeCame) -> None:
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         ),
     )  # fmt: skip
+    known = turn.job.gathering
+    if known is not None and known.long and known.layout is not None and turn.job.first is not None:
+        turn.set(gathering=replace(known, long=False))
+        turn.set_timer("gather", known.limit)
     _go_on_if_complete(turn)
 
 
@@ -74,10 +78,14 @@ def remembered(before: Job, after: Job) -> tuple[Said | News, ...]:
 
 
 def late(turn: Turn) -> None:
-    """Whoever has not come is lost."""
+    """Whoever has not come is lost; but if nobody has who could go on, the others have longer."""
     known = turn.job.gathering
     assert known is not None
     if known.layout is None or turn.job.first is None:
+        if not known.long:
+            turn.set(gathering=replace(known, long=True))
+            turn.set_timer("gather", turn.job.settings.start_timeout)
+            return
         turn.end(False, "no node that knows the job has come to its new coordinator; restart the job from its newest "
                         "checkpoint")
     else:
