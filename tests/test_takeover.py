@@ -14,6 +14,7 @@ from megatron_elastic.cluster.messages import (
     Launch,
     Past,
     RankExited,
+    Recall,
     Reload,
     Report,
     Running,
@@ -81,6 +82,7 @@ def test_the_failed_coordinators_node_is_not_waited_for() -> None:
     assert isinstance(interrupt.message, Interrupt)
     assert interrupt.message.epoch == 5  # above what the store and the agents know of
     assert [each.record["step"] for each in effects if isinstance(each, WriteMetrics)] == [3, 4, 5]
+    assert all(Tell(node, Recall(after=5)) in effects for node in (1, 2)), "steps since they came"
     (recovery,) = [job.recovery]
     assert recovery is not None
     assert dict(recovery.exits) == {0: 10.0}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence
+from megatron_elastic.cluster.messages import Fence, Recall
 from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
@@ -124,6 +124,10 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     membership.given(turn, known.newest)
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
+    assert turn.job.ledger is not None
+    for node in turn.job.nodes:
+        # Steps since it came, which the layout's first rank would have told, if it is not lost.
+        turn.tell(node, Recall(after=turn.job.ledger.written))
     for rank in layout.lost:
         if rank in known.running:  # cut off, and taken for dead meanwhile
             turn.tell(turn.job.ranks[rank].node or 0, Fence(rank=rank))
