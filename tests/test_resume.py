@@ -70,7 +70,7 @@ def test_cells_of_several_ranks(jobs: Jobs) -> None:
 
 
 def test_where_the_log_is_too_small_the_step_is_done_again(jobs: Jobs) -> None:
-    job = jobs.run(*PP2_DP4.flags, "--elastic-log-mb", "0.01", *killed(1, 2, "backward", 13))
+    job = jobs.run(*PP2_DP4.flags, "--elastic-log-mb", "0", *killed(1, 2, "backward", 13))
     assert_same_training(job, jobs.undisturbed(*PP2_DP4.flags), [1])
     (event,) = job.events("recovered")
     assert event["decision"] == "back"
