@@ -27,7 +27,7 @@ FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-
          "--elastic-slices", "3")  # fmt: skip
 EVEN = "slices and grains are even over {} ranks, and all copies are there"
 FOLLOW = "follow from step"
-SEATED = "has a lost member's seat"
+SEATED = "this node has a lost member's seat"
 LED = "another node takes over if this one is lost"
 _LIMIT = 120.0
 """Seconds that anything may take; about ten times what it needs."""

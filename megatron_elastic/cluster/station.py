@@ -321,6 +321,7 @@ class Station:
             if self._part.choice.kind == "embedded" and self._uplink.member not in told.addresses:
                 seat = await asyncio.shield(agent.seat)
                 store = await self._open(told.name, seat.addresses)
+                self._screen.say("this node has a lost member's seat in the store")
         except StoreError as error:
             if self._coordinator is None:
                 self._note(f"--elastic-store: {error}; this node cannot coordinate")

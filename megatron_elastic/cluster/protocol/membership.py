@@ -71,7 +71,7 @@ def seated(turn: Turn, event: Seated) -> None:
     """A node is a member of the embedded store."""
     node = turn.job.nodes.get(event.node)
     if node is not None and set(event.members) != set(turn.job.members):
-        turn.say(f"node {node.node_rank} has a lost member's seat in the store")
+        turn.say(f"node {node.node_rank} is given a lost member's seat in the store")
     turn.set(members=event.members)
     turn.tell(event.node, Seat(addresses=list(event.members)))
 
