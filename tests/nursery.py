@@ -6,7 +6,6 @@ Only the seconds are saved in which it, and its zygote, would import torch and M
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import json
@@ -215,7 +214,7 @@ class _Waiting:
 
 
 def _end(program: Any) -> NoReturn:
-    """Run ``program`` and end as the interpreter does."""
+    """Run ``program`` and end as a rank does."""
     try:
         code = program()
     except SystemExit as ending:
@@ -223,11 +222,7 @@ def _end(program: Any) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+    zygote._end(code or 0)
 
 
 # ---- between them ----------------------------------------------------------------------------

@@ -60,9 +60,14 @@ def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: floa
 
 def late(turn: Turn) -> None:
     """A step is missing whose successor is here: whoever kept it is to tell it again."""
+    recall(turn)
+    turn.set_timer("steps", turn.job.settings.suspect_timeout)
+
+
+def recall(turn: Turn) -> None:
+    """All agents are to tell again what they keep of the steps that are not on record."""
     for node in turn.job.nodes:
         turn.tell(node, Recall(after=_of(turn).written))
-    turn.set_timer("steps", turn.job.settings.suspect_timeout)
 
 
 def _write(turn: Turn, entry: Entry) -> None:

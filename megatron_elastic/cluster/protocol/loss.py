@@ -15,11 +15,10 @@ from megatron_elastic.cluster.messages import (
     RankNews,
     RankResumed,
     RankStopped,
-    Recall,
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol import change, membership, recovery, suspicion, whereabouts
+from megatron_elastic.cluster.protocol import change, ledger, membership, recovery, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
@@ -139,9 +138,7 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     else:
         lose(turn, alive, event.cause, event.since)
         if turn.job.ledger is not None:
-            # What its ranks committed and could not tell, others know.
-            for other in turn.job.nodes:
-                turn.tell(other, Recall(after=turn.job.ledger.written))
+            ledger.recall(turn)  # what its ranks committed and could not tell, others know
 
 
 def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> None:

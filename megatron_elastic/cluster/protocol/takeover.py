@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence, Recall
+from megatron_elastic.cluster.messages import Fence
 from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
@@ -58,10 +58,6 @@ def came(turn: Turn, event: NodeCame) -> None:
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         ),
     )  # fmt: skip
-    known = turn.job.gathering
-    if known is not None and known.long and known.layout is not None and turn.job.first is not None:
-        turn.set(gathering=replace(known, long=False))
-        turn.set_timer("gather", known.limit)
     _go_on_if_complete(turn)
 
 
@@ -97,6 +93,9 @@ def _go_on_if_complete(turn: Turn) -> None:
     job, known = turn.job, turn.job.gathering
     if known is None or known.layout is None or job.first is None:
         return
+    if known.long:
+        turn.set(gathering=replace(known, long=False))
+        turn.set_timer("gather", known.limit)
     layout = known.layout
     missing = {layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in known.running}
     failed = known.before and known.before not in {node.address for node in job.nodes.values()}
@@ -124,10 +123,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     membership.given(turn, known.newest)
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
-    assert turn.job.ledger is not None
-    for node in turn.job.nodes:
-        # Steps since it came, which the layout's first rank would have told, if it is not lost.
-        turn.tell(node, Recall(after=turn.job.ledger.written))
+    ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     for rank in layout.lost:
         if rank in known.running:  # cut off, and taken for dead meanwhile
             turn.tell(turn.job.ranks[rank].node or 0, Fence(rank=rank))
