@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.protocol.decision import decide
+from megatron_elastic.cluster.protocol.job import Told
 from megatron_elastic.layout import Transfer
 from megatron_elastic.observe.records import read_digest, read_metrics
 from tests.launches import PROGRAMS, Launch, free_port, launches, start_nodes
@@ -440,6 +441,16 @@ def test_reports_that_contradict_each_other_are_refused() -> None:
         decide([report(0, 4), report(1, 6)], {})
     with pytest.raises(ValueError, match="nobody reports its vote"):
         decide([report(0, 4), report(1, 5)], {})
+
+
+def test_a_vote_of_the_dead_counts_until_somebody_has_gone_on_to_a_newer_layout() -> None:
+    def report(rank: int, layout: int) -> Report:
+        return Report(rank=rank, epoch=9, member=True, step=4, vote=None, last=None, held=[], interrupted_at=0.0,
+                      layout=layout)
+
+    vote = VoteResult(step=4, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=32, tokens=64)
+    for told_in, decision in ((2, "back"), (3, "forward"), (5, "forward")):
+        assert decide([report(0, 3), report(1, 2)], {4: Told(vote, told_in)}).decision == decision
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.cluster.protocol.decision import decide, working
-from megatron_elastic.cluster.protocol.job import Decided
+from megatron_elastic.cluster.protocol.job import Decided, Told
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.layout import Layout
 
@@ -96,6 +96,8 @@ def test_who_becomes_a_member_tells_of_no_older_step_even_if_that_layout_is_repl
 
 def test_steps_that_are_done_again_have_no_votes() -> None:
     ahead = standing.edited(at_step(9), 5, 9, member=True, gather=False)
+    assert standing.edited(ahead, 6, 8, member=True, gather=False).last is None, "if it is interrupted here"
+    assert standing.edited(ahead, 6, 8, member=False, gather=False).last is None
     assert standing.back(ahead, 9).last == vote(8)
     assert standing.back(ahead, 8).last is None
     assert standing.reload(ahead, 3) == standing.back(standing.edited(ahead, 5, 3, member=True, gather=True), 3)
@@ -106,7 +108,17 @@ def test_nothing_of_a_layout_outlives_it(step: int, was_member: bool, member: bo
     before = standing.told(standing.voted(at_step(step, member=was_member), vote(step), agreed=True), 4)
     after = standing.edited(standing.distributing(standing.built(before)), 5, step, member, gather)
     same = at_step(step, member=was_member)
-    assert after == standing.edited(standing.voted(same, vote(step), agreed=False), 5, step, member, gather)
+    if not member:
+        same = standing.voted(same, vote(step), agreed=False)
+    assert after == standing.edited(same, 5, step, member, gather)
+
+
+def test_who_finishes_a_step_in_a_new_layout_has_its_vote_as_soon_as_it_is_in() -> None:
+    """If all are interrupted before their states are what was decided, the next decision must be the same one."""
+    for now in (at_step(4), standing.committed(standing.voted(at_step(4), vote(4), agreed=False))):
+        inside = standing.edited(now, 5, 4, member=True, gather=True, vote=vote(4))
+        assert (inside.step, inside.vote) == (4, vote(4))
+        assert standing.forward(inside, vote(4)) == inside
 
 
 class ModelJob:
@@ -127,7 +139,7 @@ class ModelJob:
         """Members that compute nothing before their first weights have come."""
         self.entered: set[int] = set()
         """Members that have done their part of the step that the slowest one does, and go into its vote."""
-        self.votes: dict[int, VoteResult] = {}
+        self.votes: dict[int, Told] = {}
         """As the coordinator's ledger has them: all that anybody has told."""
 
     @property
@@ -199,8 +211,11 @@ class ModelJob:
                 self.since,
                 [standing.report(now, self.epoch, LAYOUT, [], {}, 0.0, -1, 0) for now in self.ranks.values()],
             )
-            told = [each for report in at_work for each in (report.vote, report.last) if each is not None]
-            self.votes |= {each.step: each for each in told}
+            self.votes |= {
+                each.step: Told(each, report.layout)
+                for report in sorted(at_work, key=lambda report: report.layout)
+                for each in (report.vote, report.last) if each is not None
+            }  # fmt: skip
             if decision.decision != "reload":
                 decision = decide(at_work, self.votes)
                 skipped = decision.step > before and before not in self.votes
@@ -208,7 +223,6 @@ class ModelJob:
                 before = decision.step
                 if self.random.random() < 0.1:
                     decision = Decided("reload", self.random.randint(1, decision.step), None)
-                    self.votes = {step: each for step, each in self.votes.items() if step < decision.step}
             gather = gather or any(report.stale for report in at_work)
             for rank in self.random.sample(sorted(self.layout), self.random.randint(0, len(self.layout) - 1)):
                 if self.random.random() < 0.5 and (self.layout - {rank}).intersection(each.rank for each in at_work):
@@ -224,7 +238,7 @@ class ModelJob:
                 if self.random.random() < 0.05:
                     break  # the next fault, before this rank has heard of it
                 now, member = self.ranks[rank], rank in self.layout
-                self.ranks[rank] = standing.edited(now, self.epoch, decision.step, member, gather)
+                self.ranks[rank] = standing.edited(now, self.epoch, decision.step, member, gather, vote=decision.vote)
                 if self.random.random() < 0.05:
                     break  # the next fault, before its state is what was decided
                 self.adopt(rank, decision)

@@ -172,9 +172,11 @@ class Ranks:
 
     def _decided(self, rank: int, decision: Decision, say: Say) -> None:
         self._layout = _read(decision.layout)
-        each = standing.edited(self._ranks[rank], decision.epoch, decision.step, rank in self._layout.places, False)
-        if isinstance(decision, Forward):
-            self._ranks[rank] = standing.forward(each, decision.vote)
+        vote = decision.vote if isinstance(decision, Forward) else None
+        member = rank in self._layout.places
+        each = standing.edited(self._ranks[rank], decision.epoch, decision.step, member, False, vote=vote)
+        if vote is not None:
+            self._ranks[rank] = standing.forward(each, vote)
         else:
             self._ranks[rank] = standing.back(each, decision.step)
         if each.member:

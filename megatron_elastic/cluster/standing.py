@@ -115,18 +115,22 @@ def report(
 
 
 def edited(
-    standing: Standing, epoch: int, step: int, member: bool, gather: bool, reloading: bool = False
+    standing: Standing, epoch: int, step: int, member: bool, gather: bool, reloading: bool = False,
+    vote: VoteResult | None = None,
 ) -> Standing:
     """A new layout is the present one.
 
-    ``step``: the one that was decided about; a member is in it from now on. If this layout is replaced before more of
-    it is true, the report must not tell of an older step: others have done some since, if this rank was no member.
+    ``step``: the one that was decided about; a member is in it from now on, and past its ``vote`` if it has one. If
+    this layout is replaced before more of it is true, the report must not tell of an older step: others have done some
+    since, if this rank was no member. Nor of a vote of before, if the step is done again.
     ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
     for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
     remembers must not count: it would wait for others who do not know. ``reloading``: its state will be a checkpoint's.
     """
-    if member and standing.step != step:
-        standing = replace(standing, step=step, vote=None)
+    if member:
+        standing = replace(standing, step=step, vote=vote)
+    if vote is None:
+        standing = replace(standing, last=_before(standing.last, step))
     return replace(
         standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False,
         reloading=reloading,
@@ -142,8 +146,11 @@ def forward(standing: Standing, vote: VoteResult) -> Standing:
 
 def back(standing: Standing, step: int) -> Standing:
     """Its states are as before ``step``, which is done again or resumed, and so is whatever came after it."""
-    last = standing.last if standing.last is not None and standing.last.step < step else None
-    return replace(standing, step=step, vote=None, last=last)
+    return replace(standing, step=step, vote=None, last=_before(standing.last, step))
+
+
+def _before(vote: VoteResult | None, step: int) -> VoteResult | None:
+    return vote if vote is not None and vote.step < step else None
 
 
 def reload(standing: Standing, step: int) -> Standing:

@@ -113,8 +113,8 @@ def stale_outlives_its_layout() -> list[Patch]:
     """A spare remembers that its weights were stale, and waits for itself when it enters."""
     real = standing.edited
 
-    def edited(now: standing.Standing, epoch: int, step: int, member: bool, gather: bool) -> standing.Standing:
-        after = real(now, epoch, step, member, gather)
+    def edited(now: standing.Standing, *decided: Any) -> standing.Standing:
+        after = real(now, *decided)
         return replace(after, stale=after.stale or now.stale or now.gathering)
 
     return [patch.object(standing, "edited", edited)]
@@ -125,8 +125,8 @@ def who_becomes_a_member_tells_of_an_old_step() -> list[Patch]:
     """Until its state is what was decided, its step is not either."""
     real = standing.edited
 
-    def edited(now: standing.Standing, epoch: int, step: int, member: bool, gather: bool) -> standing.Standing:
-        return real(now, epoch, now.step, member, gather)
+    def edited(now: standing.Standing, epoch: int, step: int, *decided: Any) -> standing.Standing:
+        return real(now, epoch, now.step, *decided)
 
     return [patch.object(standing, "edited", edited)]
 
@@ -170,6 +170,29 @@ def votes_are_forgotten() -> list[Patch]:
     """Only reports tell of votes: a step that only the dead were past, and told, is done again."""
     real = decision.decide
     return [patch.object(recovery, "decide", lambda reports, votes: real(reports, {}))]
+
+
+@_mutant
+def votes_count_for_ever() -> list[Patch]:
+    """A vote of before a step was done again decides that the step is finished."""
+    real = decision.decide
+
+    def decide(reports: Any, votes: Any) -> Any:
+        newest = max(report.layout for report in reports)
+        return real(reports, {step: replace(told, epoch=newest) for step, told in votes.items()})
+
+    return [patch.object(recovery, "decide", decide)]
+
+
+@_mutant
+def who_finishes_a_step_has_its_vote_only_then() -> list[Patch]:
+    """If all are interrupted with new states and no vote, the step is done again from them."""
+    real = standing.edited
+
+    def edited(now: standing.Standing, *decided: Any) -> standing.Standing:
+        return real(now, *decided[:6])
+
+    return [patch.object(standing, "edited", edited)]
 
 
 @_mutant

@@ -727,7 +727,8 @@ class Rank:
         member = self.rank in layout.places
         self.layout, self.tenure = layout, False
         self.standing = standing.edited(
-            self.standing, layout.epoch, decision.step, member, gather, isinstance(decision, Reload)
+            self.standing, layout.epoch, decision.step, member, gather, isinstance(decision, Reload),
+            decision.vote if isinstance(decision, Forward) else None,
         )
         self.keep(decision)
         self.advance_transport(layout.epoch, {*layout.lost, *self.lost})

@@ -159,8 +159,9 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kep
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
     trainer.standing = standing.edited(
-        trainer.standing, layout.epoch, decision.step, member, gather, isinstance(decision, Reload)
-    )
+        trainer.standing, layout.epoch, decision.step, member, gather, isinstance(decision, Reload),
+        decision.vote if isinstance(decision, Forward) else None,
+    )  # fmt: skip
     # With the layout, at once: from now on this rank reports as one that is in it.
     _keep(trainer, [kept for kept in work if member and kept.leader == layout.cell_of(trainer.rank).leader])
     # Who died before it was let in is lost to this rank, but never was in a layout.

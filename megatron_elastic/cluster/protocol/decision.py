@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron_elastic.cluster.messages import Part, Report, VoteResult
-from megatron_elastic.cluster.protocol.job import Decided
+from megatron_elastic.cluster.messages import Part, Report
+from megatron_elastic.cluster.protocol.job import Decided, Told
 from megatron_elastic.layout import Layout
 
 
@@ -34,20 +34,23 @@ def reloading(reports: Collection[Report]) -> Decided | None:
     return Decided("reload", min(report.step for report in there))
 
 
-def decide(reports: Collection[Report], votes: Mapping[int, VoteResult]) -> Decided:
+def decide(reports: Collection[Report], votes: Mapping[int, Told]) -> Decided:
     """Forward or back, from the reports of those who train and the votes that are known besides.
 
+    A vote told by somebody who is dead counts if nobody has gone on to a newer layout since: who has, and knows of no
+    vote, may be doing the step again. (Who goes on to a layout to finish a step has its vote from then on.)
     Raises ValueError if the reports contradict each other.
     """
     step = min(report.step for report in reports)
     ahead = [report.rank for report in reports if report.step > step + 1]
     if ahead:
         raise ValueError(f"ranks {ahead} report more than one step past step {step} of the slowest rank")
-    vote = votes.get(step)
+    told = votes.get(step)
+    vote = told.vote if told is not None and told.epoch >= max(report.layout for report in reports) else None
     for report in reports:
-        for told in (report.vote, report.last):
-            if vote is None and told is not None and told.step == step:
-                vote = told
+        for known in (report.vote, report.last):
+            if vote is None and known is not None and known.step == step:
+                vote = known
     if vote is None and any(report.step > step for report in reports):
         raise ValueError(f"a rank has committed step {step} but nobody reports its vote")
     return Decided("back" if vote is None else "forward", step, vote)

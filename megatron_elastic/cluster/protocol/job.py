@@ -104,6 +104,13 @@ class Entry(msgspec.Struct, frozen=True):
     time: float
 
 
+class Told(msgspec.Struct, frozen=True):
+    """The vote of a step, as somebody told it who was in the layout of ``epoch``."""
+
+    vote: VoteResult
+    epoch: int
+
+
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """The committed steps, and the votes of the latest ones (``protocol.ledger``)."""
 
@@ -111,7 +118,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the last step whose line was written."""
     total: int
     previous_time: float
-    votes: Map[int, VoteResult] = Map()
+    votes: Map[int, Told] = Map()
     pending: Map[int, Entry] = Map()
 
 

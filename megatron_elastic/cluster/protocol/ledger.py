@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Recall, VoteResult
 from megatron_elastic.cluster.protocol.effects import WriteMetrics
-from megatron_elastic.cluster.protocol.job import Entry, Ledger
+from megatron_elastic.cluster.protocol.job import Entry, Ledger, Told
 from megatron_elastic.cluster.protocol.turn import Turn
 
 _REMEMBERED = 64
@@ -14,29 +14,27 @@ _REMEMBERED = 64
 
 
 class Diverged(Exception):
-    """Two ranks reported different results for the same step."""
+    """Two ranks of one layout reported different results for the same step."""
 
 
-def note(turn: Turn, vote: VoteResult) -> None:
-    """Remember the vote of a step that is not committed yet. Raises Diverged if another was told before."""
+def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
+    """Remember a vote that a rank of the layout of ``epoch`` tells; of a step that was done again, the newer one.
+
+    Raises Diverged if another rank of that layout has told another. (A step that is done again may have another result
+    with ``fast`` sums, and when what it was computed with turned out to be damaged.)
+    """
     ledger = _of(turn)
-    known = ledger.votes.get(vote.step, vote)
+    known = ledger.votes.get(vote.step)
+    if known is None or known.epoch < epoch:
+        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, Told(vote, epoch))))
+        return
+    if known.epoch > epoch:
+        return
     for name in ("loss", "grad_norm"):
-        ours, theirs = getattr(known, name), getattr(vote, name)
+        ours, theirs = getattr(known.vote, name), getattr(vote, name)
         if ours.hex() != theirs.hex():
             raise Diverged(f"step {vote.step} was reported twice with different {name.replace('_', ' ')}: "
                            f"{ours!r} ({ours.hex()}) and {theirs!r} ({theirs.hex()})")
-    if vote.step not in ledger.votes:
-        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, vote)))
-
-
-def rewind(turn: Turn, step: int) -> None:
-    """Steps after ``step`` are done anew; their lines stay as they are."""
-    ledger = _of(turn)
-    votes = ledger.votes
-    for each in [each for each in votes if each > step]:
-        votes = votes.delete(each)
-    turn.set(ledger=replace(ledger, votes=votes))
 
 
 def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: float) -> None:
@@ -45,7 +43,7 @@ def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: floa
     """
     if vote.step <= _of(turn).written - _REMEMBERED:
         return
-    note(turn, vote)
+    note(turn, vote, epoch)
     ledger = _of(turn)
     if vote.step <= ledger.written or vote.step in ledger.pending:
         return

@@ -99,9 +99,9 @@ def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
     damage.known(turn, message.saved)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
-        ledger.commit(turn, message.last, job.layout.epoch, len(job.layout.ranks), message.interrupted_at)
+        ledger.commit(turn, message.last, message.layout, len(job.layout.ranks), message.interrupted_at)
     if message.vote is not None:
-        ledger.note(turn, message.vote)
+        ledger.note(turn, message.vote, message.layout)
     awaited: Map[int, None] = without(recovery.awaited, ranks)
     reports = recovery.reports.update({rank: replace(message, rank=rank) for rank in ranks})
     turn.set(recovery=replace(recovery, reports=reports, awaited=awaited))
@@ -213,8 +213,6 @@ def _plan(turn: Turn, old: Layout, at_work: Collection[Report]) -> tuple[Decided
             return decided, held, lose(old, lost, Holdings.reported(old, held), job.epoch)
         except StateLost as lost_state:
             decided = _fall_back(turn, decided, damage.undecided(job.trust) or str(lost_state))
-    # Those who have not gone back yet have told of votes that are not cast any more.
-    ledger.rewind(turn, decided.step - 1)
     layout = lose(old, lost, readable(old), job.epoch)
     if not all(report.built for report in at_work) or len(job.shapes) < len(old.units):
         layout = at_home(layout)  # who is to keep slices of another stage's unit has to know what it is like
@@ -242,7 +240,6 @@ def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tu
         possible, steps = newest_complete(decided, job.layout.parts, versions)
         if possible is not decided:
             turn.record("behind", step=possible.step)
-            ledger.rewind(turn, steps)
             turn.set(recovery=replace(recovery, gather=True))
         return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
     # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them.
