@@ -103,17 +103,16 @@ class Checks:
         elif isinstance(message, Back | Resume):
             if self._world.keeps:
                 self._world.passed_step = message.step - 1
-            elif self._redone < message.step <= self._world.written and self._known(message.step):
+            elif self._redone < message.step <= self._world.written and self._known(coordinator, message.step):
                 raise Violation("redone", f"step {message.step} is done again, but it is on record")
 
-    def _known(self, step: int) -> bool:
+    def _known(self, coordinator: Coordinator, step: int) -> bool:
         """Whether a coordinator can know of a step's vote; one that has taken over hears it from those who are left."""
-        world = self._world
         if "another coordinates" not in self._excuses:
             return True
-        votes = [vote for rank in world.ranks.values() if rank.alive
+        votes = [vote for rank in _there(self._world, coordinator)
                  for vote in (rank.standing.vote, rank.standing.last) if vote is not None]
-        votes += [each.vote for agent in world.agents if agent.connected for each in agent.post.committed]
+        votes += [each.vote for link in coordinator.links.values() for each in link.agent.post.committed]
         return any(vote.step == step for vote in votes)
 
     def after(self, before: Job, job: Job) -> None:
