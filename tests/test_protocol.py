@@ -40,6 +40,7 @@ from megatron_elastic.cluster.messages import (
     Switched,
     VoteResult,
 )
+from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import (
@@ -166,14 +167,54 @@ def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo:
             assert set(play.sent(Back)) == {1}
 
 
-def test_a_step_that_was_computed_with_damaged_memory_is_not_resumed(play: Play) -> None:
-    found = Damage(rank=1, unit=1, slice=0, tp=0, what="weights")
+@pytest.mark.parametrize(
+    ("found", "keeping"),
+    [(Damage(rank=1, unit=1, slice=0, tp=0, what="weights"), [0]),
+     (Damage(rank=1, unit=1, slice=0, tp=0, what="state"), [0, 1]),
+     (Damage(rank=0, unit=1, slice=0, tp=0, what="state"), [])],
+    ids=["weights", "a copy", "what all have the weights from"],
+)  # fmt: skip
+def test_of_a_step_what_was_made_with_damaged_weights_is_done_again(
+    play: Play, found: Damage, keeping: list[int]
+) -> None:
+    assert play.first.owner(1, 0, 0) == 0
     play.say(Damaged(rank=1, epoch=0, step=1, found=[found], verified=0))
-    work = Progress(step=1, added=[0, 2], live=[], half=[])
+    for rank, cell in play.first.cells.items():
+        play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
+                        work=Progress(step=1, added=list(cell.share), live=[], half=[])))
+    if keeping:
+        assert [each.leader for each in play.sent(Resume)[1].kept] == keeping
+    else:
+        assert set(play.sent(Back)) == {0, 1}
+
+
+def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> None:
+    """Whom it was told to may have been the coordinator before."""
+    damaged = Damaged(rank=1, epoch=0, step=1, found=[Damage(rank=1, unit=1, slice=0, tp=0, what="weights")],
+                      verified=0)
+    play.news(RankDying(rank=0, time=1.0))
+    play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
+                    work=Progress(step=1, added=list(play.first.cells[1].share), live=[], half=[]), damaged=damaged))
+    assert play.sent(Back)[1].gather, "weights are sent anew"
+    assert play.job.trust.healing
+
+
+def test_a_checkpoint_that_may_have_damage_in_it_is_none_for_good_unless_it_is_made_anew(play: Play) -> None:
+    def saved(epoch: int) -> tuple[int, ...]:
+        play.say(Note(rank=0, epoch=epoch, kind="saved", fields={"step": 2}))
+        return play.job.trust.saves
+
+    assert saved(0) == (2,)
+    play.say(Damaged(rank=1, epoch=0, step=4, found=[Damage(rank=1, unit=1, slice=0, tp=0, what="state")], verified=1))
+    assert play.job.trust.saves == ()
     for rank in (0, 1):
         play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
-                        work=work))
-    assert set(play.sent(Back)) == {0, 1}
+                        saved=2))
+    vote = VoteResult(step=1, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+    play.say(Committed(rank=0, epoch=1, vote=vote, time=1.0))
+    assert not play.job.trust.healing
+    assert saved(0) == ()
+    assert saved(1) == (2,)
 
 
 def test_nothing_is_planned_while_a_fault_ends_the_recovery_before(play: Play) -> None:

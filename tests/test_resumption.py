@@ -51,6 +51,8 @@ class ModelCell:
         self.live: set[int] = set()
         self.half: set[int] = set()
         self.todo: list[Leg] = []
+        self.damaged = False
+        """Whether its weights are."""
 
     def report(self, rank: int) -> Report:
         work = Progress(step=STEP, added=sorted(self.added), live=sorted(self.live), half=sorted(self.half))
@@ -87,6 +89,8 @@ class ModelStep:
         self.rng = rng
         self.cells = {leader: ModelCell() for leader in layout.cells}
         self.kept: tuple[Kept, ...] = ()
+        self.wrong: set[tuple[bool, int, int]] = set()
+        """Results that something damaged had a part in: whether of a forward, grain and position."""
         self.plan()
         self.adopt(1.0)
 
@@ -137,10 +141,30 @@ class ModelStep:
             leader = self.rng.choice(ready)
             leg = self.cells[leader].todo.pop(0)
             self.cells[leader].do(leg.op, leg.op.grain * self.layout.num_chunks + leg.op.chunk)
+            self.spoil(self.cells[leader], leg.op.kind == "forward", leg.op.grain, self.position(leader, leg.op))
             self.sent.update(self.sends(leader, leg))
 
+    def spoil(self, cell: ModelCell, forward: bool, grain: int, position: int) -> None:
+        """A result is wrong if what made it or what it was made of is; and right if it is made anew of what is right.
+
+        Gradients are as wrong as the backward that gives them.
+        """
+        inputs = {(True, grain, position - 1)} if forward else {(False, grain, position + 1), (True, grain, position)}
+        if cell.damaged or not self.wrong.isdisjoint(inputs):
+            self.wrong.add((forward, grain, position))
+        else:
+            self.wrong.discard((forward, grain, position))
+
+    def damage(self) -> None:
+        """The weights of some cells are damaged; that is found out before the vote, or at the next fault."""
+        for leader in self.layout.cells:
+            self.cells[leader].damaged = self.rng.random() < 0.2
+
     def fault(self) -> None:
-        """Some cells die, or lose what they have done. It is decided how to go on; some do not come to hear it."""
+        """Some cells die, or lose what they have done. It is decided how to go on; some do not come to hear it.
+
+        Whatever is damaged is known by then, and healed before anything is computed again.
+        """
         dead: list[int] = []
         for stage in self.layout.stages:
             leaders = [cell.leader for cell in stage.cells if not cell.shadow]
@@ -150,7 +174,10 @@ class ModelStep:
         for leader in reports:
             if self.rng.random() < 0.1:
                 reports[leader] = msgspec.structs.replace(reports[leader], work=None)
-        self.kept = kept(self.layout, new, STEP, reports, self.kept) if self.rng.random() < 0.9 else ()
+        damaged = [leader for leader in self.layout.cells if self.cells[leader].damaged]
+        self.kept = kept(self.layout, new, STEP, reports, self.kept, damaged) if self.rng.random() < 0.9 else ()
+        for cell in self.cells.values():
+            cell.damaged = False
         self.layout = new
         self.plan()
         self.adopt(self.rng.choice([0.5, 1.0]))
@@ -177,9 +204,12 @@ def test_a_step_that_is_cut_anywhere_again_and_again_is_added_once(
     step = ModelStep(uneven(grains, widths, chunks, rng), schedule, rng)
     total = 3 * grains * len(widths) * chunks
     for _ in range(faults):
+        if rng.random() < 0.3:
+            step.damage()
         step.go_on(rng.randrange(total))
         step.fault()
     step.finish()
+    assert not step.wrong, "what damaged weights have made is in the sums"
     numbers = list(range(grains * step.layout.num_chunks))
     for stage in step.layout.stages:
         assert sorted(number for cell in stage.cells for number in step.cells[cell.leader].added) == numbers
@@ -193,7 +223,7 @@ def test_the_checker_refuses_what_is_wrong() -> None:
     layout = uneven(4, [2, 2], 1, random.Random(1))
     step = ModelStep(layout, "split", random.Random(2))
     step.go_on(13)
-    mine = kept(layout, layout, STEP, {leader: cell.report(leader) for leader, cell in step.cells.items()}, ())
+    mine = kept(layout, layout, STEP, {leader: cell.report(leader) for leader, cell in step.cells.items()}, (), ())
     work = {leader: remainder("split", layout, mine, leader) for leader in layout.cells}
     check(layout, mine, work)
     for leader, each in work.items():
@@ -241,7 +271,7 @@ def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
         Kept(leader=0, added=[0], live=[], half=[]),
         Kept(leader=2, added=[1], live=[3], half=[]),
     )
-    assert kept(TP2, TP2, STEP, both, ()) == expected
+    assert kept(TP2, TP2, STEP, both, (), ()) == expected
     assert count(TP2, expected) == Counted(kept=5, redone=8), "all of the second stage is done again"
 
 
@@ -251,22 +281,23 @@ def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
     ids=["sums", "halves", "step"],
 )
 def test_ranks_that_differ_in_their_sums_begin_anew(one: Progress, other: Progress) -> None:
-    assert kept(TP2, TP2, STEP, reports(r0=one, r1=other), ()) == ()
+    assert kept(TP2, TP2, STEP, reports(r0=one, r1=other), (), ()) == ()
 
 
 def test_where_units_move_or_grains_are_cut_nothing_is_kept() -> None:
     told = reports(r0=done("0"), r1=done("0"))
-    assert kept(TP2, TP2, STEP, told, ())
+    assert kept(TP2, TP2, STEP, told, (), ())
     first, second = TP2.stages
     moved = replace(TP2, stages=(replace(first, units=(0,)), replace(second, units=(1, 2, 3))))
-    assert kept(TP2, moved, STEP, told, ()) == ()
+    assert kept(TP2, moved, STEP, told, (), ()) == ()
     cut = replace(second.cells[0], grains=(0,), parts=(Part(2, 0, 1),))
-    assert kept(TP2, replace(TP2, stages=(first, replace(second, cells=(cut, second.cells[1])))), STEP, told, ()) == ()
+    other = replace(TP2, stages=(first, replace(second, cells=(cut, second.cells[1]))))
+    assert kept(TP2, other, STEP, told, (), ()) == ()
 
 
 def test_who_has_not_heard_of_the_newest_layout_counts_only_if_that_has_counted_on_it() -> None:
     told = reports(r0=done("0"), r1=done("0"))
     later = replace(TP2, epoch=TP2.epoch + 1)
-    assert kept(later, later, STEP, told, ()) == ()
-    before = kept(TP2, later, STEP, told, ())
-    assert kept(later, later, STEP, told, before) == before
+    assert kept(later, later, STEP, told, (), ()) == ()
+    before = kept(TP2, later, STEP, told, (), ())
+    assert kept(later, later, STEP, told, before, ()) == before

@@ -60,12 +60,13 @@ def test_flips_name_what_they_damage() -> None:
             Injection.parse(wrong)
 
 
-@pytest.mark.parametrize("what", ["weights", "moments", "replica"])
+@pytest.mark.parametrize(("what", "decision"), [("weights", "resume"), ("moments", "back"), ("replica", "resume")])
 @pytest.mark.slow
-def test_damage_at_rest_is_healed(jobs: Jobs, what: str) -> None:
-    """The rank itself finds it, so one replica is enough."""
+def test_damage_at_rest_is_healed(jobs: Jobs, what: str, decision: str) -> None:
+    """The rank itself finds it, so one replica is enough. What an owner has, all may have weights from."""
     job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4))
     assert_healed(job, jobs.undisturbed(*GRID.flags), [(5, "weights" if what == "weights" else "state")])
+    assert [event["decision"] for event in job.events("recovered")] == [decision]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Progress, Report, VoteResult
+from megatron_elastic.cluster.messages import Damaged, Progress, Report, VoteResult
 from megatron_elastic.layout import Holdings, Layout
 
 Part = tuple[int, int, int]
@@ -47,6 +47,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Epoch of the newest layout that it has been told of to switch to; 0 without one."""
     agreed: bool = False
     """Whether all members know of that one: the switch is due after the step."""
+    damaged: Damaged | None = None
+    """Damage that it has found."""
 
 
 # ---- training under one layout ---------------------------------------------------------------
@@ -71,6 +73,11 @@ def voted(standing: Standing, vote: VoteResult, agreed: bool) -> Standing:
     """The step in progress has been voted. ``agreed``: every member was ``informed``."""
     assert vote.step == standing.step, f"rank {standing.rank} votes on step {vote.step} in step {standing.step}"
     return replace(standing, vote=vote, agreed=agreed)
+
+
+def spoiled(standing: Standing, found: Damaged) -> Standing:
+    """It has found damage: the step in progress cannot be voted."""
+    return replace(standing, damaged=found)
 
 
 def distributing(standing: Standing) -> Standing:
@@ -110,7 +117,7 @@ def report(
         last=standing.last, held=None if brief else list(parts), built=held is not None,
         versions={steps: list(parts) for steps, parts in versions.items()},
         stale=standing.stale or standing.gathering, layout=standing.epoch, saved=saved, interrupted_at=now,
-        work=work, reloading=standing.reloading,
+        work=work, reloading=standing.reloading, damaged=standing.damaged,
     )  # fmt: skip
 
 
@@ -133,7 +140,7 @@ def edited(
         standing = replace(standing, last=_before(standing.last, step))
     return replace(
         standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False,
-        reloading=reloading,
+        reloading=reloading, damaged=None,
     )  # fmt: skip
 
 

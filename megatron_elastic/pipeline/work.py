@@ -86,12 +86,12 @@ class Work:
 
     def keep(self, kept: Kept) -> None:
         """Forget what does not count: forwards that not all ranks of the cell have done."""
-        known = {divmod(number, self._chunks) for number in (*kept.added, *kept.live, *kept.half)}
+        known = {divmod(number, self._chunks) for number in kept.numbers}
         self.live = {item: tensors for item, tensors in self.live.items() if item in known}
         self._log = {key: made for key, made in self._log.items() if key[1] in known}
         self._logged = sum(made.nbytes for made in self._log.values())
         self.losses = {grain: loss for grain, loss in self.losses.items() if (grain, self._chunks - 1) in known}
-        assert self._numbers((*self.added, *self.live, *self.half)) == sorted((*kept.added, *kept.live, *kept.half))
+        assert self._numbers((*self.added, *self.live, *self.half)) == sorted(kept.numbers)
 
     def _numbers(self, items: Collection[Item]) -> list[int]:
         return sorted(grain * self._chunks + chunk for grain, chunk in items)

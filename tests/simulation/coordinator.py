@@ -6,7 +6,7 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import AgentHello, Damaged, Decision, Fence, Heartbeat, Members, ToRank
+from megatron_elastic.cluster.messages import AgentHello, Damaged, Decision, Fence, Heartbeat, Members, Report, ToRank
 from megatron_elastic.cluster.messages import Said as FromAgentSaid
 from megatron_elastic.cluster.protocol import Job, events
 from megatron_elastic.cluster.protocol import advance as protocol_advance
@@ -80,8 +80,9 @@ class Coordinator:
         now = self.time
         match message:
             case FromAgentSaid():
-                if isinstance(message.message, Damaged):
-                    self.world.damage_told(message.message, self.job.newest_epoch)
+                told = message.message.damaged if isinstance(message.message, Report) else message.message
+                if isinstance(told, Damaged):
+                    self.world.damage_told(told, self.job.newest_epoch)
                 self.post(events.Said(now=now, node=link.node, message=message.message, also=tuple(message.also)))
             case AgentHello():
                 link.node = self.name()

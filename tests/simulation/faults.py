@@ -76,6 +76,7 @@ def _fail(world: World, rank: Rank) -> None:
     from megatron_elastic.cluster.messages import Failed
 
     world.checks.excuse("raised")
+    world.checks.excuse("exit code")  # whom it told may be gone
     rank.send(Failed(rank=rank.rank, traceback="simulated"))
     world.kill(rank, 1)
 

@@ -566,8 +566,9 @@ class Rank:
             store.retire([at for at in store.live if at not in mine])
             damages = [Damage(rank=rank, unit=at[0], slice=at[1], tp=tp, what=what)
                        for rank, at, what in sorted(found)]
-            self.send(Damaged(rank=me, epoch=self.layout.epoch, step=step, found=damages,
-                              verified=max(step - 2, 0)))
+            message = Damaged(rank=me, epoch=self.layout.epoch, step=step, found=damages, verified=max(step - 2, 0))
+            self.standing = standing.spoiled(self.standing, message)
+            self.send(message)
             yield ()  # the interrupt that follows ends it
 
     def tell_times(self) -> None:

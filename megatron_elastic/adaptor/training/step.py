@@ -127,9 +127,9 @@ def _verify(trainer: Trainer, tenure: Tenure, verification: Verification) -> Non
         tenure.store.retire((unit, k) for unit, k, _ in tenure.store.held() if (unit, k) not in bad)
         # What was sound in the slice's turn before the last is so for certain.
         verified = max(step - 1 - trainer.config.verify_every, 0)
-        trainer.control.send(
-            Damaged(rank=trainer.rank, epoch=tenure.layout.epoch, step=step, found=found, verified=verified)
-        )
+        message = Damaged(rank=trainer.rank, epoch=tenure.layout.epoch, step=step, found=found, verified=verified)
+        trainer.standing = standing.spoiled(trainer.standing, message)
+        trainer.control.send(message)
         trainer.control.wait((), timeout=trainer.config.wait_timeout)  # the interrupt that follows ends it
 
 

@@ -23,17 +23,26 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a step a cell keeps when the step is resumed, and goes on with.
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been done of a step. Numbers are grain * chunks + chunk."""
 
-    Numbers are grain * chunks + chunk. ``added``: their gradients are in its sums; ``live``: they are between forward
-    and backward; ``half``: of their backward the weights' gradients are due yet.
-    """
+    added: list[int]
+    """Their gradients are in the sums."""
+    live: list[int]
+    """They are between forward and backward."""
+    half: list[int]
+    """Of their backward the weights' gradients are due yet."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """All that has been begun."""
+        return [*self.added, *self.live, *self.half]
+
+
+class Kept(Done, frozen=True):
+    """What a cell keeps of a step that is resumed, and goes on with."""
 
     leader: int
-    added: list[int]
-    live: list[int]
-    half: list[int]
 
 
 class Stop(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages.common import Message, Part, VoteResult
+from megatron_elastic.cluster.messages.common import Done, Message, Part, VoteResult
 from megatron_elastic.layout import UnitShape
 from megatron_elastic.plan import Sample
 
@@ -68,13 +68,31 @@ class Committed(Message, frozen=True):
     """Whether this is the lowest rank of the layout: its agent passes it on at once, others when they are asked."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has done of a step, in numbers as ``Kept`` has them."""
+class Progress(Done, frozen=True):
+    """What a rank has done of ``step``."""
 
     step: int
-    added: list[int]
-    live: list[int]
-    half: list[int]
+
+
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
+
+    rank: int
+    unit: int
+    slice: int
+    tp: int
+    what: str
+
+
+class Damaged(Message, frozen=True):
+    """Verification has found damage before ``step`` was voted; it is to be healed, and the step redone."""
+
+    rank: int
+    epoch: int
+    step: int
+    found: list[Damage]
+    verified: int
+    """All slices were sound after this step, as far as verification can tell."""
 
 
 class Report(Message, frozen=True):
@@ -113,6 +131,8 @@ class Report(Message, frozen=True):
     """
     work: Progress | None = None
     """What it has done of the step that it is computing, and could go on from; None: nothing."""
+    damaged: Damaged | None = None
+    """Damage that it has found in the layout that it is in: who was told may be gone."""
 
 
 class Recovered(Message, frozen=True):
@@ -159,27 +179,6 @@ class Profile(Message, frozen=True):
     rank: int
     epoch: int
     sample: Sample
-
-
-class Damage(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
-
-    rank: int
-    unit: int
-    slice: int
-    tp: int
-    what: str
-
-
-class Damaged(Message, frozen=True):
-    """Verification has found damage before ``step`` was voted; it is to be healed, and the step redone."""
-
-    rank: int
-    epoch: int
-    step: int
-    found: list[Damage]
-    verified: int
-    """All slices were sound after this step, as far as verification can tell."""
 
 
 class Suspect(Message, frozen=True):

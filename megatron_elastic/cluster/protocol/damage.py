@@ -1,7 +1,8 @@
 """Damage: which copies of a slice and which checkpoints training may go on from.
 
 A damaged copy counts as damaged until its rank has adopted a layout that was decided without it, and the weights until
-a step has committed after they were sent anew: what was decided may be overtaken by the next fault.
+a step has committed after they were sent anew: what was decided may be overtaken by the next fault. A checkpoint that
+may have been made of damaged copies counts as none, for good.
 """
 
 from __future__ import annotations
@@ -14,38 +15,56 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import Damaged, Event, Part
 from megatron_elastic.cluster.protocol.job import Trust, without
 from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout
 
 
 def saved(turn: Turn, message: Event) -> None:
     """A checkpoint is complete."""
-    step = message.fields["step"]
+    step, trust = message.fields["step"], turn.job.trust
     assert isinstance(step, int)
+    if trust.doubtful.get(step, message.epoch) < message.epoch:  # made anew
+        turn.set(trust=replace(trust, doubtful=trust.doubtful.delete(step)))
     known(turn, step)
 
 
 def known(turn: Turn, step: int) -> None:
-    """A rank knows of the complete checkpoint of ``step``; 0: of none. Who was to tell of it may be gone. While damage
-    is healed, some may still know of one that was given up.
-    """
+    """A rank knows of the complete checkpoint of ``step``; 0: of none. Who was to tell of it may be gone."""
     trust = turn.job.trust
-    if step > trust.newest_save and trust.verified is None:
+    if step > trust.newest_save and step not in trust.doubtful:
         turn.set(trust=replace(trust, saves=(*trust.saves, step)))
 
 
 def noted(turn: Turn, message: Damaged) -> None:
-    """Verification has found damage."""
+    """Verification has found damage, and tells of it until it is healed."""
     layout, trust = turn.job.layout, turn.job.trust
     assert layout is not None
-    for damage in message.found:
+    new = [damage for damage in message.found if damage not in trust.found]
+    for damage in new:
         unit = layout.units[damage.unit]
         turn.record("damaged", rank=damage.rank, unit=unit, slice=damage.slice, tp=damage.tp, what=damage.what,
                     step=message.step)
         turn.say(f"WARNING: damaged memory: {damage.what} of slice {damage.slice} of {unit} on rank {damage.rank}; it "
                  "is healed from a good copy")
-    copies = {(damage.rank, (damage.unit, damage.slice, damage.tp)): None for damage in message.found
-              if damage.what == "state"}
+    copies = {(damage.rank, (damage.unit, damage.slice, damage.tp)): None for damage in new if damage.what == "state"}
     verified = message.verified if trust.verified is None else min(message.verified, trust.verified)
-    turn.set(trust=replace(trust, damaged=trust.damaged.update(copies), healing=True, verified=verified))
+    doubtful = trust.doubtful.update(dict.fromkeys(range(verified + 1, message.step), message.epoch))
+    turn.set(trust=replace(
+        trust, found=trust.found.update(dict.fromkeys(new)), damaged=trust.damaged.update(copies), verified=verified,
+        doubtful=doubtful, saves=tuple(step for step in trust.saves if step not in doubtful),
+    ))  # fmt: skip
+
+
+def wrong(trust: Trust, layout: Layout) -> set[int]:
+    """Ranks that may have computed the step with damaged weights: where those were damaged, or all that have them from
+    an owner whose state was.
+    """
+    ranks: set[int] = set()
+    for damage in trust.found:
+        if damage.what == "weights":
+            ranks.add(damage.rank)
+        elif layout.owner(damage.unit, damage.slice, damage.tp) == damage.rank:
+            ranks.update(rank for rank in layout.ranks if damage.unit in layout.held_by(rank))
+    return ranks
 
 
 def undecided(trust: Trust) -> str | None:
@@ -64,14 +83,6 @@ def sound(trust: Trust, rank: int, parts: Iterable[Part]) -> list[Part]:
     return [part for part in parts if (rank, part) not in trust.damaged]
 
 
-def go_back(turn: Turn) -> int | None:
-    """Step of the newest checkpoint from before any damage, and forget newer ones; None without one."""
-    trust = turn.job.trust
-    saves = tuple(step for step in trust.saves if trust.verified is None or step <= trust.verified)
-    turn.set(trust=replace(trust, saves=saves))
-    return saves[-1] if saves else None
-
-
 def adopted(turn: Turn, ranks: Collection[int]) -> None:
     """Ranks have made a layout true that was decided without their damaged copies: they have dropped them."""
     trust = turn.job.trust
@@ -83,4 +94,4 @@ def adopted(turn: Turn, ranks: Collection[int]) -> None:
 def healed(turn: Turn) -> None:
     """A step has committed after the recovery from damage."""
     if turn.job.trust.healing:
-        turn.set(trust=replace(turn.job.trust, damaged=Map(), healing=False, verified=None))
+        turn.set(trust=replace(turn.job.trust, damaged=Map(), found=Map(), verified=None))

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Committed, Finished, Hello, Kept, Part, Report, VoteResult, Where
+from megatron_elastic.cluster.messages import Committed, Damage, Finished, Hello, Kept, Part, Report, VoteResult, Where
 from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.cluster.protocol.work import Counted
 from megatron_elastic.layout import Layout, UnitShape
@@ -127,12 +127,19 @@ class Trust(msgspec.Struct, frozen=True, kw_only=True):
 
     saves: tuple[int, ...] = ()
     """Steps of the complete checkpoints, ascending."""
-    healing: bool = False
-    """Whether the weights of some rank are not to be trusted."""
+    doubtful: Map[int, int] = Map()
+    """Step whose checkpoint may have damage in it -> epoch of the layout in which that was found."""
+    found: Map[Damage, None] = Map()
+    """Damage since which no step has committed."""
     damaged: Map[tuple[int, Part], None] = Map()
     """(rank, part of a slice) of copies that have not been replaced yet."""
     verified: int | None = None
     """Step of the newest state that can be trusted, if damage says that the present one cannot."""
+
+    @property
+    def healing(self) -> bool:
+        """Whether the weights of some rank are not to be trusted."""
+        return bool(self.found)
 
     @property
     def newest_save(self) -> int:

@@ -96,6 +96,8 @@ def reported(turn: Turn, message: Report, ranks: Collection[int]) -> None:
         return
     for rank in ranks:
         suspicion.reported(turn, rank)
+    if message.damaged is not None:
+        damage.noted(turn, message.damaged)
     damage.known(turn, message.saved)
     if message.last is not None:
         # The dead rank may have been the one whose word about that step we waited for.
@@ -262,12 +264,11 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
     """If a step is to be done again: what of it need not be, under ``layout``, and how much that is."""
     job, recovery = turn.job, turn.job.recovery
     assert job.layout is not None and recovery is not None
-    # What was computed with weights that were damaged is wrong; and a damaged state may have made such weights.
-    if decided.decision != "back" or job.settings.redo != "lost" or job.trust.healing:
+    if decided.decision != "back" or job.settings.redo != "lost":
         return decided
     begun = recovery.decided
     before = begun.kept if begun is not None and begun.step == decided.step else ()
-    kept = work.kept(job.layout, layout, decided.step, recovery.reports, before)
+    kept = work.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
     if not kept:
         return decided
     return Decided("resume", decided.step, kept=kept, counted=work.count(job.layout, kept))
@@ -275,8 +276,8 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
     """Some state is gone for good: everybody goes back to the newest checkpoint. Raises NoLayout without one."""
-    saved = damage.go_back(turn)
-    if saved is None:
+    saved = turn.job.trust.newest_save
+    if not saved:
         raise NoLayout(reason)
     done = decided.step if decided.decision == "forward" else decided.step - 1
     turn.record("fallback", reason=reason, step=saved, lost_steps=list(range(saved + 1, done + 1)))

@@ -22,15 +22,19 @@ class Counted(NamedTuple):
 
 
 def kept(
-    old: Layout, new: Layout, step: int, reports: Mapping[int, Report], before: Collection[Kept]
+    old: Layout, new: Layout, step: int, reports: Mapping[int, Report], before: Collection[Kept],
+    wrong: Collection[int],
 ) -> tuple[Kept, ...]:
     """What cells go on from under ``new``, which comes after ``old``; nothing if the step is to be done from its start.
 
     ``before``: what was kept if ``step`` was being resumed under ``old``. Who has not made that layout true tells of
-    what it did before, which others do again unless it was kept.
+    what it did before, which others do again unless it was kept. ``wrong``: ranks that may have computed with damaged
+    weights. What they had a part in does not count, nor do sums that have any of it in them; and if the step is being
+    resumed, it is not known what that was.
     """
-    if not _comparable(old, new):
+    if not _comparable(old, new) or (wrong and before):
         return ()
+    spoiled = _spoiled(old, wrong)
     counted = {each.leader for each in before}
     found = []
     for stage, each in enumerate(new.stages):
@@ -39,7 +43,8 @@ def kept(
             current = cell.leader in counted or all(report.layout == old.epoch for report in mine)
             if current and _stays(cell, stage, old):
                 found += _agreed(cell.leader, [report.work for report in mine], step)
-    return tuple(found)
+    chunks = old.num_chunks
+    return tuple(each for each in found if spoiled.isdisjoint(number // chunks for number in each.numbers))
 
 
 def count(old: Layout, what: Collection[Kept]) -> Counted:
@@ -53,7 +58,7 @@ def count(old: Layout, what: Collection[Kept]) -> Counted:
             number
             for cell in stage.cells
             if (each := by_leader.get(cell.leader)) is not None
-            for number in (*each.added, *each.live, *each.half)
+            for number in each.numbers
         }
         for cell in stage.cells:
             if cell.leader not in by_leader:
@@ -66,6 +71,14 @@ def _comparable(old: Layout, new: Layout) -> bool:
     """Whether a grain is the same work in both: no part of one is cut, and every unit stays in its stage."""
     whole = not any(cell.parts for layout in (old, new) for stage in layout.stages for cell in stage.cells)
     return whole and [stage.units for stage in old.stages] == [stage.units for stage in new.stages]
+
+
+def _spoiled(layout: Layout, wrong: Collection[int]) -> set[int]:
+    """Grains that cells with any of these ranks compute."""
+    return {
+        grain for stage in layout.stages for cell in stage.cells if not set(wrong).isdisjoint(cell.ranks)
+        for grain in cell.share
+    }  # fmt: skip
 
 
 def _stays(cell: Cell, stage: int, old: Layout) -> bool:
