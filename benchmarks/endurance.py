@@ -1,8 +1,8 @@
 """Does a job that loses rank after rank stay as it was? ``megatron-elastic bench endurance``.
 
-One job of TP1 x PP2 and the rest data parallel, with a tiny GPT and ``--elastic-respawn``. Ranks are killed (kill -9,
-at any moment) one after the other: the next one as soon as the job is as wide as it began and its slices and grains are
-even again. The job is compared bit for bit with one that nothing disturbed.
+One job with a tiny GPT and ``--elastic-respawn``. Ranks are killed (kill -9, at any moment) one after the other: the
+next one as soon as the job is as wide as it began and its slices and grains are even again. The job is compared bit for
+bit with one that nothing disturbed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import random
 import re
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,7 +32,7 @@ from common import (
     summary,
     watch_job,
 )
-from recovery import STAGES, add_model_flags, flags_of_job
+from recovery import add_model_flags, flags_of_job
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.compare import compare
@@ -48,13 +50,16 @@ def kill_in_turn(lines: Iterator[str], run_dir: Path, ranks: int, kills: int, ch
     victims: list[int] = []
     wait = _BEGIN
     even = True
+    begun, step_s = time.monotonic(), 0.0
     for line in lines:
         if (match := _EVEN.search(line)) and int(match[1]) == ranks and victims:
             even, wait = True, choose.randrange(3)
             progress(f"{len(victims)}/{kills}: rank {victims[-1]} is replaced")
         elif _STEP.match(line):
             wait -= 1
+            step_s, begun = time.monotonic() - begun, time.monotonic()
         if even and wait <= 0 and len(victims) < kills:
+            time.sleep(choose.random() * step_s)  # anywhere in the step
             victims.append(choose.choice(newest_layout(run_dir).ranks))
             os.kill(pid_of(run_dir, victims[-1]), signal.SIGKILL)
             even = False
@@ -89,13 +94,17 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         description="Kill rank after rank of one job that replaces them, and compare it with an undisturbed one.")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=int, metavar="N",
                         help=f"steps of the job (default: {_STEPS_PER_KILL} for each kill and {_REST})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of victims (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N",
+                        help="of the choice of victims and moments (default: %(default)s)")
     add_model_flags(parser)
     options = parser.parse_args(argv)
-    if options.nproc_per_node % STAGES or options.nproc_per_node < 2 * STAGES:
-        parser.error(f"--nproc-per-node must be a multiple of {STAGES}, at least {2 * STAGES}")
+    column = options.tp * options.pp
+    if options.nproc_per_node % column or options.nproc_per_node < 2 * column:
+        parser.error(f"--nproc-per-node must be a multiple of --tp times --pp, at least {2 * column}")
     if options.kills < 1:
         parser.error("--kills must be at least 1")
     return options
@@ -106,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_args(argv)
     ranks, steps = options.nproc_per_node, options.steps or _STEPS_PER_KILL * options.kills + _REST
     load = load_average()
-    flags = flags_of_job(options, prepare_data(), steps)
+    flags = flags_of_job(options, prepare_data(), steps, options.tp, options.pp)
     with run_root() as root:
         run_dir, reference = root / "disturbed", root / "undisturbed"
         progress(f"a job of {steps} steps that loses {options.kills} ranks")
@@ -127,7 +136,10 @@ def main(argv: Sequence[str]) -> int:
             "newcomers_killed": sum(rank >= ranks for rank in victims),
             "steps": steps,
             "digest": read_digest(run_dir)["sha256"],
-            "layout": {"tp": 1, "pp": STAGES, "dp": ranks // STAGES},
+            "decisions": dict(Counter(e["decision"] for e in events)),
+            "kept_ops": sum(e.get("kept_ops", 0) for e in events),
+            "redone_ops": sum(e.get("redone_ops", 0) for e in events),
+            "layout": {"tp": options.tp, "pp": options.pp, "dp": ranks // options.tp // options.pp},
             "load_before": load,
         })
         if difference is not None:

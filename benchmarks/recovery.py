@@ -65,10 +65,10 @@ def _victim(stage: int, nth: int, turn: int, columns: int) -> int:
     return (turn + nth) % columns + columns * (stage % STAGES)
 
 
-def flags_of_job(options: argparse.Namespace, data: Path, steps: int) -> list[str]:
+def flags_of_job(options: argparse.Namespace, data: Path, steps: int, tp: int = 1, pp: int = STAGES) -> list[str]:
     """Flags of the tiny GPT."""
     values = {
-        "data-path": data, "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": STAGES,
+        "data-path": data, "tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp,
         "num-layers": options.num_layers, "hidden-size": options.hidden_size, "num-attention-heads": 4,
         "seq-length": options.seq_length, "micro-batch-size": 1, "global-batch-size": options.global_batch_size,
         "train-iters": steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,

@@ -55,10 +55,10 @@ class ModelCell:
         """Whether its weights are."""
 
     def report(self, rank: int) -> Report:
-        work = Progress(step=STEP, added=sorted(self.added), live=sorted(self.live), half=sorted(self.half))
         return Report(
             rank=rank, epoch=0, member=True, step=STEP, vote=None, last=None, held=None, interrupted_at=0.0,
-            layout=self.layout, work=work if self.added or self.live or self.half else None,
+            layout=self.layout,
+            work=Progress(step=STEP, added=sorted(self.added), live=sorted(self.live), half=sorted(self.half)),
         )  # fmt: skip
 
     def adopt(self, epoch: int, kept: Kept | None, todo: Remainder) -> None:

@@ -76,8 +76,8 @@ class Work:
         return self._log[_key(op)]
 
     def progress(self) -> Progress | None:
-        """What can be gone on from; None: nothing."""
-        if self._torn or self._logged > self._limit or not (self.added or self.live or self.half):
+        """What has been done, if that can be gone on from."""
+        if self._torn or self._logged > self._limit:
             return None
         return Progress(
             step=self.step, added=self._numbers(self.added), live=self._numbers(self.live),

@@ -30,6 +30,7 @@ from megatron_elastic.cluster.messages import (
     Moves,
     Plan,
     Profile,
+    Progress,
     Reachable,
     Ready,
     Recovered,
@@ -652,7 +653,9 @@ class Rank:
         held = None if self.store is None else self.store.held()
         versions = {} if self.store is None or not self.world.keeps else self.store.versions()
         now = self.world.wall(self.agent)
-        work = None if self.work is None else self.work.progress()
+        work = None
+        if self.standing.member:
+            work = Progress.none(self.standing.step) if self.work is None else self.work.progress()
         self.send(standing.report(self.standing, epoch, self.layout, held, versions, now, self.newest,
                                   self.saved, work))
         return (yield (Forward, Back, Resume, Reload))

@@ -32,10 +32,8 @@ class Work:
         else:
             raise Violation("sums", f"{op} of step {self.step} comes too early, or again")
 
-    def progress(self) -> Progress | None:
-        """What can be gone on from."""
-        if not (self.added or self.live):
-            return None
+    def progress(self) -> Progress:
+        """What has been done."""
         return Progress(step=self.step, added=sorted(self.added), live=sorted(self.live), half=[])
 
     def keep(self, kept: Kept) -> None:

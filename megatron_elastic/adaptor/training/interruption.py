@@ -9,7 +9,7 @@ from megatron_elastic.adaptor.training.adoption import adopt
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Progress, Reload, Resume, Suspect
 
 
 def handle(trainer: Trainer, interrupted: Interrupted) -> None:
@@ -37,6 +37,12 @@ def _suspect(trainer: Trainer, suspects: tuple[int, ...]) -> None:
     trainer.control.wait((), timeout=trainer.config.wait_timeout)
 
 
+def _progress(trainer: Trainer) -> Progress | None:
+    if not trainer.standing.member:
+        return None
+    return Progress.none(trainer.standing.step) if trainer.work is None else trainer.work.progress()
+
+
 def _report(trainer: Trainer) -> Decision:
     flag = trainer.control.interrupt
     epoch = flag.epoch
@@ -48,9 +54,8 @@ def _report(trainer: Trainer) -> Decision:
     held = None if store is None else store.held()
     versions = {} if store is None or trainer.config.replay == "gradient" else store.versions()
     now, saved = time.time(), trainer.saving.certain
-    work = None if trainer.work is None else trainer.work.progress()
-    trainer.control.send(
-        standing.report(trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved, work)
-    )
+    trainer.control.send(standing.report(
+        trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved, _progress(trainer)
+    ))  # fmt: skip
     trainer.hooks.at("report")
     return trainer.control.wait((Forward, Back, Resume, Reload), timeout=trainer.config.wait_timeout)

@@ -73,6 +73,11 @@ class Progress(Done, frozen=True):
 
     step: int
 
+    @classmethod
+    def none(cls, step: int) -> Progress:
+        """Nothing yet."""
+        return cls(step=step, added=[], live=[], half=[])
+
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of a slice's state, or a rank's weights of a slice, that is not what was written."""
@@ -130,7 +135,7 @@ class Report(Message, frozen=True):
     Told where replicas may be behind their owners, empty otherwise.
     """
     work: Progress | None = None
-    """What it has done of the step that it is computing, and could go on from; None: nothing."""
+    """What it has done of ``step``, perhaps nothing yet; None if it could not go on from that."""
     damaged: Damaged | None = None
     """Damage that it has found in the layout that it is in: who was told may be gone."""
 

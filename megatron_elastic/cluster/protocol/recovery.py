@@ -269,9 +269,10 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
     begun = recovery.decided
     before = begun.kept if begun is not None and begun.step == decided.step else ()
     kept = work.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
-    if not kept:
+    begun_here = tuple(each for each in kept if each.numbers)
+    if not begun_here:
         return decided
-    return Decided("resume", decided.step, kept=kept, counted=work.count(job.layout, kept))
+    return Decided("resume", decided.step, kept=begun_here, counted=work.count(job.layout, kept))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:

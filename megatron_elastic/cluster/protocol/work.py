@@ -18,14 +18,14 @@ class Counted(NamedTuple):
     kept: int
     """Done before the fault, and they count."""
     redone: int
-    """Of cells that are lost, or whose work is: others take them over."""
+    """Of cells that are lost, done or not, or whose work is: others do them."""
 
 
 def kept(
     old: Layout, new: Layout, step: int, reports: Mapping[int, Report], before: Collection[Kept],
     wrong: Collection[int],
 ) -> tuple[Kept, ...]:
-    """What cells go on from under ``new``, which comes after ``old``; nothing if the step is to be done from its start.
+    """What cells go on from under ``new``, which comes after ``old``. Who is not among them begins the step anew.
 
     ``before``: what was kept if ``step`` was being resumed under ``old``. Who has not made that layout true tells of
     what it did before, which others do again unless it was kept. ``wrong``: ranks that may have computed with damaged
