@@ -37,12 +37,16 @@ class Checks:
         self._links.append({one, other})
 
     def launched(self, agent: Agent, ranks: Iterable[int]) -> None:
-        """An agent is to start ranks. Nobody whom the coordinator has asked may take them for others."""
+        """An agent is to start ranks. Nobody whom the coordinator has asked may take them for others.
+
+        A node that comes after that, with ranks of the same numbers that no layout has seen, is sent away.
+        """
         assert agent.link is not None
         coordinator = agent.link.coordinator
         for rank in ranks:
-            knows = [link.agent.node_rank for link in coordinator.links.values() if link.open and (
-                rank in link.agent.launched or any(each.remembers(rank) for each in link.agent.running))]
+            asked = [link.agent for link in coordinator.links.values() if link.node in coordinator.job.nodes]
+            knows = [each.node_rank for each in asked
+                     if rank in each.launched or any(other.remembers(rank) for other in each.running)]
             if knows:
                 raise Violation("reused", f"rank {rank} is started a second time; nodes {knows} remember the first")
 
