@@ -31,6 +31,7 @@ from megatron_elastic.cluster.messages import (
     RankExited,
     RankNews,
     Ready,
+    Recall,
     Reload,
     Report,
     Resume,
@@ -42,7 +43,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.cluster.protocol.events import (
     Begun,
     Event,
@@ -276,3 +277,27 @@ def test_a_loss_while_ranks_build_begins_anew() -> None:
     layout = decode(reloads[0].layout)
     assert [set(row) for row in layout.owners] == [{0}, {0}, {2, 3}]
     assert [set(row) for row in layout.replicas] == [{()}, {()}, {(2,), (3,)}]
+
+
+def test_steps_that_nobody_tells_any_more_are_named_and_those_after_them_are_written(play: Play) -> None:
+    def committed(step: int) -> Committed:
+        vote = VoteResult(step=step, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4 * step, tokens=4)
+        return Committed(rank=0, epoch=0, vote=vote, time=float(step))
+
+    def written() -> list[object]:
+        return [each.record["step"] for each in play.effects if isinstance(each, WriteMetrics)]
+
+    play.say(committed(1))
+    assert written() == [1]
+    play.say(committed(4))
+    assert written() == []
+    play.expires("steps")
+    assert Tell(1, Recall(after=1)) in play.effects
+    play.say(committed(2))
+    assert written() == [2]
+    play.expires("steps")
+    assert Tell(1, Recall(after=2)) in play.effects, "the next one that is missing is another one"
+    play.expires("steps")
+    assert written() == [4]
+    assert [each.fields for each in play.effects if isinstance(each, WriteEvent)] == [{"steps": [3]}]
+    assert "steps" not in play.job.timers

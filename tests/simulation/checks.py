@@ -27,6 +27,8 @@ class Checks:
         self._layouts: dict[int, bytes] = {}
         self._redone = 0
         """Steps up to this one may be done again although they are on record: state was lost."""
+        self._again: dict[int, int] = {}
+        """Step -> epoch in which it was last decided to do it again."""
         self._excuses: set[str] = set()
         self._digested = False
         self._links: list[set[int]] = []
@@ -106,10 +108,14 @@ class Checks:
             self._redone = max(self._world.written, coordinator.newest)
             self._world.passed_step = message.step - 1
         elif isinstance(message, Back | Resume):
-            if self._world.keeps:
-                self._world.passed_step = message.step - 1
-            elif self._redone < message.step <= self._world.written and self._known(coordinator, message.step):
-                raise Violation("redone", f"step {message.step} is done again, but it is on record")
+            step, world = message.step, self._world
+            if world.keeps:
+                world.passed_step = step - 1
+            # Whoever has told of a vote since it was decided to do the step again comes too late.
+            elif (self._redone < step <= world.written and self._known(coordinator, step)
+                    and world.passed_in[step] >= self._again.get(step, 0)):
+                raise Violation("redone", f"step {step} is done again, but it is on record")
+            self._again[step] = message.epoch
 
     def _known(self, coordinator: Coordinator, step: int) -> bool:
         """Whether a coordinator can know of a step's vote; one that has taken over hears it from those who are left."""
@@ -119,6 +125,14 @@ class Checks:
                  for vote in (rank.standing.vote, rank.standing.last) if vote is not None]
         votes += [each.vote for link in coordinator.links.values() for each in link.agent.post.committed]
         return any(vote.step == step for vote in votes)
+
+    def wrote(self, step: int) -> None:
+        """A line is on record. What comes before is as well, unless a coordinator was lost with it."""
+        for missing in range(self._world.written + 1, step):
+            told = any(each.vote.step == missing for agent in self._world.agents if agent.connected
+                       for each in agent.post.committed)
+            if told or "another coordinates" not in self._excuses:
+                raise Violation("ledger", f"the line of step {step} follows that of step {self._world.written}")
 
     def after(self, before: Job, job: Job) -> None:
         """After each event: nobody is waited for without a limit, and nobody who is gone with a node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from immutables import Map
 
 from megatron_elastic.cluster.messages import Answer, Failed, Finished, Stop
-from megatron_elastic.cluster.protocol import recovery, suspicion
+from megatron_elastic.cluster.protocol import ledger, recovery, suspicion
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteDigest
 from megatron_elastic.cluster.protocol.events import Asked, Event, NodeCame, Troubled
 from megatron_elastic.cluster.protocol.ledger import Diverged
@@ -42,6 +42,7 @@ def finished(turn: Turn, message: Finished) -> None:
         turn.set_timer("finish", job.settings.wait_timeout)
         return
     recovery.over(turn)
+    ledger.close(turn)  # all that anybody knows of steps has come before this
     done = [turn.job.finished[rank] for rank in job.layout.ranks]
     steps = {each.step for each in done}
     if len(steps) > 1:

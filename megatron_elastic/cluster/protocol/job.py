@@ -120,6 +120,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     previous_time: float
     votes: Map[int, Told] = Map()
     pending: Map[int, Entry] = Map()
+    recalled: int = -1
+    """``written`` when agents were asked for the next step that is missing."""
 
 
 class Trust(msgspec.Struct, frozen=True, kw_only=True):

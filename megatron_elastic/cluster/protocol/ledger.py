@@ -57,9 +57,30 @@ def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: floa
 
 
 def late(turn: Turn) -> None:
-    """A step is missing whose successor is here: whoever kept it is to tell it again."""
+    """A step is missing whose successor is here: whoever kept it is to tell it again. Nobody does if it is lost."""
+    ledger = _of(turn)
+    if ledger.recalled == ledger.written:
+        close(turn)
+        return
+    turn.set(ledger=replace(ledger, recalled=ledger.written))
     recall(turn)
     turn.set_timer("steps", turn.job.settings.suspect_timeout)
+
+
+def close(turn: Turn) -> None:
+    """Write what is here without what is missing: who coordinated before had not written it, and is lost with all who
+    kept it.
+    """
+    while pending := _of(turn).pending:
+        ledger, first = _of(turn), min(pending)
+        if first > ledger.written + 1:
+            lost = list(range(ledger.written + 1, first))
+            turn.record("unrecorded", steps=lost)
+            turn.say(f"WARNING: steps {lost[0]} to {lost[-1]} were done, and their losses are lost with the nodes that "
+                     "knew them")
+            turn.set(ledger=replace(ledger, written=first - 1))
+        _write(turn, pending[first])
+    turn.cancel_timer("steps")
 
 
 def recall(turn: Turn) -> None:
