@@ -1,0 +1,1 @@
+"""Goodput by formula: ``megatron-elastic bench goodput``."""
