@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,48 @@ def test_endurance_measures_from_each_fault_to_the_full_width(monkeypatch: pytes
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert endurance.times_to_width(tmp_path, 8) == [4.0]
+
+
+def test_peers_count_from_the_kill_to_the_first_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peers = _benchmark("peers", monkeypatch)
+
+    def line(step: int, began: float, committed: bool = True, replicas: int = 8) -> dict[str, Any]:
+        return {"step": step, "began": began, "ended": began + 0.2, "committed": committed, "replicas": replicas}
+
+    usual = [line(1, 0.0), line(2, 1.0), line(3, 2.0, committed=False), line(3, 2.5), line(4, 3.0)]
+    survivors = [[*usual, line(5, 4.0, committed=False), line(5, at, replicas=7), line(6, 6.0, replicas=7)]
+                 for at in (5.0, 4.9)]
+    (tmp_path / "2.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*usual, {"killed": 4.1}]))
+    found = peers.outcome([*survivors, peers.read_lines(tmp_path / "2.jsonl")])
+    assert found.step_ms == pytest.approx([200.0] * 6)  # of all three, without what warms up and what failed
+    assert found.loss == {"back_ms": pytest.approx(1000.0), "passes_discarded": 4, "batch_after": 7,
+                          "failed_before": 3}
+    assert peers.outcome([usual]).loss == {}
+    with pytest.raises(peers.JobFailed, match="no survivor committed"):
+        peers.outcome([usual, [*usual, {"killed": 4.1}]])
+
+
+def test_peers_give_medians_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = _benchmark("peers", monkeypatch)
+    outcomes = {
+        "megatron_elastic": [peers.Outcome([10.0, 20.0], {"back_ms": 30.0}), peers.Outcome([30.0], {"back_ms": 50.0})],
+        "torchft": [peers.Outcome([24.0], {"back_ms": 90.0}), peers.Outcome([36.0], {"back_ms": 80.0})],
+        "ddp": [peers.Outcome([20.0], {}), peers.Outcome([20.0], {})],
+    }
+    found = peers.figures(outcomes)
+    assert found["megatron_elastic"] == {"step_ms": {"median": 20.0, "min": 10.0, "max": 30.0},
+                                         "back_ms": {"median": 40.0, "min": 30.0, "max": 50.0}}
+    assert found["torchft_to_ddp"] == 1.5
+    assert found["torchft_to_ddp_rounds"] == {"min": 1.2, "max": 1.8}
+
+
+def test_peers_say_how_to_get_torchft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peers = _benchmark("peers", monkeypatch)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torchft'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(peers.JobFailed, match=r"(?s)No module named 'torchft'.*pip install torchft-nightly"):
+        peers.versions_of(str(python))
 
 
 def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
