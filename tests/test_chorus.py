@@ -104,6 +104,23 @@ def hello(rank: int, layout: Layout) -> Hello:
                  train_iters=4, flags={}, likeness=b"x", tied=True)
 
 
+def test_ranks_of_a_plan_that_was_overtaken_are_remembered() -> None:
+    """A new coordinator must not give their numbers to others: some of the ranks here may know of them."""
+
+    async def body() -> None:
+        post = Post(lambda rank, frame: None, lambda message: None, later())
+        first = grid()
+        newest = max(first.ranks)
+        post.heard(0, hello(0, first))
+        post.noted(Start(addresses={}, key=b""))
+        bigger = replace(first, epoch=1, spares=(newest + 3,), hosts=(*first.hosts, (newest + 3,)))
+        post.noted(Plan(epoch=1, layout=encode(bigger), shapes={}))
+        post.noted(Back(epoch=2, layout=encode(replace(first, epoch=2)), step=3, shapes={}, saved=0, gather=False))
+        assert post.past(1, 0.0, []).newest == newest + 3
+
+    run(body)
+
+
 def test_what_a_rank_said_is_told_before_its_end() -> None:
     async def body() -> None:
         told: list[Any] = []

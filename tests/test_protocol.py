@@ -32,6 +32,7 @@ from megatron_elastic.cluster.messages import (
     RankNews,
     Ready,
     Recall,
+    Recovered,
     Reload,
     Report,
     Resume,
@@ -198,6 +199,25 @@ def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> N
                     work=Progress(step=1, added=list(play.first.cells[1].share), live=[], half=[]), damaged=damaged))
     assert play.sent(Back)[1].gather, "weights are sent anew"
     assert play.job.trust.healing
+
+
+def test_a_copy_that_is_damaged_again_counts_as_damaged_again(play: Play) -> None:
+    """It was replaced by one that was no better. Who tells of the same damage twice does not matter."""
+    part = (1, 0, 0)
+    found = Damage(rank=1, unit=1, slice=0, tp=0, what="state")
+    for epoch in (0, 1):
+        damaged = Damaged(rank=0, epoch=epoch, step=1, found=[found], verified=0)
+        kinds = []
+        for rank in (0, 1):
+            play.say(*[damaged] * (1 - rank))
+            kinds += [effect.kind for effect in play.effects if isinstance(effect, WriteEvent)]
+            assert (1, part) in play.job.trust.damaged
+            play.say(Report(rank=rank, epoch=epoch + 1, member=True, step=1, vote=None, last=None, held=None,
+                            interrupted_at=1.0, damaged=damaged if rank == 0 else None, layout=epoch))
+            kinds += [effect.kind for effect in play.effects if isinstance(effect, WriteEvent)]
+        assert kinds.count("damaged") == 1
+        play.say(Recovered(rank=1, epoch=epoch + 1, edit_ms=1.0, state_ms=1.0))
+        assert not play.job.trust.damaged
 
 
 def test_a_checkpoint_that_may_have_damage_in_it_is_none_for_good_unless_it_is_made_anew(play: Play) -> None:

@@ -72,8 +72,8 @@ class Post:
         """Epoch of the layout that they are in."""
         self._epoch = 0
         """The highest one that was begun, as far as they have been told."""
-        self._lost = -1
-        """The highest rank that they have been told is dead."""
+        self._highest = -1
+        """The highest rank that they have been told of otherwise: one that is dead, or was to come."""
         self._shapes: dict[int, UnitShape] = {}
         self._key = b""
         self._recorded = 0
@@ -86,10 +86,9 @@ class Post:
 
     def past(self, torch_port: int, alone_since: float, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
-        layouts = [decode(layout) for layout in self._layouts.values() if layout]
-        heard_of = chain((-1,), started, *((*each.ranks, *each.spares, *each.lost) for each in layouts))
+        newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
         return Past(
-            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=max(self._lost, *heard_of),
+            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since,
         )  # fmt: skip
@@ -171,7 +170,7 @@ class Post:
                 self._enter(content.epoch)
             case Interrupt():
                 self._epoch = max(self._epoch, content.epoch)
-                self._lost = max(self._lost, *content.lost, -1)
+                self._highest = max(self._highest, *content.lost, -1)
         return content
 
     def recall(self, message: Recall) -> None:
@@ -190,8 +189,15 @@ class Post:
         """A rank is in the layout of ``epoch``, or is about to be."""
         self._epoch = max(self._epoch, epoch)
         if epoch > self._in_force and epoch in self._layouts:
+            overtaken = [layout for each, layout in self._layouts.items() if self._in_force < each < epoch]
+            self._highest = max(self._highest, self._highest_of(*overtaken))
             self._in_force = epoch
             self._layouts = {each: layout for each, layout in self._layouts.items() if each >= epoch}
+
+    @staticmethod
+    def _highest_of(*layouts: bytes) -> int:
+        decoded = [decode(layout) for layout in layouts if layout]
+        return max(chain((-1,), *((*each.ranks, *each.spares, *each.lost) for each in decoded)))
 
 
 def restored(base: bytes, told: bytes) -> bytes:

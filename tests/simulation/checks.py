@@ -46,7 +46,8 @@ class Checks:
         assert agent.link is not None
         coordinator = agent.link.coordinator
         for rank in ranks:
-            asked = [link.agent for link in coordinator.links.values() if link.node in coordinator.job.nodes]
+            asked = [link.agent for link in coordinator.links.values()
+                     if link.open and link.node in coordinator.job.nodes]
             knows = [each.node_rank for each in asked
                      if rank in each.launched or any(other.remembers(rank) for other in each.running)]
             if knows:

@@ -38,7 +38,7 @@ def noted(turn: Turn, message: Damaged) -> None:
     """Verification has found damage, and tells of it until it is healed."""
     layout, trust = turn.job.layout, turn.job.trust
     assert layout is not None
-    new = [damage for damage in message.found if damage not in trust.found]
+    new = [damage for damage in message.found if trust.found.get(damage, -1) < message.epoch]
     for damage in new:
         unit = layout.units[damage.unit]
         turn.record("damaged", rank=damage.rank, unit=unit, slice=damage.slice, tp=damage.tp, what=damage.what,
@@ -49,8 +49,8 @@ def noted(turn: Turn, message: Damaged) -> None:
     verified = message.verified if trust.verified is None else min(message.verified, trust.verified)
     doubtful = trust.doubtful.update(dict.fromkeys(range(verified + 1, message.step), message.epoch))
     turn.set(trust=replace(
-        trust, found=trust.found.update(dict.fromkeys(new)), damaged=trust.damaged.update(copies), verified=verified,
-        doubtful=doubtful, saves=tuple(step for step in trust.saves if step not in doubtful),
+        trust, found=trust.found.update(dict.fromkeys(new, message.epoch)), damaged=trust.damaged.update(copies),
+        verified=verified, doubtful=doubtful, saves=tuple(step for step in trust.saves if step not in doubtful),
     ))  # fmt: skip
 
 

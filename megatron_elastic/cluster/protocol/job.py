@@ -131,8 +131,8 @@ class Trust(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the complete checkpoints, ascending."""
     doubtful: Map[int, int] = Map()
     """Step whose checkpoint may have damage in it -> epoch of the layout in which that was found."""
-    found: Map[Damage, None] = Map()
-    """Damage since which no step has committed."""
+    found: Map[Damage, int] = Map()
+    """Damage since which no step has committed -> epoch of the layout in which it was found last."""
     damaged: Map[tuple[int, Part], None] = Map()
     """(rank, part of a slice) of copies that have not been replaced yet."""
     verified: int | None = None
