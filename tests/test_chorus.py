@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -113,9 +114,9 @@ def test_ranks_of_a_plan_that_was_overtaken_are_remembered() -> None:
         newest = max(first.ranks)
         post.heard(0, hello(0, first))
         post.noted(Start(addresses={}, key=b""))
-        bigger = replace(first, epoch=1, spares=(newest + 3,), hosts=(*first.hosts, (newest + 3,)))
+        bigger = dataclasses.replace(first, epoch=1, spares=(newest + 3,), hosts=(*first.hosts, (newest + 3,)))
         post.noted(Plan(epoch=1, layout=encode(bigger), shapes={}))
-        post.noted(Back(epoch=2, layout=encode(replace(first, epoch=2)), step=3, shapes={}, saved=0, gather=False))
+        post.noted(Back(epoch=2, layout=encode(dataclasses.replace(first, epoch=2)), step=3, shapes={}, saved=0, gather=False))
         assert post.past(1, 0.0, []).newest == newest + 3
 
     run(body)
