@@ -116,7 +116,8 @@ def test_ranks_of_a_plan_that_was_overtaken_are_remembered() -> None:
         post.noted(Start(addresses={}, key=b""))
         bigger = dataclasses.replace(first, epoch=1, spares=(newest + 3,), hosts=(*first.hosts, (newest + 3,)))
         post.noted(Plan(epoch=1, layout=encode(bigger), shapes={}))
-        post.noted(Back(epoch=2, layout=encode(dataclasses.replace(first, epoch=2)), step=3, shapes={}, saved=0, gather=False))
+        after = encode(dataclasses.replace(first, epoch=2))
+        post.noted(Back(epoch=2, layout=after, step=3, shapes={}, saved=0, gather=False))
         assert post.past(1, 0.0, []).newest == newest + 3
 
     run(body)
