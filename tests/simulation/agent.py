@@ -202,7 +202,7 @@ class Agent:
     # ---- ranks -----------------------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
-        if not self.alive:
+        if not self.alive or self.over:
             return
         rank = Rank(self.world, self, number, self.world.first)
         self.ranks[number] = self.world.ranks[number] = rank
