@@ -33,6 +33,7 @@ class ElasticConfig:
     respawn: bool = False
     verify_every: int = 0
     redo: str = "lost"
+    on_error: str = "recover"
     log_mb: float = 4096.0
     profile: str | None = None
     replay: str = "gradient"
@@ -145,6 +146,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-verify-every", type=int, metavar="N", default=d.verify_every,
                        help="compare the checksums of weights and optimizer state with those of their copies, each "
                        "slice once in N steps, and heal what is damaged; 0: never (default: %(default)s)")
+    group.add_argument("--elastic-on-error", choices=("recover", "stop"), default=d.on_error,
+                       help="when the program raises on a rank while it trains: recover: that rank leaves, and the "
+                       "others go on, unless they raise as well; stop: the job ends (default: %(default)s)")
     group.add_argument("--elastic-redo", choices=("lost", "step"), default=d.redo,
                        help="what is computed again after a loss in mid-step: lost: what the lost cells had done; "
                        "step: all of the step (default: %(default)s)")

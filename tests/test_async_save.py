@@ -77,7 +77,7 @@ def test_state_that_is_lost_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
 
 def test_a_job_that_ends_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """The tracker names the checkpoint before; what was begun has no name that anything would load."""
-    flags = (*PP2_DP2.flags, *saving(tmp_path))
+    flags = (*PP2_DP2.flags, *saving(tmp_path), "--elastic-on-error", "stop")
     job = jobs.start(*flags, "--elastic-inject", "raise:rank=1,step=7,at=forward", ranks=4)
     job.finish(1)
     assert (tmp_path / TRACKER).read_text() == "3"

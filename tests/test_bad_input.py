@@ -140,8 +140,8 @@ def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
 
 
 def test_program_error_on_one_rank(jobs: Jobs) -> None:
-    """An error of the program is no fault: nobody trains on, and the traceback is shown once."""
-    message = fails(jobs, "--elastic-inject", "raise:rank=3,step=2,at=backward", code=1)
+    """If no error is to be a fault, nobody trains on, and the traceback is shown once."""
+    message = fails(jobs, "--elastic-on-error", "stop", "--elastic-inject", "raise:rank=3,step=2,at=backward", code=1)
     assert message.startswith("the program raised on rank 3:\nTraceback (most recent call last):")
     assert message.splitlines()[-1].endswith("InjectedError: injected: raise:rank=3,step=2,at=backward")
     assert message.count("Traceback") == 1

@@ -264,6 +264,57 @@ def test_a_newcomer_that_raises_is_killed_and_recorded_once(play: Play) -> None:
     assert kinds == ["error", "fenced"]
 
 
+def failed(rank: int, step: int | None, epoch: int = 0) -> Failed:
+    return Failed(rank=rank, traceback=f"Traceback:\nError on {rank}\n", epoch=epoch, step=step)
+
+
+def test_a_rank_on_which_the_program_raises_leaves(play: Play) -> None:
+    play.say(failed(0, step=1))
+    assert set(play.sent(Interrupt)) == {1}
+    assert play.job.ranks[0].lost
+    play.expires("leaving 0")
+    assert Tell(1, Fence(rank=0)) in play.effects, "its process has not ended"
+    play.news(RankExited(rank=0, returncode=1, time=2.0))
+    assert play.job.outcome is None
+
+
+def test_a_rank_that_has_left_is_not_killed(play: Play) -> None:
+    play.say(failed(0, step=1))
+    play.news(RankExited(rank=0, returncode=1, time=2.0))
+    assert "leaving 0" not in play.job.timers
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"), [(replace(_SETTINGS, on_error="stop"), 1), (_SETTINGS, None)], ids=["stop", "no step"]
+)
+def test_what_would_come_again_ends_the_job(settings: Settings, step: int | None) -> None:
+    play = Play(settings=settings)
+    play.say(failed(0, step))
+    assert play.job.outcome == Outcome(False, "the program raised on rank 0:\nTraceback:\nError on 0")
+
+
+def test_errors_of_one_layout_are_one_fault_and_those_of_the_next_are_the_programs() -> None:
+    """A host that fails raises on all its ranks. Who raises in the step that it does anew has the same error."""
+    play = Play(stages=((0, 1), (2,)))
+    play.say(failed(0, step=1), failed(2, step=1))
+    assert play.job.outcome is None
+    play.say(failed(3, step=1, epoch=1))
+    assert play.job.outcome is not None
+    for rank in (0, 2, 3):
+        assert f"the program raised on rank {rank}:\nTraceback:\nError on {rank}" in play.job.outcome.reason
+
+
+def test_errors_in_a_row_are_the_programs_and_those_far_apart_are_not() -> None:
+    for apart, ends in ((1, True), (6, False)):
+        play = Play(stages=((0,), (1, 2)))
+        for epoch, rank in enumerate((0, 2)):
+            play.say(failed(rank, step=1 + epoch * apart, epoch=epoch))
+        vote = VoteResult(step=1 + apart, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+        play.say(Committed(rank=1, epoch=2, vote=vote, time=1.0))
+        play.say(failed(1, step=2 + 2 * apart, epoch=2))
+        assert (play.job.outcome is not None and "the program raises again" in play.job.outcome.reason) == ends
+
+
 def test_who_cannot_reach_a_newcomer_is_interrupted_when_that_is_dead(play: Play) -> None:
     """It waits for that, though nobody else needs to know."""
     play.say(Suspect(rank=0, epoch=0, suspects=[2], reason="the link broke"))

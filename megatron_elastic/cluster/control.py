@@ -36,6 +36,8 @@ _CONNECT_LIMIT = 30.0
 _SEND_LIMIT = 60
 
 M = TypeVar("M", bound=Message)
+_told = False
+"""Whether this process has told that its program raised."""
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
@@ -159,6 +161,12 @@ class Control:
             self._end(f"the agent of this node is gone ({error})")
             raise JobStopped(self._over) from None
 
+    def fail(self, traceback: str, epoch: int = 0, step: int | None = None) -> None:
+        """Tell that the program has raised, as in ``Failed``; nothing that this process tells of it later counts."""
+        global _told
+        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step))
+        _told = True
+
     def wait(self, types: tuple[type[M], ...], timeout: float) -> M:
         """Return the next message of one of ``types``; others stay queued. A decision of an old epoch is dropped.
 
@@ -260,6 +268,8 @@ def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
     Uses a connection of its own, so it works before, after and without ``Control.connect``. The agent reads what a rank
     has written before it takes note of its end.
     """
+    if _told:
+        return
     with contextlib.suppress(OSError, JobStopped), _connect(env) as sock:
         sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
 

@@ -215,6 +215,8 @@ class Checks:
             return None if world.kinds.keys() & {"node lost", "partition", "busy", "stop"} else "nothing has happened"
         if "exit code" in reason:
             return None if "exit code" in self._excuses else "no rank has exited"
+        if "raises again" in reason:
+            return None if self._world.kinds["fail"] > 1 else "no step has been done by others"
         if "raised" in reason:
             return None if "raised" in self._excuses else "no program has raised"
         if reason == "the disk is full":

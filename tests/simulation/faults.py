@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_elastic.cluster.messages import Failed
 from tests.simulation.agent import Agent
 from tests.simulation.link import Link
 from tests.simulation.rank import Rank
@@ -69,15 +70,17 @@ def happen(world: World, fault: Fault) -> None:
             world.checks.excuse("exit code")
             world.kill(rank, fault.more % 2)
         case "fail":
-            _fail(world, rank)
+            _fail(world, rank, fault.more % 4 == 0)
 
 
-def _fail(world: World, rank: Rank) -> None:
-    from megatron_elastic.cluster.messages import Failed
-
-    world.checks.excuse("raised")
+def _fail(world: World, rank: Rank, hopeless: bool) -> None:
+    """The program raises: something that concerns this rank alone, or would come again."""
+    now = rank.standing
     world.checks.excuse("exit code")  # whom it told may be gone
-    rank.send(Failed(rank=rank.rank, traceback="simulated"))
+    hopeless = hopeless or not rank.tenure
+    if hopeless:
+        world.checks.excuse("raised")
+    rank.send(Failed(rank=rank.rank, traceback="simulated", epoch=now.epoch, step=None if hopeless else now.step))
     world.kill(rank, 1)
 
 

@@ -12,7 +12,6 @@ from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Control, JobStopped
-from megatron_elastic.cluster.messages import Failed
 from megatron_elastic.config import UsageError
 
 
@@ -41,8 +40,10 @@ def run(make: Callable[[Control], Trainer]) -> None:
         raise
     except Exception as error:
         # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
-        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
-        control.send(Failed(rank=control.rank, traceback=text))
+        if isinstance(error, UsageError) or trainer is None:
+            control.fail(str(error) if isinstance(error, UsageError) else traceback.format_exc())
+        else:
+            control.fail(traceback.format_exc(), trainer.standing.epoch, trainer.standing.step)
         raise
     finally:
         if trainer is not None:

@@ -213,10 +213,14 @@ class Event(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The program raised on this rank: an error, not a fault. Ends the job with this traceback."""
+    """The program raised on this rank, which ends."""
 
     rank: int
     traceback: str
+    epoch: int = 0
+    """Of the layout that it has made true."""
+    step: int | None = None
+    """In which it raised; None: not in a step, or it would come again on any rank (bad flags)."""
 
 
 class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from megatron_elastic.cluster.protocol import (
     change,
     damage,
     ending,
+    error,
     ledger,
     loss,
     membership,
@@ -73,9 +74,9 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
             _happened(turn, event)
             for each in takeover.remembered(job, turn.job):
                 _happened(turn, each)
-    except Diverged as error:
-        turn.record("diverged", reason=str(error))
-        turn.end(False, f"the ranks have diverged: {error}; the last steps are not to be trusted")
+    except Diverged as diverged:
+        turn.record("diverged", reason=str(diverged))
+        turn.end(False, f"the ranks have diverged: {diverged}; the last steps are not to be trusted")
     return turn.job, tuple(turn.effects)
 
 
@@ -135,6 +136,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
     match message:
         case Committed():
             recovery.committed(turn, message)
+            error.committed(turn, message.vote.step)
         case Report():
             recovery.reported(turn, message, ranks)
         case Recovered():
@@ -167,7 +169,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             if message.kind == "saved":
                 damage.saved(turn, message)
         case Failed():
-            ending.failed(turn, message)
+            error.failed(turn, message)
         case Finished():
             ending.finished(turn, message)
 
@@ -191,6 +193,8 @@ def _expired(turn: Turn, name: str) -> None:
             suspicion.stood_still(turn, int(rank))
         case "killed":
             loss.killed(turn, int(rank))
+        case "leaving":
+            error.stays(turn, int(rank))
         case "absent":
             loss.absent_for_good(turn, int(rank))
         case "gather":

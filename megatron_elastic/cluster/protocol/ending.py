@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Answer, Failed, Finished, Stop
-from megatron_elastic.cluster.protocol import ledger, recovery, suspicion
+from megatron_elastic.cluster.messages import Answer, Finished, Stop
+from megatron_elastic.cluster.protocol import ledger, recovery
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteDigest
 from megatron_elastic.cluster.protocol.events import Asked, Event, NodeCame, Troubled
 from megatron_elastic.cluster.protocol.ledger import Diverged
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.observe.digest import combine
 from megatron_elastic.observe.records import RecordsError
-
-
-def failed(turn: Turn, message: Failed) -> None:
-    """The program raised on a rank; who raises tells before its line to its agent closes, and again as it ends."""
-    rank = turn.job.ranks[message.rank]
-    if rank.fenced == "failed":
-        return
-    turn.record("error", rank=message.rank, traceback=message.traceback)
-    if rank.standby:
-        suspicion.fence(turn, message.rank, "failed", "the program raised before this rank had joined; see its log")
-        return
-    text = message.traceback.rstrip()
-    separator = "\n" if "\n" in text else " "
-    turn.end(False, f"the program raised on rank {message.rank}:{separator}{text}")
 
 
 def finished(turn: Turn, message: Finished) -> None:

@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout: float
     heartbeat_timeout: float
     redo: str = "lost"
+    on_error: str = "recover"
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,25 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """What it has been asked to start, ever."""
     absent: float | None = None
     """Since when there is no connection."""
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """What the program raised on a rank, in a step, in the layout of ``epoch``."""
+
+    rank: int
+    step: int
+    epoch: int
+    traceback: str
+
+    @property
+    def summary(self) -> str:
+        """Its last line."""
+        return self.traceback.rstrip().rpartition("\n")[2]
+
+    def __str__(self) -> str:
+        text = self.traceback.rstrip()
+        separator = "\n" if "\n" in text else " "
+        return f"the program raised on rank {self.rank}:{separator}{text}"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -266,6 +286,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Members of an embedded store, once training has begun."""
     recorded: int = 0
     """Highest epoch that a later coordinator would know of: what was decided in higher ones is not sent yet."""
+    errors: tuple[Raised, ...] = ()
+    """Of the last steps, on ranks that have left because of that."""
     timers: Map[str, int] = Map()
     """Those that run, with the serial each was set with."""
     serial: int = 0

@@ -52,6 +52,7 @@ def _exited(turn: Turn, message: RankExited) -> None:
     number, code = message.rank, message.returncode
     before = turn.job.ranks[number]
     rank = turn.set_rank(number, returncode=code, dying=None)
+    turn.cancel_timer(f"leaving {number}")
     if before.dying is not None and code < 0:
         if not rank.standby or recovery.concerns(turn.job, number):
             _name(turn, [number], cause_of(code), before.dying)

@@ -88,9 +88,14 @@ class Turn:
             self.do(CancelTimer(name))
 
     def end(self, ok: bool, reason: str) -> None:
-        """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing."""
+        """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing.
+
+        If it does not end well, what ranks have raised lately is told with the reason.
+        """
         if self.job.outcome is not None:
             return
+        if not ok:
+            reason = "\n\n".join([reason, *map(str, self.job.errors)])
         for name in sorted(self.job.timers):
             self.do(CancelTimer(name))
         self.record("finished" if ok else "failed", reason=reason)

@@ -1,0 +1,63 @@
+"""Error: what a program raises on a rank. It is that rank's fault, and a loss like others, unless it comes again.
+
+A device that fails, its memory, a file that cannot be read: that concerns one rank. What comes again on another rank
+when the step is done anew, or on rank after rank, is the program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_elastic.cluster.messages import Failed, Fence
+from megatron_elastic.cluster.protocol import loss, suspicion
+from megatron_elastic.cluster.protocol.job import Raised
+from megatron_elastic.cluster.protocol.turn import Turn
+
+_ROW, _STEPS = 3, 5
+"""Layouts, one after the other, in each of which some rank raises within so many steps: the program does."""
+
+
+def failed(turn: Turn, message: Failed) -> None:
+    """The program raised on a rank; who raises outside of training tells as it ends."""
+    job, number = turn.job, message.rank
+    rank = job.ranks[number]
+    if rank.lost or rank.fenced == "failed":
+        return
+    turn.record("error", rank=number, traceback=message.traceback)
+    if rank.standby:
+        suspicion.fence(turn, number, "failed", "the program raised before this rank had joined; see its log")
+        return
+    error = Raised(number, message.step or 0, message.epoch, message.traceback)
+    if message.step is None or job.layout is None or job.settings.on_error == "stop":
+        turn.end(False, str(error))
+        return
+    turn.set(errors=(*job.errors, error))
+    if _comes_again(turn.job.errors):
+        turn.end(False, f"the program raises again when others do step {message.step}; it is no fault of a rank")
+        return
+    turn.say(f"WARNING: the program raised on rank {number}, which leaves: {error.summary}")
+    turn.set_timer(f"leaving {number}", job.settings.suspect_timeout)
+    loss.lose(turn, [number], "exception", turn.now)
+
+
+def stays(turn: Turn, rank: int) -> None:
+    """A rank has raised, and its process has not ended in time."""
+    node = turn.job.ranks[rank].node
+    if node is not None:
+        turn.tell(node, Fence(rank=rank))
+
+
+def _comes_again(errors: Sequence[Raised]) -> bool:
+    """Whether the newest error is the program's: others raise in the step that they do anew, or one after the other.
+
+    Those of one layout are one fault, say of a host: nobody has done anything anew yet.
+    """
+    newest = errors[-1]
+    redone = any(each.step == newest.step and each.epoch < newest.epoch for each in errors)
+    return redone or len({each.epoch for each in errors}) >= _ROW
+
+
+def committed(turn: Turn, step: int) -> None:
+    """A step is finished: errors of much older ones have nothing to do with what comes."""
+    if turn.job.errors:
+        turn.set(errors=tuple(each for each in turn.job.errors if each.step > step - _STEPS))

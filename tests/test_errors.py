@@ -1,0 +1,30 @@
+"""Errors of the program: of one rank, they cost that rank; of the program, they end the job and are told."""
+
+from __future__ import annotations
+
+from tests.jobs import Grid, Jobs, assert_same_training
+
+GRID = Grid(tp=1, pp=2, steps=6)
+
+
+def raises(rank: int, step: int, at: str) -> list[str]:
+    return ["--elastic-inject", f"raise:rank={rank},step={step},at={at}"]
+
+
+def test_the_others_go_on_without_a_rank_that_raises(jobs: Jobs) -> None:
+    """In mid-step; in the recovery from another one's error; and when it finishes a step that all have voted."""
+    job = jobs.run(*GRID.flags, *raises(3, 2, "backward"), *raises(5, 2, "edit"), *raises(0, 4, "apply"))
+    assert_same_training(job, jobs.undisturbed(*GRID.flags), [0, 3, 5])
+    assert {event["cause"] for event in job.events("recovered")} == {"exception"}
+    assert [event["rank"] for event in job.events("error")] == [3, 5, 0]
+    assert "InjectedError: injected: raise:rank=3" in (job.run_dir / "logs" / "rank3.log").read_text()
+    assert "WARNING: the program raised on rank 3, which leaves: " in job.output
+
+
+def test_what_comes_again_when_others_do_the_step_ends_the_job(jobs: Jobs) -> None:
+    job = jobs.start(*GRID.flags, *raises(3, 2, "backward"), *raises(5, 2, "vote"))
+    message = job.finish(code=1)
+    assert "the program raises again when others do step 2; it is no fault of a rank" in message
+    for rank, at in ((3, "backward"), (5, "vote")):
+        assert f"the program raised on rank {rank}:\nTraceback (most recent call last):" in message
+        assert f"InjectedError: injected: raise:rank={rank},step=2,at={at}" in message
