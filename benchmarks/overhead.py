@@ -1,7 +1,8 @@
 """What does being elastic cost when nothing fails? ``megatron-elastic bench overhead``.
 
-Short jobs of plain Megatron over gloo and of the elastic trainer, ``fast`` and ``bitwise`` with replicas, take turns:
-what else the machine does then hits all of them. The order rotates from round to round.
+Short jobs of plain Megatron over gloo and of the elastic trainer, ``fast`` and ``bitwise`` with replicas, and without
+the log that resumed steps need, take turns: what else the machine does then hits all of them. The order rotates from
+round to round.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ VARIANTS = {
     "plain": [],
     "fast": ["--elastic", "--elastic-consistency", "fast"],
     "bitwise": ["--elastic", "--elastic-consistency", "bitwise"],
+    "without_log": ["--elastic", "--elastic-consistency", "bitwise", "--elastic-redo", "step"],
 }
 STAGES = 2
 Times = Mapping[str, Sequence[Sequence[float]]]
@@ -47,9 +49,9 @@ def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
 
 
 def figures(times: Times) -> dict[str, Any]:
-    """Medians over all rounds, and ratios to ``plain``."""
+    """Medians over all rounds, and ratios to ``plain`` and of what the log costs."""
     return {**ratio(times, "fast", "plain", "ratio_fast"), **ratio(times, "bitwise", "plain", "ratio_bitwise"),
-            "step_ms": medians(times)}
+            **ratio(times, "bitwise", "without_log", "ratio_log"), "step_ms": medians(times)}
 
 
 def medians(times: Times) -> dict[str, float]:

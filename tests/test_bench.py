@@ -155,9 +155,10 @@ def test_peers_say_how_to_get_torchft(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = _benchmark("overhead", monkeypatch)
-    jobs = list(overhead.plan_jobs(3))
-    assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, 3)
-    assert {jobs[i][1] for i in (0, 3, 6)} == set(overhead.VARIANTS)
+    width = len(overhead.VARIANTS)
+    jobs = list(overhead.plan_jobs(width))
+    assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, width)
+    assert {name for _, name in jobs[::width]} == set(overhead.VARIANTS)
 
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,9 @@ def test_a_rank_that_fails_takes_the_others_along(
 
 def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = _benchmark("overhead", monkeypatch)
-    result = overhead.figures({"plain": [[10.0], [20.0]], "fast": [[11.0], [20.0]], "bitwise": [[12.0], [30.0]]})
+    result = overhead.figures({"plain": [[10.0], [20.0]], "fast": [[11.0], [20.0]], "bitwise": [[12.0], [30.0]],
+                               "without_log": [[12.0], [18.0]]})
+    assert result["ratio_log"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_fast"] == pytest.approx(15.5 / 15, abs=1e-4)
     assert result["ratio_bitwise"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
