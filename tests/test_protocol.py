@@ -18,6 +18,7 @@ from megatron_elastic.cluster.messages import (
     Failed,
     Fence,
     Finished,
+    Forward,
     FromRank,
     Hello,
     Interrupt,
@@ -266,6 +267,18 @@ def test_a_newcomer_that_raises_is_killed_and_recorded_once(play: Play) -> None:
 
 def failed(rank: int, step: int | None, epoch: int = 0) -> Failed:
     return Failed(rank=rank, traceback=f"Traceback:\nError on {rank}\n", epoch=epoch, step=step)
+
+
+def test_who_finishes_a_step_with_another_result_than_was_decided_has_diverged(play: Play) -> None:
+    def vote(loss: float) -> VoteResult:
+        return VoteResult(step=1, loss=loss, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+
+    play.say(Committed(rank=0, epoch=0, vote=vote(1.0), time=1.0))
+    play.news(RankDying(rank=0, time=1.0))
+    play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0))
+    assert play.sent(Forward)[1].vote == vote(1.0)
+    play.say(Committed(rank=1, epoch=1, vote=vote(2.0), time=1.0))
+    assert play.job.outcome is not None and "the ranks have diverged: step 1" in play.job.outcome.reason
 
 
 def test_a_rank_on_which_the_program_raises_leaves(play: Play) -> None:

@@ -168,6 +168,8 @@ def _decide(turn: Turn) -> None:
     turn.cancel_timer("report")
     turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
                               edit_ms=0.0, state_ms=0.0))
+    if decided.vote is not None:
+        ledger.note(turn, decided.vote, layout.epoch)  # whoever finishes the step under it must tell the same
     _send(turn, decided, held, layout)
     use(turn, layout)
 
