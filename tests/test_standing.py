@@ -94,6 +94,14 @@ def test_who_becomes_a_member_tells_of_no_older_step_even_if_that_layout_is_repl
     assert standing.edited(spare, 5, 9, member=False, gather=True).step == 4
 
 
+def test_who_leaves_as_a_step_is_finished_has_states_that_count_until_the_next_one_is() -> None:
+    """Who had left before has none that do."""
+    leaving = standing.edited(at_step(4), 5, 4, member=False, gather=True, vote=vote(4))
+    assert (leaving.step, leaving.vote) == (5, None)
+    assert standing.forward(leaving, vote(4)) == leaving
+    assert standing.edited(at_step(2, member=False), 5, 4, member=False, gather=True, vote=vote(4)).step == 2
+
+
 def test_steps_that_are_done_again_have_no_votes() -> None:
     ahead = standing.edited(at_step(9), 5, 9, member=True, gather=False)
     assert standing.edited(ahead, 6, 8, member=True, gather=False).last is None, "if it is interrupted here"

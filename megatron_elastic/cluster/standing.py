@@ -129,13 +129,16 @@ def edited(
 
     ``step``: the one that was decided about; a member is in it from now on, and past its ``vote`` if it has one. If
     this layout is replaced before more of it is true, the report must not tell of an older step: others have done some
-    since, if this rank was no member. Nor of a vote of before, if the step is done again.
+    since, if this rank was no member. Nor of a vote of before, if the step is done again. Who leaves as others finish
+    the step has what it takes to finish it as well: others may have to have its states.
     ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
     for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
     remembers must not count: it would wait for others who do not know. ``reloading``: its state will be a checkpoint's.
     """
     if member:
         standing = replace(standing, step=step, vote=vote)
+    elif standing.member and vote is not None:
+        standing = replace(standing, step=step + 1, vote=None)
     if vote is None:
         standing = replace(standing, last=_before(standing.last, step))
     return replace(

@@ -186,6 +186,7 @@ class Checks:
 
     def _untrue(self, coordinator: Coordinator, reason: str) -> str | None:
         """What is wrong with an end, if anything."""
+        reason = reason.partition("\n\n")[0]  # what ranks have raised lately follows
         world, job = self._world, coordinator.job
         there = _there(world, coordinator)
         if reason.startswith("training cannot go on"):
