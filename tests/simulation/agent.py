@@ -183,7 +183,7 @@ class Agent:
         if rank in self.ranks:
             at = max(self._line_at.get(rank, 0.0), self.world.now + self.world.delay(0.0005))
             self._line_at[rank] = at
-            self.world.at(at, self.ranks[rank].receive, message)
+            self.world.at(at, self.ranks[rank].control.receive, message)
 
     def end(self) -> None:
         """The job is over for this node: end all ranks."""

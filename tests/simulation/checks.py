@@ -49,7 +49,7 @@ class Checks:
             asked = [link.agent for link in coordinator.links.values()
                      if link.open and link.node in coordinator.job.nodes]
             knows = [each.node_rank for each in asked
-                     if rank in each.launched or any(other.remembers(rank) for other in each.running)]
+                     if rank in each.launched or any(other.transport.remembers(rank) for other in each.running)]
             if knows:
                 raise Violation("reused", f"rank {rank} is started a second time; nodes {knows} remember the first")
 
@@ -229,7 +229,7 @@ class Checks:
         trust = coordinator.job.trust
         if trust.verified is not None:
             return any(step <= trust.verified for step in trust.saves)
-        return bool(trust.saves) or any(rank.saved for rank in there if rank.acknowledged)
+        return bool(trust.saves) or any(rank.saved for rank in there if rank.control.acknowledged)
 
     def _all_there(self, coordinator: Coordinator) -> str | None:
         """Whether all state is there after all, at one step."""

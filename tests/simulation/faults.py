@@ -40,9 +40,10 @@ def happen(world: World, fault: Fault) -> None:
         case "link":
             if rank is not other:
                 world.checks.broken(rank.rank, other.rank)
-                rank.note_broken(other.rank)
+                rank.transport.note_broken(other.rank)
                 if fault.victim % 3:
-                    world.after(world.delay(0.3 if fault.more % 3 == 0 else 0.001), other.note_broken, rank.rank)
+                    delay = world.delay(0.3 if fault.more % 3 == 0 else 0.001)
+                    world.after(delay, other.transport.note_broken, rank.rank)
         case "suspect":
             if rank is not other and rank.want == ():
                 world.accuse(rank, [other.rank])
@@ -77,10 +78,11 @@ def _fail(world: World, rank: Rank, hopeless: bool) -> None:
     """The program raises: something that concerns this rank alone, or would come again."""
     now = rank.standing
     world.checks.excuse("exit code")  # whom it told may be gone
-    hopeless = hopeless or not rank.tenure
+    hopeless = hopeless or rank.tenure is None
     if hopeless:
         world.checks.excuse("raised")
-    rank.send(Failed(rank=rank.rank, traceback="simulated", epoch=now.epoch, step=None if hopeless else now.step))
+    step = None if hopeless else now.step
+    rank.control.send(Failed(rank=rank.rank, traceback="simulated", epoch=now.epoch, step=step))
     world.kill(rank, 1)
 
 

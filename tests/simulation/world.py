@@ -22,7 +22,8 @@ from tests.simulation.disk import Disk, Recorder
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import first_layout
 from tests.simulation.leadership import Leadership
-from tests.simulation.rank import Meeting, Rank
+from tests.simulation.meeting import Meeting
+from tests.simulation.rank import Rank
 from tests.simulation.scenario import Scenario
 
 _HORIZON = 1500.0
@@ -193,9 +194,9 @@ class World:
                 continue
             if type(other.want) is Meeting and rank.rank in other.want.posted and self.rng.random() < unsent:
                 other.want.blind.add(other.rank)
-            near = other.agent is rank.agent
+            near, transport = other.agent is rank.agent, other.transport
             if self.rng.random() < (0.5 if near else 0.2):
-                self.after(self.delay(0.002), other.note_gone if near else other.note_broken, rank.rank)
+                self.after(self.delay(0.002), transport.note_gone if near else transport.note_broken, rank.rank)
 
     def fence_early(self, agent: Agent, rank: int) -> None:
         """A rank is to be killed that is only being started."""
@@ -260,9 +261,9 @@ class World:
     def passed(self, rank: Rank, step: int) -> None:
         """Somebody is past the vote of a step."""
         self.passed_step = max(self.passed_step, step)
-        self.passed_in[step] = max(self.passed_in.get(step, 0), rank.epoch)
+        self.passed_in[step] = max(self.passed_in.get(step, 0), rank.transport.epoch)
         if self.tracing:
-            self.trace(f"rank {rank.rank} is past the vote of step {step} in epoch {rank.epoch}")
+            self.trace(f"rank {rank.rank} is past the vote of step {step} in epoch {rank.transport.epoch}")
 
     def save(self, layout: Layout, step: int) -> None:
         """A checkpoint is complete."""
@@ -372,4 +373,6 @@ class World:
 
     def accuse(self, rank: Rank, suspects: Collection[int]) -> None:
         """A rank says that it cannot reach others."""
-        rank.send(Suspect(rank=rank.rank, epoch=rank.standing.epoch, suspects=list(suspects), reason="simulated"))
+        rank.control.send(
+            Suspect(rank=rank.rank, epoch=rank.standing.epoch, suspects=list(suspects), reason="simulated")
+        )

@@ -1,0 +1,48 @@
+"""Verification: nothing that damaged memory had a part in may be voted, as ``state.verification`` and ``_verify``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.messages import Damage, Damaged
+from tests.simulation.store import SliceId
+
+if TYPE_CHECKING:
+    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.training.tenure import Tenure
+
+
+def verify(rank: Rank, tenure: Tenure) -> Waits:
+    """Look for damage; have what is found healed, and the step redone."""
+    world, layout, store, me = rank.world, tenure.layout, tenure.store, rank.rank
+    if not world.verifies or not world.damage_around(layout):
+        return
+    found = _check(rank, tenure)
+    if found:
+        step, tp = rank.standing.step, layout.tp_index(me)
+        # At once, so that nothing can come between and count it as held.
+        store.retire([at for at in store.live if (me, at) not in found])
+        damages = [Damage(rank=each, unit=at[0], slice=at[1], tp=tp, what="state") for each, at in sorted(found)]
+        message = Damaged(rank=me, epoch=layout.epoch, step=step, found=damages, verified=max(step - 2, 0))
+        rank.standing = standing.spoiled(rank.standing, message)
+        rank.control.send(message)
+        yield ()  # the interrupt that follows ends it
+
+
+def _check(rank: Rank, tenure: Tenure) -> set[tuple[int, SliceId]]:
+    """(rank, slice) of the damaged copies that can be seen from here."""
+    world, layout, me = rank.world, tenure.layout, rank.rank
+    tp = layout.tp_index(me)
+    found = {(me, at) for at, state in tenure.store.live.items() if state.bad and not world.shy}
+    for at in layout.owned(me):
+        values = {copy: world.damaged_at(copy, at) for copy in (me, *layout.copies(*at, tp))}
+        told = {copy: value for copy, value in values.items() if value is not None}
+        if len(told) == 1 and told.get(me):
+            found.add((me, at))  # by its own checksum
+        elif any(told.values()):
+            # Each damaged copy differs from all others; sound ones are equal.
+            sound = [copy for copy, value in told.items() if not value]
+            outvoted = [copy for copy in told if told[copy]] if 2 * len(sound) > len(told) else list(told)
+            found |= {(copy, at) for copy in outvoted}
+    return found
