@@ -450,7 +450,7 @@ def test_a_vote_of_the_dead_counts_until_somebody_has_gone_on_to_a_newer_layout(
 
     vote = VoteResult(step=4, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=32, tokens=64)
     for told_in, decision in ((2, "back"), (3, "forward"), (5, "forward")):
-        assert decide([report(0, 3), report(1, 2)], {4: Told(vote, told_in)}).decision == decision
+        assert decide([report(0, 3), report(1, 2)], {4: Told(vote, told_in, told_in)}).decision == decision
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.simulation import mutants, run
 from tests.simulation.scenario import Scenario
+
+WENT_WRONG = Path(__file__).parent / "simulation" / "went_wrong.json"
+"""Small histories that found a defect which no test of one module shows."""
 
 
 def test_a_fixed_set_of_histories() -> None:
@@ -27,6 +35,12 @@ def test_a_seed_is_one_history() -> None:
 def test_a_scenario_can_be_written_down() -> None:
     scenario = Scenario.of(11)
     assert Scenario.from_json(scenario.to_json()) == scenario
+
+
+@pytest.mark.parametrize("known", json.loads(WENT_WRONG.read_text()), ids=lambda known: known["what"])
+def test_what_went_wrong_once_does_not_again(known: Mapping[str, Any]) -> None:
+    scenario = Scenario.from_json(json.dumps(known["scenario"]))
+    assert run.simulate(scenario)[1] is None
 
 
 @pytest.mark.parametrize("name", ["kept-is-ignored", "weights-are-not-sent-again"])

@@ -220,7 +220,7 @@ class ModelJob:
                 [standing.report(now, self.epoch, LAYOUT, [], {}, 0.0, -1, 0) for now in self.ranks.values()],
             )
             self.votes |= {
-                each.step: Told(each, report.layout)
+                each.step: Told(each, report.layout, report.layout)
                 for report in sorted(at_work, key=lambda report: report.layout)
                 for each in (report.vote, report.last) if each is not None
             }  # fmt: skip

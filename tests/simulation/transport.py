@@ -53,10 +53,10 @@ class Transport:
             self.listening = True
             self._rank.control.send(Reachable(rank=self._rank.rank, address=self.address))
 
-    def find(self, layout: Layout) -> Waits:
-        """Learn the addresses of the ranks of a layout."""
+    def find(self, layout: Layout, others: Collection[int] = ()) -> Waits:
+        """Learn the addresses of the ranks of a layout, and of others that something is to be copied from or to."""
         rank = self._rank.rank
-        unknown = [peer for peer in layout.ranks if peer not in self.known and peer != rank]
+        unknown = [peer for peer in dict.fromkeys((*layout.ranks, *others)) if peer not in self.known and peer != rank]
         if not unknown:
             return
         self._asked += 1

@@ -129,6 +129,8 @@ class Told(msgspec.Struct, frozen=True):
 
     vote: VoteResult
     epoch: int
+    cast: int
+    """Epoch of the layout whose members have voted; the later ones only finished the step, as far as is known."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,13 @@ class Diverged(Exception):
     """Two ranks of one layout reported different results for the same step."""
 
 
+def finishing(turn: Turn, vote: VoteResult, epoch: int) -> None:
+    """The layout of ``epoch`` finishes the step of ``vote``: whoever tells of it there must tell the same."""
+    known = _of(turn).votes.get(vote.step)
+    told = Told(vote, epoch, epoch if known is None else known.cast)
+    turn.set(ledger=replace(_of(turn), votes=_of(turn).votes.set(vote.step, told)))
+
+
 def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
     """Remember a vote that a rank of the layout of ``epoch`` tells; of a step that was done again, the newer one.
 
@@ -26,7 +33,7 @@ def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
     ledger = _of(turn)
     known = ledger.votes.get(vote.step)
     if known is None or known.epoch < epoch:
-        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, Told(vote, epoch))))
+        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, Told(vote, epoch, epoch))))
         return
     if known.epoch > epoch:
         return

@@ -169,7 +169,7 @@ def _decide(turn: Turn) -> None:
     turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
                               edit_ms=0.0, state_ms=0.0))
     if decided.vote is not None:
-        ledger.note(turn, decided.vote, layout.epoch)  # whoever finishes the step under it must tell the same
+        ledger.finishing(turn, decided.vote, layout.epoch)
     _send(turn, decided, held, layout)
     use(turn, layout)
 
@@ -246,13 +246,16 @@ def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tu
             turn.record("behind", step=possible.step)
             turn.set(recovery=replace(recovery, gather=True))
         return possible, {rank: each.get(steps, []) for rank, each in versions.items()}
-    # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them.
+    # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them. Who was
+    # to leave as the others finish that step, and has not heard of it, had a part in the vote.
     done = decided.step if decided.decision == "forward" else decided.step - 1
+    voted = None if job.ledger is None else job.ledger.votes.get(done)
     asked, current = Holdings.of(job.layout), {report.rank for report in at_work}
     damaged = {rank for rank, _ in job.trust.damaged}
     held: dict[int, Collection[Part] | None] = {}
     for rank, report in recovery.reports.items():
-        if rank not in current and report.step <= done:
+        had_part = report.member and report.step == done and voted is not None and voted.cast == report.layout
+        if rank not in current and report.step <= done and not had_part:
             held[rank] = []
         elif rank in damaged:
             parts = asked.of_rank(rank) if report.held is None else report.held

@@ -140,8 +140,8 @@ def _edit(rank: Rank, decision: Decision, gather: bool, work: Sequence[Kept] = (
     """
     me, layout, store = rank.rank, decoded(decision.layout), rank.store
     rank.transport.reach(layout)
-    yield from rank.transport.find(layout)
     own = rank.control.moves(decision.epoch)
+    yield from rank.transport.find(layout, [rank for move in own.moves for rank in (move.src, move.dst)])
     member = me in layout.places
     rank.layout, rank.tenure = layout, None
     rank.standing = standing.edited(
