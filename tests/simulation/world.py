@@ -188,6 +188,8 @@ class World:
             self.trace(f"rank {rank.rank} dies ({code})")
         rank.alive = False
         rank.agent.died(rank, code)
+        if self.ranks[rank.rank] is not rank:
+            return  # of a node that is sent away: nobody has ever dealt with it
         unsent = 1.0 if self.rng.random() < 0.5 else 0.2
         for other in self.ranks.values():
             if not other.alive or other is rank:
