@@ -77,9 +77,9 @@ class World:
         self.checks = Checks(self)
         self.written = self.start_step
         self.passed_step = self.start_step
+        """The last step whose vote somebody is past."""
         self.passed_in: dict[int, int] = {}
         """Step -> newest epoch in which somebody was past its vote."""
-        """The last step whose vote somebody is past."""
         self.outcome: End | None = None
         self._disks: dict[Agent | None, Disk] = {}
         self._recorders: dict[Agent | None, Recorder] = {}

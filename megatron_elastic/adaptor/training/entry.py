@@ -40,8 +40,10 @@ def run(make: Callable[[Control], Trainer]) -> None:
         raise
     except Exception as error:
         # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
-        if isinstance(error, UsageError) or trainer is None:
-            control.fail(str(error) if isinstance(error, UsageError) else traceback.format_exc())
+        if isinstance(error, UsageError):
+            control.fail(str(error))
+        elif trainer is None:
+            control.fail(traceback.format_exc())
         else:
             control.fail(traceback.format_exc(), trainer.standing.epoch, trainer.standing.step)
         raise

@@ -20,8 +20,7 @@ class Diverged(Exception):
 def finishing(turn: Turn, vote: VoteResult, epoch: int) -> None:
     """The layout of ``epoch`` finishes the step of ``vote``: whoever tells of it there must tell the same."""
     known = _of(turn).votes.get(vote.step)
-    told = Told(vote, epoch, epoch if known is None else known.cast)
-    turn.set(ledger=replace(_of(turn), votes=_of(turn).votes.set(vote.step, told)))
+    _remember(turn, Told(vote, epoch, epoch if known is None else known.cast))
 
 
 def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
@@ -30,10 +29,9 @@ def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
     Raises Diverged if another rank of that layout has told another. (A step that is done again may have another result
     with ``fast`` sums, and when what it was computed with turned out to be damaged.)
     """
-    ledger = _of(turn)
-    known = ledger.votes.get(vote.step)
+    known = _of(turn).votes.get(vote.step)
     if known is None or known.epoch < epoch:
-        turn.set(ledger=replace(ledger, votes=ledger.votes.set(vote.step, Told(vote, epoch, epoch))))
+        _remember(turn, Told(vote, epoch, epoch))
         return
     if known.epoch > epoch:
         return
@@ -123,6 +121,11 @@ def _write(turn: Turn, entry: Entry) -> None:
     width = len(str(ledger.total))
     turn.say(f"step {vote.step:{width + 2}d}/{ledger.total}  loss {vote.loss:.4f}  grad norm {vote.grad_norm:.3f}  "
              f"{seconds * 1e3:.0f} ms  {entry.world_size} ranks")
+
+
+def _remember(turn: Turn, told: Told) -> None:
+    ledger = _of(turn)
+    turn.set(ledger=replace(ledger, votes=ledger.votes.set(told.vote.step, told)))
 
 
 def _of(turn: Turn) -> Ledger:

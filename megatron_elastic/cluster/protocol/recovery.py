@@ -237,7 +237,7 @@ def _first_choice(job: Job, at_work: Collection[Report]) -> Decided:
 def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tuple[Decided, Held]:
     """A decision that the state which is left allows, if there is one, and what each rank holds then."""
     job, recovery = turn.job, turn.job.recovery
-    assert job.layout is not None and recovery is not None
+    assert job.layout is not None and job.ledger is not None and recovery is not None
     if job.settings.replay == "state" and decided.decision != "reload":
         versions = {rank: {steps: damage.sound(job.trust, rank, parts) for steps, parts in report.versions.items()}
                     for rank, report in recovery.reports.items()}
@@ -249,7 +249,7 @@ def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tu
     # Others follow the job no more, or not yet: what they hold is outdated once a step was voted without them. Who was
     # to leave as the others finish that step, and has not heard of it, had a part in the vote.
     done = decided.step if decided.decision == "forward" else decided.step - 1
-    voted = None if job.ledger is None else job.ledger.votes.get(done)
+    voted = job.ledger.votes.get(done)
     asked, current = Holdings.of(job.layout), {report.rank for report in at_work}
     damaged = {rank for rank, _ in job.trust.damaged}
     held: dict[int, Collection[Part] | None] = {}
@@ -274,10 +274,10 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
     begun = recovery.decided
     before = begun.kept if begun is not None and begun.step == decided.step else ()
     kept = work.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
-    begun_here = tuple(each for each in kept if each.numbers)
-    if not begun_here:
+    something = tuple(each for each in kept if each.numbers)
+    if not something:
         return decided
-    return Decided("resume", decided.step, kept=begun_here, counted=work.count(job.layout, kept))
+    return Decided("resume", decided.step, kept=something, counted=work.count(job.layout, kept))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:

@@ -34,7 +34,7 @@ def kept(
     """
     if not _comparable(old, new) or (wrong and before):
         return ()
-    spoiled = _spoiled(old, wrong)
+    spoiled = _spoiled(old, set(wrong)) if wrong else set()
     counted = {each.leader for each in before}
     found = []
     for stage, each in enumerate(new.stages):
@@ -73,10 +73,10 @@ def _comparable(old: Layout, new: Layout) -> bool:
     return whole and [stage.units for stage in old.stages] == [stage.units for stage in new.stages]
 
 
-def _spoiled(layout: Layout, wrong: Collection[int]) -> set[int]:
+def _spoiled(layout: Layout, wrong: set[int]) -> set[int]:
     """Grains that cells with any of these ranks compute."""
     return {
-        grain for stage in layout.stages for cell in stage.cells if not set(wrong).isdisjoint(cell.ranks)
+        grain for stage in layout.stages for cell in stage.cells if not wrong.isdisjoint(cell.ranks)
         for grain in cell.share
     }  # fmt: skip
 
