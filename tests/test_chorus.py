@@ -118,7 +118,7 @@ def test_ranks_of_a_plan_that_was_overtaken_are_remembered() -> None:
         post.noted(Plan(epoch=1, layout=encode(bigger), shapes={}))
         after = encode(dataclasses.replace(first, epoch=2))
         post.noted(Back(epoch=2, layout=after, step=3, shapes={}, saved=0, gather=False))
-        assert post.past(1, 0.0, []).newest == newest + 3
+        assert post.past(1, 0.0, False, []).newest == newest + 3
 
     run(body)
 
@@ -169,7 +169,7 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
             post.relay(relays[-1])
             has = outgoing.leaves
             assert has == layout
-            assert post.past(1, 0.0, ()).layout == encode(second if layout is third else layout)
+            assert post.past(1, 0.0, False, ()).layout == encode(second if layout is third else layout)
         assert [relay.differs for relay in relays] == [False, True, True]
         assert all(len(bytes(relay.message)) < len(encode(first)) for relay in relays)
         whole = Outgoing(Plan(epoch=2, layout=encode(third), shapes={}), replace(job, layout=third)).to([0], None)

@@ -36,13 +36,13 @@ def vote(step: int) -> VoteResult:
     return VoteResult(step=step, loss=1 / step, grad_norm=1.0, lr=0.1, consumed_samples=step, tokens=8)
 
 
-def hello(rank: int) -> AgentHello:
+def hello(rank: int, resigned: bool = False) -> AgentHello:
     """The agent of a node whose one rank has done five steps, two of which are on record."""
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
     past = Past(layout=encode(LAYOUT), epoch=4, newest=2, torch_port=1, key=b"k", shapes={}, recorded=2,
-                committed=committed, alone_since=10.0)
+                committed=committed, alone_since=10.0, resigned=resigned)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
 
@@ -86,6 +86,26 @@ def test_the_failed_coordinators_node_is_not_waited_for() -> None:
     (recovery,) = [job.recovery]
     assert recovery is not None
     assert dict(recovery.exits) == {0: 10.0}
+
+
+def test_a_coordinator_that_has_resigned_is_waited_for() -> None:
+    """Its store was away; its ranks go on like all others."""
+    job, effects = Job.new(SETTINGS, 3), list[Effect]()
+    for event in (
+        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
+                        limit=1.0),
+        events.NodeCame(now=11.1, node=1, hello=hello(1)),
+        events.NodeCame(now=11.2, node=2, hello=hello(2, resigned=True)),
+    ):
+        job, more = advance(job, event)
+        effects += more
+    assert job.gathering is not None
+    delay = 1.0 + SETTINGS.heartbeat_timeout
+    assert SetTimer(name="gather", delay=delay, serial=job.timers["gather"]) in effects
+    job, more = advance(job, events.NodeCame(now=12.5, node=3, hello=hello(0, resigned=True)))
+    assert (job.gathering, job.lost) == (None, ())
+    (interrupt,) = interrupts(list(more))
+    assert interrupt.ranks == (0, 1, 2)
 
 
 def test_others_are_waited_for_until_the_limit() -> None:

@@ -183,14 +183,17 @@ class Agent:
 
     # ---- what the coordinator says -------------------------------------------------------
 
-    def hello(self, session: str, address: str, member: str, alone_since: float | None) -> AgentHello:
+    def hello(
+        self, session: str, address: str, member: str, alone_since: float | None, resigned: bool
+    ) -> AgentHello:
         """How this agent introduces itself; ``alone_since`` unless it has had no coordinator before."""
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
             running=self._post.running(running),
-            past=None if alone_since is None else self._post.past(self._torch_port, alone_since, self._slots),
+            past=None if alone_since is None else self._post.past(
+                self._torch_port, alone_since, resigned, self._slots),
         )  # fmt: skip
 
     def obey(self, message: ToAgent) -> None:

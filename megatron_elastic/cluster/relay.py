@@ -84,13 +84,13 @@ class Post:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
         return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
 
-    def past(self, torch_port: int, alone_since: float, started: Iterable[int]) -> Past:
+    def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
         newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
-            committed=list(self.committed), alone_since=alone_since,
+            committed=list(self.committed), alone_since=alone_since, resigned=resigned,
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------

@@ -9,7 +9,17 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_elastic.cluster.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Said, Scale, Stop, ToAgent, Welcome
+from megatron_elastic.cluster.messages import (
+    AgentHello,
+    FromAgent,
+    Heartbeat,
+    Resigned,
+    Said,
+    Scale,
+    Stop,
+    ToAgent,
+    Welcome,
+)
 from megatron_elastic.cluster.protocol.events import Asked, News, NodeAbsent, NodeBack, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
@@ -53,7 +63,7 @@ class Server:
         """Another process coordinates: agents are to look for it."""
         self.coordinator = None
         for agent in self._agents.values():
-            agent.cut()
+            agent.leave()
         self._agents.clear()
 
     async def _serve_guest(self, wire: AsyncWire[FromOutside]) -> None:
@@ -142,10 +152,11 @@ class RemoteAgent:
         self._wire = self.session.transmit = None
         return True
 
-    def cut(self) -> None:
-        """Break the connection."""
+    def leave(self) -> None:
+        """Say that another is to be looked for, and close the connection."""
+        self.session.beat(Resigned())
         if self._wire is not None:
-            self._wire.abort()
+            self._wire.close()
 
     def obey(self, message: ToAgent) -> None:
         """Send it a message."""

@@ -226,16 +226,16 @@ class Station:
         return why
 
     async def _another(self, address: str) -> Leader:
-        """Somebody coordinates who is not at ``address``, or is there anew: what was agreed with it before is gone."""
+        """Somebody coordinates who is not at ``address``. Who coordinates there anew has closed its connections."""
         while True:
             store = await asyncio.shield(self._store)
             following = asyncio.ensure_future(store.followed(self._term))
             await self._first(following, self._changed.wait())
             if following.cancelled():
                 continue
-            leader, before = following.result(), self._term
+            leader = following.result()
             self._term = leader.term
-            if before or leader.address != address:  # the first one was not elected when it began
+            if leader.address != address:
                 self._leader = leader.address
                 return leader
 

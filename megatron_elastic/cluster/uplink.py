@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -10,7 +11,7 @@ import msgspec
 
 from megatron_elastic.cluster.agent import Agent
 from megatron_elastic.cluster.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, ToAgent, Welcome
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, ToAgent, Welcome
 from megatron_elastic.cluster.protocol.events import NodeCame
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.server import hear
@@ -23,6 +24,10 @@ _orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 
 _UNKNOWN = "it does not know this node"
+_RESIGNED = "it coordinates no longer"
+_ELSEWHERE = "it does not coordinate"
+_PAUSE = 0.2
+"""Seconds between two attempts to be welcomed."""
 
 
 class Uplink:
@@ -41,6 +46,8 @@ class Uplink:
         """Where it listens as a member of an embedded store."""
         self.alone_since: float | None = None
         """Since when nobody coordinates, once somebody has."""
+        self._resigned = False
+        """Whether who did so last has said that it does so no longer."""
         self._config = config
         self._limit = limit
         self._credentials = credentials
@@ -67,10 +74,11 @@ class Uplink:
         node = coordinator.name(agent)
         self._here, self._session = (coordinator, node), None
         coordinator.post(NodeCame(now=time.time(), node=node, hello=self._hello(agent, secrets.token_hex(8))))
+        self.alone_since, self._resigned = None, False
 
     def detach(self) -> None:
         """It does so no longer."""
-        self._here, self.alone_since = None, time.time()
+        self._here, self.alone_since, self._resigned = None, time.time(), True
 
     # ---- over connections --------------------------------------------------------------------
 
@@ -83,15 +91,19 @@ class Uplink:
 
         Returns why it counts as gone, for people.
         """
-        session, name = Session(), secrets.token_hex(8)
-        self._session = session
-        hello = self._hello(agent, name)
+        patience = self._config.start_timeout if self.alone_since is None else self._config.suspect_timeout
+        unwelcome = time.monotonic() + patience
         try:
+            self._session, name = Session(), secrets.token_hex(8)
             while True:
-                why = await self._serve(wire, session, hello, agent)
-                self.alone_since = time.time()
-                if agent.over.done() or why == _UNKNOWN:
+                why = await self._serve(wire, self._session, self._hello(agent, name), agent)
+                self.alone_since = self.alone_since or time.time()
+                if agent.over.done() or why == _RESIGNED or (why == _ELSEWHERE and time.monotonic() > unwelcome):
                     return why
+                if why == _ELSEWHERE:
+                    await asyncio.sleep(_PAUSE)
+                elif why == _UNKNOWN:  # it has ceased to coordinate, and does so again: all begins anew
+                    self._session, name = Session(), secrets.token_hex(8)
                 with contextlib.suppress(TimeoutError, WireError):
                     wire = await self.connect(host, port, self._config.suspect_timeout)
                     continue
@@ -103,7 +115,7 @@ class Uplink:
     async def _serve(self, wire: AsyncWire[Letter], session: Session, hello: AgentHello, agent: Agent) -> str:
         """One connection, to its end. Returns why it ended."""
         limit = self._limit
-        silent = False
+        silent = welcome = False
 
         def cut_off() -> None:
             nonlocal silent
@@ -120,7 +132,12 @@ class Uplink:
                 message = decode(payload, _orders)
                 if isinstance(message, Welcome) and message.received < 0:
                     return _UNKNOWN
+                if isinstance(message, Resigned):
+                    self._resigned = True
+                    return _RESIGNED
                 if isinstance(message, Welcome):
+                    welcome = True
+                    self.alone_since, self._resigned = None, False
                     session.resume(message.received, wire.send_encoded)
                 else:
                     agent.obey(message)
@@ -131,7 +148,9 @@ class Uplink:
             session.transmit = None
             wire.close()
             await wire.closed()
-        return f"the coordinator was silent for {limit:g} s" if silent else "the connection broke"
+        if silent:
+            return f"the coordinator was silent for {limit:g} s"
+        return "the connection broke" if welcome else _ELSEWHERE
 
     def _hello(self, agent: Agent, session: str) -> AgentHello:
-        return agent.hello(session, self.address, self.member, self.alone_since)
+        return agent.hello(session, self.address, self.member, self.alone_since, self._resigned)

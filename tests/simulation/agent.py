@@ -60,6 +60,8 @@ class Agent:
         self.elects = False
         """Whether it has been told how it learns who coordinates."""
         self.alone_since: float | None = None
+        self.resigned = False
+        """Whether the last coordinator has said that it is none any more."""
         self.cut_until = 0.0
         self.clock = 0.0
         """How far its clock is ahead."""
@@ -109,7 +111,8 @@ class Agent:
         if self.cut_until > self.world.now and coordinator.place is not self:
             self.world.at(self.cut_until, self.hear_of, coordinator)
             return
-        past = None if self.alone_since is None else self.post.past(self._torch_port, self.alone_since, self.launched)
+        past = None if self.alone_since is None else self.post.past(
+            self._torch_port, self.alone_since, self.resigned, self.launched)
         self.link = Link(self.world, self, coordinator)
         if not self.link.local:
             self.followed = coordinator.address
@@ -135,12 +138,12 @@ class Agent:
         if self.link is not None:
             self.link.close()
             self.link.coordinator.left(self.link)
-            self.link, self.alone_since = None, self.alone_since or self.world.wall(self)
+            self.link, self.alone_since, self.resigned = None, self.alone_since or self.world.wall(self), False
 
     def lost(self, link: Link) -> None:
         """The coordinator at the other end is gone."""
         if self.link is link:
-            self.link, self.alone_since = None, self.world.wall(self)
+            self.link, self.alone_since, self.resigned = None, self.world.wall(self), link.resigned
             if not self.elects:
                 self.end()
 

@@ -128,15 +128,15 @@ class Coordinator:
         """It learns that another leads, or may, and decides nothing from then on."""
         if self.alive:
             self.world.trace(f"the coordinator of term {self.term} steps down")
-            self._leave()
+            self._leave(says_so=True)
 
-    def _leave(self) -> None:
-        """What is on its way is lost, and what was to be written; agents notice."""
+    def _leave(self, says_so: bool = False) -> None:
+        """What is on its way is lost, and what was to be written; agents notice, and may still hear of it."""
         self.alive = False
         self._recorder.drop()
         self._timers.clear()
         for link in self.links.values():
-            self.world.at(link.fade(), link.agent.lost, link)
+            self.world.at(link.fade(says_so), link.agent.lost, link)
 
     # ---- what is done about it -------------------------------------------------------------------
 

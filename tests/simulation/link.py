@@ -26,6 +26,8 @@ class Link:
         """How the coordinator calls the agent."""
         self.open = True
         """Whether what the agent says is heard."""
+        self.resigned = False
+        """Whether the agent has heard that the coordinator is none any more."""
         self._up: deque[Any] = deque()
         self._down: deque[Any] = deque()
         self._up_at = self._down_at = 0.0
@@ -72,14 +74,17 @@ class Link:
         self._up.clear()
         self._down.clear()
 
-    def fade(self) -> float:
+    def fade(self, says_so: bool) -> float:
         """The coordinator is gone: some of what was on its way still arrives. Returns when all that has."""
         self.open = False
         self._up.clear()
-        if self.world.now < self.agent.cut_until:
+        cut = self.world.now < self.agent.cut_until
+        if cut:
             self._down.clear()
-        for _ in range(self.world.rng.randrange(len(self._down) + 1)):
+        lost = self.world.rng.randrange(len(self._down) + 1)
+        for _ in range(lost):
             self._down.pop()
+        self.resigned = says_so and not cut and not lost
         return max(self._down_at, self.world.now + self.world.delay(0.002))
 
     def silence(self) -> None:

@@ -24,6 +24,9 @@ _SURE = 0.8
 from its arrival, and clocks may run a little apart."""
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
+"""Of those between attempts to reach a store that is away; or as long as between two renewals, if that is shorter: who
+finds it last must not be taken for lost by who finds it first.
+"""
 _OPEN_LIMIT = 10.0
 _THREADS = 4
 """One for the renewals, one for a renewal that was given up but has not ended yet, and as many for the rest."""
@@ -208,4 +211,4 @@ def _pauses(limit: float) -> Iterator[float]:
     pause = _FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE, limit / 2)
+        pause = min(2 * pause, _LONGEST_PAUSE, limit / _RENEWALS)

@@ -44,6 +44,7 @@ from megatron_elastic.cluster.messages.node import (
     RankStopped,
     Recall,
     Relay,
+    Resigned,
     Running,
     Said,
     Seat,
@@ -72,7 +73,7 @@ __all__ = [
     "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
     "Interrupt", "Invite", "Kept", "Launch", "Members", "Message", "Moves", "Part", "Past", "Plan", "Profile",
     "Progress", "RankClosed", "RankDying", "RankExited", "RankNews", "RankResumed", "RankStopped", "Reachable",
-    "Ready", "Recall", "Recovered", "Relay", "Reload", "Report", "Resume", "Running", "Said", "Scale", "Seat",
-    "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome",
-    "Where",
+    "Ready", "Recall", "Recovered", "Relay", "Reload", "Report", "Resigned", "Resume", "Running", "Said", "Scale",
+    "Seat", "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult",
+    "Welcome", "Where",
 ]  # fmt: skip

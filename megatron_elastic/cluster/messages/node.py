@@ -37,6 +37,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Later steps."""
     alone_since: float
     """Since when it has no coordinator."""
+    resigned: bool = False
+    """Whether the last one said so itself: nothing is wrong with its node."""
 
 
 class AgentHello(Message, frozen=True):
@@ -155,6 +157,10 @@ class Seat(Message, frozen=True):
     """All members, this one included."""
 
 
+class Resigned(Message, frozen=True):
+    """The sender coordinates no longer, because its store is away or lets another lead; its node goes on."""
+
+
 class Welcome(Message, frozen=True):
     """The first answer to ``AgentHello``."""
 
@@ -176,4 +182,4 @@ class Relay(Message, frozen=True):
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
 FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Heartbeat
-ToAgent = Relay | Launch | Fence | Recall | Members | Seat | Welcome | Stop | Heartbeat
+ToAgent = Relay | Launch | Fence | Recall | Members | Seat | Welcome | Resigned | Stop | Heartbeat

@@ -262,6 +262,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     committed: tuple[Committed, ...] = ()
     since: float | None = None
     """Since when there was no coordinator."""
+    resigned: bool = False
+    """Whether the one before has said that it is none any more: nothing is wrong with its node."""
     later: tuple[Said | News, ...] = ()
     """What agents said meanwhile, to be heard then."""
 

@@ -56,8 +56,12 @@ def came(turn: Turn, event: NodeCame) -> None:
             newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
             committed=(*known.committed, *past.committed),
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
+            resigned=known.resigned or past.resigned,
         ),
     )  # fmt: skip
+    if past.resigned and not known.resigned and not known.long:
+        # Nothing says that a node has failed: it may be silent as long as any other.
+        turn.set_timer("gather", known.limit + job.settings.heartbeat_timeout)
     _go_on_if_complete(turn)
 
 
@@ -89,7 +93,7 @@ def late(turn: Turn) -> None:
 
 
 def _go_on_if_complete(turn: Turn) -> None:
-    """Nobody is waited for but those who may come: not for the node of the coordinator before, which has failed."""
+    """Nobody is waited for but those who may come: not for the coordinator's before, unless that one has resigned."""
     job, known = turn.job, turn.job.gathering
     if known is None or known.layout is None or job.first is None:
         return
@@ -98,7 +102,8 @@ def _go_on_if_complete(turn: Turn) -> None:
         turn.set_timer("gather", known.limit)
     layout = known.layout
     missing = {layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in known.running}
-    failed = known.before and known.before not in {node.address for node in job.nodes.values()}
+    here = {node.address for node in job.nodes.values()}
+    failed = known.before and not known.resigned and known.before not in here
     # A node that is about to join is in no layout yet; it has a seat, or nobody would have been elected.
     absent = set(job.members) - {node.member for node in job.nodes.values()}
     if max(len(missing), len(absent)) <= (1 if failed else 0):
