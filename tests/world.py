@@ -15,8 +15,9 @@ import msgspec
 import torch
 
 from megatron_elastic.cluster.control import InterruptFlag
+from megatron_elastic.comm.interrupts import Interruptible
 from megatron_elastic.comm.peers import PeerAddress
-from megatron_elastic.comm.transport import Interruptible, Transport
+from megatron_elastic.comm.transport import Transport
 
 KEY = bytes(range(32))
 _LIMIT = 60.0

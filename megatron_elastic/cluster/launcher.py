@@ -24,8 +24,9 @@ from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, parse
+from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.recorder import Screen
-from megatron_elastic.cluster.station import Part, Station
+from megatron_elastic.cluster.station import Station
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of

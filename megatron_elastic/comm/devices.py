@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from megatron_elastic.comm.device_group import DeviceGroup
 from megatron_elastic.comm.group import Group
-from megatron_elastic.comm.transport import Interruptible
+from megatron_elastic.comm.interrupts import Interruptible
 
 BACKENDS: Mapping[str, str] = {"cuda": "nccl", "npu": "hccl"}
 """Type of device -> the backend of torch that does its collectives."""

@@ -1,0 +1,23 @@
+"""Part: what one node was told of a job, by its command line and its environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elastic.cluster.agent import Job
+from megatron_elastic.cluster.leadership import Choice
+from megatron_elastic.cluster.wire import Credentials
+from megatron_elastic.config import ElasticConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node's. ``port`` 0 means any free one."""
+
+    agent: Job
+    config: ElasticConfig
+    credentials: Credentials
+    choice: Choice
+    """Of the store."""
+    port: int
+    """Where the first node coordinates, on ``agent.host``."""

@@ -1,0 +1,19 @@
+"""Race: waits of which the first to be over counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def race(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of these is done; tasks among them that are not are cancelled."""
+    futures = [asyncio.ensure_future(each) for each in waits]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        tasks = [each for each in futures if isinstance(each, asyncio.Task) and not each.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
