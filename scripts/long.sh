@@ -11,4 +11,8 @@ timeout --kill-after 30 600 python -m tests.simulation --seeds "$first:$((first 
 echo "== hosts that are lost"
 export MEGATRON_ELASTIC_LONG=1
 # Longer than all of them take, so that nothing hangs for ever.
-exec timeout --kill-after 30 1200 python -m pytest tests/test_lost_hosts.py -rP "$@"
+timeout --kill-after 30 600 python -m pytest tests/test_lost_hosts.py -rP "$@"
+
+echo "== jobs in further combinations"
+exec timeout --kill-after 30 1500 python -m pytest -m long --ignore tests/test_lost_hosts.py \
+    --numprocesses 2 --dist loadfile "$@"

@@ -35,6 +35,13 @@ def pytest_configure() -> None:
     os.environ[_MARK] = uuid.uuid4().hex
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "MEGATRON_ELASTIC_LONG" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(pytest.mark.skip(reason="long; scripts/long.sh runs it"))
+
+
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Starts elastic jobs on a tiny data set."""

@@ -87,6 +87,7 @@ def test_a_job_that_ends_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006"}
 
 
+@pytest.mark.long
 def test_a_rank_joins_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """Who begins a checkpoint completes it: before the layout changes."""
     grid = Grid(tp=1, pp=2, steps=40, ranks=4)

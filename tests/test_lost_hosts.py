@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.namespaces import Hosts
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("MEGATRON_ELASTIC_LONG" not in os.environ, reason="long; scripts/long.sh runs it"),
+    pytest.mark.long,
     pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
 ]
 

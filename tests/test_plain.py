@@ -59,9 +59,9 @@ def test_loss_falls(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", marks=pytest.mark.long),
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --bf16",
-    "--tensor-model-parallel-size 2 --recompute-granularity full",
+    pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     common = f"{layout} --train-iters 6 --eval-iters 0"

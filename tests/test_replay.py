@@ -73,7 +73,7 @@ def test_replays_make_the_same_steps(jobs: Jobs) -> None:
     assert cli.main(["compare", str(state.run_dir), str(gradient.run_dir)]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_join_and_memory_is_verified_while_states_are_replayed(jobs: Jobs) -> None:
     flags = (*FLAGS, "--train-iters", "20", "--elastic-verify-every", "2")
     reference = jobs.undisturbed(*flags)

@@ -106,8 +106,10 @@ def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
     ("flags", "ranks", "stages"),
     [
         ("--untie-embeddings-and-output-weights --bf16", 4, (2, 1)),
-        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, (1, 4)),
-        ("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3)),
+        pytest.param("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, (1, 4),
+                     marks=pytest.mark.long),
+        pytest.param("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3),
+                     marks=pytest.mark.long),
     ],
     ids=["untied-bf16", "TP2", "bf16-without-replicas"],
 )
@@ -126,7 +128,11 @@ def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "outside"),
-    [("1@switch", "5@switch", 2), ("0@replicate", "6@promote", 3), ("6@edit", "2@param_sync", 1)],
+    [
+        pytest.param("1@switch", "5@switch", 2, marks=pytest.mark.long),
+        ("0@replicate", "6@promote", 3),
+        pytest.param("6@edit", "2@param_sync", 1, marks=pytest.mark.long),
+    ],
     ids=["switch", "replicate-promote", "edit-param_sync"],
 )
 def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: int) -> None:
@@ -148,7 +154,7 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     assert sorted(shape(layouts[-1])) == [1, 2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_and_evaluation_in_between(jobs: Jobs) -> None:
     """Saved with other stages than the job began with, loaded with others again; evaluated at the right weights."""
     steps = ("--train-iters", "18", "--eval-interval", "5", "--eval-iters", "1", "--split", "3,1,1")
@@ -205,7 +211,7 @@ def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pyt
     assert f"the job of {job.run_dir} does not answer" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_down_to_the_last_cell(jobs: Jobs) -> None:
     """All of one stage, one after the other: it dissolves; then all others but one."""
     job = start(jobs, *TIED, "--pipeline-model-parallel-size", "2")
@@ -224,7 +230,7 @@ def test_down_to_the_last_cell(jobs: Jobs) -> None:
     assert {narrow.stage_of(copy) for copies in narrow.replicas[head] for copy in copies} == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_dies_at_once_and_its_ranks_come_back(jobs: Jobs) -> None:
     """With two replicas one is in another stage. The newcomers widen the stages that are left."""
     flags = (*TIED, *PP4)

@@ -34,7 +34,7 @@ def test_killed(jobs: Jobs) -> None:
     ("grid", "flags", "extra"),
     [
         (PP4, "", OVERLAP),
-        (TP2_PP2, "", ("--recompute-granularity", "full")),
+        pytest.param(TP2_PP2, "", ("--recompute-granularity", "full"), marks=pytest.mark.long),
         (TP2_PP2, MODERN, (*OVERLAP, "--recompute-granularity", "selective")),
     ],
     ids=["overlap", "recompute", "modern"],

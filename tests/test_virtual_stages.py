@@ -44,14 +44,16 @@ def test_few_grains_with_the_backward_split(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "extra"), [("", ""), (MODERN, EVERYTHING)], ids=["usual", "everything"])
+@pytest.mark.parametrize(("flags", "extra"), [
+    pytest.param("", "", marks=pytest.mark.long), (MODERN, EVERYTHING),
+], ids=["usual", "everything"])
 def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
     reference = jobs.undisturbed(*TP2_PP2.flags, *flags.split())
     job = jobs.run(*TP2_PP2.flags, *flags.split(), *VIRTUAL, *extra.split(), *inject("7@3:forward"))
     assert_same_training(job, reference, [7])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints(jobs: Jobs) -> None:
     """Saved with virtual stages, loaded without, and the other way."""
     reference = jobs.undisturbed(*PP2_DP4.flags)
