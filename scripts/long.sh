@@ -14,5 +14,13 @@ export MEGATRON_ELASTIC_LONG=1
 timeout --kill-after 30 600 python -m pytest tests/test_lost_hosts.py -rP "$@"
 
 echo "== jobs in further combinations"
-exec timeout --kill-after 30 1500 python -m pytest -m long --ignore tests/test_lost_hosts.py \
+timeout --kill-after 30 1200 python -m pytest -m long --ignore tests/test_lost_hosts.py \
     --numprocesses 2 --dist loadfile "$@"
+
+echo "== a Megatron-LM checkout"
+if [[ -z ${MEGATRON_LM_PATH:-} ]]; then
+    echo "skipped: MEGATRON_LM_PATH names none (core_v0.16.1)"
+    exit
+fi
+python -m pip install --quiet --disable-pip-version-check six regex pydantic tensorboard # megatron.training imports them
+exec timeout --kill-after 30 1200 python -m pytest tests/test_checkout.py "$@"
