@@ -108,6 +108,13 @@ def test_data_without_description(corpus: Path, tmp_path: Path) -> None:
     assert len(train) >= 1
 
 
+def test_a_prefix_that_is_a_folder_too_is_the_prefix(corpus: Path, tmp_path: Path) -> None:
+    prepare(tmp_path / "out", [corpus], vocab_size=300)
+    prefix = tmp_path / "out" / "data"
+    (prefix / "cache").mkdir(parents=True)
+    assert locate(prefix) == locate(tmp_path / "out")
+
+
 def test_input_that_cannot_work(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--text .*missing does not exist"):
         prepare(tmp_path / "out", [corpus / "missing"])

@@ -25,6 +25,7 @@ _TRAINING_BYTES = 4_000_000
 """The tokenizer is trained on an even sample of about this many bytes: more text changes the merges little."""
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", ".git"})
 """Folders of the standard library that are not text worth learning from."""
+_SUFFIXES = (".idx", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,15 @@ class Location:
 
 
 def locate(data_path: str | Path) -> Location:
-    """Find the data set that ``--data-path`` names: a folder written by ``prepare``, or a path prefix.
+    """Find the data set that ``--data-path`` names: a path prefix, or a folder written by ``prepare``.
 
+    What is both means the prefix: Megatron's cache of indices can make a folder of that name beside the data.
     Raises UsageError when there is none, or when its description cannot be read.
     """
     path = Path(data_path)
-    prefix = path / "data" if path.is_dir() else path
-    for suffix in (".idx", ".bin"):
+    is_prefix = all(Path(f"{path}{suffix}").is_file() for suffix in _SUFFIXES)
+    prefix = path / "data" if path.is_dir() and not is_prefix else path
+    for suffix in _SUFFIXES:
         if not Path(f"{prefix}{suffix}").is_file():
             raise UsageError(f"--data-path {data_path}: {prefix}{suffix} does not exist; "
                              f"write it with: megatron-elastic data prepare {path}")
