@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newest, step_folder
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.support import check_virtual_stages
@@ -346,18 +347,17 @@ def _check_split(split: str) -> None:
 
 
 def _check_checkpoint(load: Path) -> None:
-    tracker = load / "latest_checkpointed_iteration.txt"
+    tracker = load / TRACKER
     try:
-        iteration = int(tracker.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"--load {load}: {tracker} does not exist, so there is no checkpoint; leave --load out to "
-                         "start from the beginning") from None
+        iteration = newest(load)
     except (OSError, ValueError) as error:
         raise UsageError(f"--load {load}: {tracker} cannot be read ({error}); it should hold a step number") from None
-    folder = load / f"iter_{iteration:07d}"
-    if not (folder / "metadata.json").is_file():
-        raise UsageError(f"--load {load}: {folder} is no complete checkpoint (no metadata.json); write the number of "
-                         f"an older one into {tracker}")
+    if iteration is None:
+        raise UsageError(f"--load {load}: {tracker} does not exist, and there is no checkpoint; leave --load out to "
+                         "start from the beginning")
+    if not has_step(load, iteration):
+        raise UsageError(f"--load {load}: {step_folder(load, iteration)} is no complete checkpoint (no metadata.json); "
+                         f"write the number of an older one into {tracker}")
 
 
 def _check_elastic(args: argparse.Namespace) -> None:

@@ -98,8 +98,9 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_tracker_missing(jobs: Jobs, damaged: Path) -> None:
     (damaged / TRACKER).unlink()
+    (damaged / "iter_0000004" / "metadata.json").unlink()
     message = fails(jobs, "--load", str(damaged))
-    assert f"{TRACKER} does not exist, so there is no checkpoint; leave --load out" in message
+    assert f"{TRACKER} does not exist, and there is no checkpoint; leave --load out" in message
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -130,13 +132,19 @@ def assert_continued(job: Job, reference: Job, done: int) -> None:
 
 
 def test_a_checkpoint_changes_nothing(jobs: Jobs) -> None:
-    """Saving does not disturb, and a loaded job, which loses a rank at once, equals the uninterrupted one."""
+    """Saving does not disturb, and a loaded job, which loses a rank at once, equals the uninterrupted one.
+
+    What lies where it saves does not matter.
+    """
     reference = jobs.undisturbed(*TP2_PP2.flags)
     folder = jobs.folder / "checkpoint"
     job = jobs.run(*TP2_PP2.flags, "--save", str(folder), "--save-interval", "2")
     assert_same_training(job, reference)
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = jobs.run(*TP2_PP2.flags, "--load", str(folder), *inject("6@3:backward"))
+    elsewhere = Path(shutil.copytree(folder, jobs.folder / "elsewhere"))
+    for path in (elsewhere / "iter_0000002").iterdir():
+        path.write_bytes(b"of another job")
+    resumed = jobs.run(*TP2_PP2.flags, "--load", str(folder), "--save", str(elsewhere), *inject("6@3:backward"))
     assert_continued(resumed, reference, 2)
     assert resumed.layouts()[-1].lost == (6,)
 

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Committed,
+    Damage,
+    Damaged,
     Hello,
     Interrupt,
     Launch,
@@ -136,6 +138,18 @@ def test_a_node_that_goes_again_meanwhile_is_lost() -> None:
     job, _ = advance(job, events.NodeLost(now=11.5, node=2, cause="node 2 lost", since=11.5))
     job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
     assert job.lost == (0, 2)
+
+
+def test_damage_is_known_although_who_told_of_it_has_gone_again() -> None:
+    job, _ = take_over(before="")
+    damage = Damage(rank=1, unit=0, slice=0, tp=0, what="state")
+    told = Damaged(rank=2, epoch=0, step=6, found=[damage], verified=4)
+    job, _ = advance(job, events.Said(now=11.3, node=2, message=told))
+    job, _ = advance(job, events.NodeLost(now=11.5, node=2, cause="node 2 lost", since=11.5))
+    job, _ = advance(job, events.Expired(now=12.1, name="gather", serial=job.timers["gather"]))
+    assert job.lost == (0, 2)
+    assert list(job.trust.damaged) == [(1, (0, 0, 0))]
+    assert list(job.trust.doubtful) == [5]
 
 
 def test_nothing_is_decided_before_it_is_recorded() -> None:

@@ -1,14 +1,21 @@
 """Folder: where a job's checkpoints are, as Megatron-LM lays them out.
 
 ``DIR/iter_0000010/`` holds a checkpoint and ``DIR/latest_checkpointed_iteration.txt`` names the newest complete one.
+
+A power cut takes what was not synced, names of files included. So a checkpoint is synced before it gets its name, and
+its name before the tracker says it: at every moment the tracker on disk names a complete one.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_COMPLETE = "metadata.json"
+"""Megatron writes it last."""
 
 
 def step_folder(folder: Path, iteration: int) -> Path:
@@ -16,19 +23,65 @@ def step_folder(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
+def publish(partial: Path, iteration: int) -> None:
+    """Give a complete checkpoint its name, in the folder where it lies, and let the tracker name it.
+
+    One of that name was written before the job went back to an older one.
+    """
+    folder = partial.parent
+    sync(partial)
+    target = step_folder(folder, iteration)
+    old = target.with_name(f"{target.name}.partial-old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(partial, target)
+    _sync(folder)
+    mark_newest(folder, iteration)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Let all that is in a folder outlive a power cut. Its own name is another folder's matter."""
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
 def mark_newest(folder: Path, iteration: int) -> None:
     """Let the tracker name a checkpoint that is complete. Replaced at once: it never names anything else."""
     partial = folder / f"{TRACKER}.partial"
     partial.write_text(str(iteration))
+    _sync(partial)
     os.replace(partial, folder / TRACKER)
+    _sync(folder)
+
+
+def newest(folder: Path) -> int | None:
+    """Steps done in the newest complete checkpoint; None without one.
+
+    It is the one that the tracker names. Without a tracker, or with an empty one, some program was cut off before it
+    had written that: then it is the newest that is complete. Raises ValueError if the tracker holds anything else.
+    """
+    tracker = folder / TRACKER
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    if text:
+        return int(text)
+    names = [re.fullmatch(r"iter_(\d{7,})", path.parent.name) for path in folder.glob(f"iter_*/{_COMPLETE}")]
+    return max((int(name[1]) for name in names if name is not None), default=None)
 
 
 def latest_step(directory: str | Path | None) -> int:
     """Steps done in the newest checkpoint under ``directory``; 0 without one to load."""
-    tracker = None if directory is None else Path(directory) / TRACKER
-    return int(tracker.read_text().strip()) if tracker is not None and tracker.is_file() else 0
+    return (newest(Path(directory)) or 0) if directory is not None else 0
 
 
 def has_step(directory: str | Path, step: int) -> bool:
-    """Whether there is a checkpoint of ``step`` steps under ``directory``."""
-    return step_folder(Path(directory), step).is_dir()
+    """Whether there is a complete checkpoint of ``step`` steps under ``directory``."""
+    return (step_folder(Path(directory), step) / _COMPLETE).is_file()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

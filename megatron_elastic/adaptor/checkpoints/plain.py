@@ -13,7 +13,7 @@ import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_elastic.adaptor.checkpoints.folder import TRACKER, mark_newest, step_folder
+from megatron_elastic.adaptor.checkpoints.folder import latest_step, mark_newest, step_folder, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
     dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=_METADATA)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
+        sync(path)
         mark_newest(folder, progress.iteration)
     torch.distributed.barrier()
 
@@ -49,7 +50,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     The parallel sizes may differ from those of the job that saved; then the generators' states, which
     belong to its ranks, are left as they are.
     """
-    path = step_folder(folder, int((folder / TRACKER).read_text()))
+    path = step_folder(folder, latest_step(folder))
     template = _sharded_state(model, optimizer, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(path))
     if common["grid"] != _grid():

@@ -10,7 +10,6 @@ a fault has put out of that layout may still be writing there; they do not meet 
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import threading
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoints.folder import mark_newest, step_folder
+from megatron_elastic.adaptor.checkpoints.folder import has_step, mark_newest, publish, step_folder
 from megatron_elastic.config import UsageError
 
 Prepare = Callable[[Path], AsyncRequest]
@@ -105,11 +104,14 @@ class Saving:
         dist.barrier()
         write.finish()
         if dist.get_rank() == 0:
-            assert self._directory is not None
             write.publish()
-            mark_newest(self._directory, write.step)
         self._begun, self.first = None, write.step + 1
         return write.step
+
+    def go_back(self, step: int) -> None:
+        """The job goes on from the checkpoint of ``step`` steps: later ones are not what it was trained to any more."""
+        if self._directory is not None and dist.get_rank() == 0 and has_step(self._directory, step):
+            mark_newest(self._directory, step)
 
     def voted(self) -> None:
         """All ranks have voted: the first one, too, has done with what is complete, and was not lost before."""
@@ -157,9 +159,5 @@ class _Write:
                              f"step {self.step}: {' '.join(str(why).split())}") from None
 
     def publish(self) -> None:
-        """Give the folder its name. One of that name was written before the job went back to an older one."""
-        old = self._folder.with_name(f"{self._folder.name}.partial-old")
-        if self._folder.exists():
-            os.rename(self._folder, old)
-        os.rename(self._partial, self._folder)
-        shutil.rmtree(old, ignore_errors=True)
+        """It is complete: it gets its name, and is the newest."""
+        publish(self._partial, self.step)

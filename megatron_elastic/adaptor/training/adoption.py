@@ -109,8 +109,10 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     trainer.hooks.at("reload")
     edit.store.retire(())
     if trainer.standing.member:
-        building.load(trainer, edit.store, decision.step - 1)
+        done = decision.step - 1
+        building.load(trainer, edit.store, done, building.checkpoint_of(trainer, done))
         building.tell(trainer)  # all who knew it of some may be dead
+        trainer.saving.go_back(done)
     _copy(trainer, edit, decision.step - 1)
     _train(trainer, edit)
 

@@ -17,7 +17,7 @@ def build(trainer: Trainer) -> None:
     stage.hold(layout)
     trainer.batches.open()
     store = _empty_store(trainer, layout)
-    load(trainer, store, trainer.standing.step - 1)
+    load(trainer, store, trainer.standing.step - 1, trainer.args.load)
     tenure = trainer.begin_tenure(layout, store)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
     trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
@@ -49,21 +49,19 @@ def prepare(trainer: Trainer, invite: Invite) -> None:
     trainer.prepared()
 
 
-def load(trainer: Trainer, store: StateStore, step: int) -> None:
-    """Model and optimizer state as after ``step`` steps: the checkpoint's, or fresh ones."""
+def load(trainer: Trainer, store: StateStore, step: int, directory: str) -> None:
+    """Model and optimizer state as after ``step`` steps: those of the checkpoint in ``directory``, or fresh ones."""
     stage, layout = trainer.stage, trainer.layout
     if step == 0:
         store.create(layout, stage.units)
         return
-    states = sliced.load(
-        _checkpoint_of(trainer, step), stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step
-    )
+    states = sliced.load(directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step)
     store.create(layout, stage.units)
     sliced.fill(store, stage.units, states, step)
 
 
-def _checkpoint_of(trainer: Trainer, step: int) -> str:
-    """The directory with the checkpoint of a step: where this job saves, or where it was loaded from."""
+def checkpoint_of(trainer: Trainer, step: int) -> str:
+    """The directory to go back to for the checkpoint of a step: where this job saves, or where it was loaded from."""
     save = trainer.args.save
     return save if save and folder.has_step(save, step) else trainer.args.load
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence
-from megatron_elastic.cluster.protocol import ledger, loss, membership, recovery
+from megatron_elastic.cluster.messages import Damaged, Fence
+from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -137,6 +137,9 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
         loss.lose(turn, missing, f"node {layout.host_of(missing[0])} lost", since)
     else:
         recovery.interrupt(turn, (), None, since)
+    for said in known.later:  # by whom does not matter, or whether that one has gone since
+        if isinstance(said, Said) and isinstance(said.message, Damaged):
+            damage.noted(turn, said.message)
     early = turn.job.early
     turn.set(early=())
     for node, slots in early:
