@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoints.folder import TRACKER
+from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import cpu
 from megatron_elastic.support import check_namespace, check_virtual_stages
@@ -56,7 +56,7 @@ def _check(args: argparse.Namespace) -> None:
         if not 0 <= fault.rank < args.world_size:
             raise UsageError(f"--elastic-inject {fault}: rank must be from 0 to {args.world_size - 1}")
     # Without that flag a job begins anew; queued again with the same flags, it finds what it saved.
-    if args.exit_on_missing_checkpoint and args.load and not (Path(args.load) / TRACKER).is_file():
+    if args.exit_on_missing_checkpoint and args.load and newest(Path(args.load)) is None:
         raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
 
 
