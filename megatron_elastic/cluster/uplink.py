@@ -102,7 +102,9 @@ class Uplink:
                     return why
                 if why == _ELSEWHERE:
                     await asyncio.sleep(_PAUSE)
-                elif why == _UNKNOWN:  # it has ceased to coordinate, and does so again: all begins anew
+                else:
+                    unwelcome = time.monotonic() + self._config.suspect_timeout
+                if why == _UNKNOWN:  # it has ceased to coordinate, and does so again: all begins anew
                     self._session, name = Session(), secrets.token_hex(8)
                 with contextlib.suppress(TimeoutError, WireError):
                     wire = await self.connect(host, port, self._config.suspect_timeout)
