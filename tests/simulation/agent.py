@@ -57,6 +57,8 @@ class Agent:
         """Its dealings with the coordinator that it follows."""
         self.followed = ""
         """Where the last one was that it followed and that was not here."""
+        self.coordinates: Coordinator | None = None
+        """Who has coordinated last in its process."""
         self.elects = False
         """Whether it has been told how it learns who coordinates."""
         self.alone_since: float | None = None

@@ -56,6 +56,8 @@ class Coordinator:
         self.newest = 0
         """The newest step whose line it wants to be written."""
         self._recorder = recorder
+        if place is not None:
+            place.coordinates = self
         self._events: deque[events.Event] = deque()
         self._busy = False
         self._timers: dict[str, int] = {}
@@ -81,7 +83,7 @@ class Coordinator:
         match message:
             case FromAgentSaid():
                 told = message.message.damaged if isinstance(message.message, Report) else message.message
-                if isinstance(told, Damaged):
+                if isinstance(told, Damaged) and self is self.world.leadership.coordinator:  # the next is not told
                     self.world.damage_told(told, self.job.newest_epoch)
                 self.post(events.Said(now=now, node=link.node, message=message.message, also=tuple(message.also)))
             case AgentHello():

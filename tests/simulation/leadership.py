@@ -107,9 +107,9 @@ class Leadership:
         world = self.world
         self.term += 1
         self.base = self.epoch
-        before, followed = self.coordinator, place.followed
-        if before is not None and before.place is place:
-            before.step_down()
+        followed = place.followed
+        if place.coordinates is not None:  # its process stands again only after that
+            place.coordinates.step_down()
         place.leave()
         self.coordinator = new = Coordinator(world, world.new_job(), place, world.recorder(place), self.term)
         if world.tracing:
