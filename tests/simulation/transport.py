@@ -27,6 +27,8 @@ class Transport:
         """Peers whose addresses are known."""
         self.broken: set[int] = set()
         """Peers whose links have broken."""
+        self._missing: set[int] = set()
+        """Peers whose addresses were asked for and are not told: they are dead, or about to be."""
         self._gone: set[int] = set()
         """Peers of this host whose processes have ended."""
         self._touched: set[int] = set()
@@ -69,12 +71,15 @@ class Transport:
             if layout.host_of(peer) != layout.host_of(rank) and address != _LINKED:
                 raise Violation("no link", f"rank {rank} cannot reach rank {peer} of another host")
         self.known.update(answer.addresses)
+        self._missing = self._missing.union(unknown).difference(self.known)
 
     def meeting(self, layout: Layout, kind: str, step: int, data: Any = None) -> Meeting:
         """Come to an exchange of the present layout. Does not wait."""
         if self._met is not layout:
             for peer in layout.ranks:
-                if peer not in self.known and peer != self._rank.rank:
+                if peer in self._missing:
+                    self.broken.add(peer)
+                elif peer not in self.known and peer != self._rank.rank:
                     raise Violation("no address", f"rank {self._rank.rank} does not know where rank {peer} is")
             self._met = layout
         self._touched.update(layout.ranks)
