@@ -84,7 +84,7 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
     """By the costs of a profile, after a loss has made a stage narrower: at once without, then with another cut."""
     flags = (*TIED, "--pipeline-model-parallel-size", "2")

@@ -117,7 +117,7 @@ layouts = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(layout=layouts, chunks=st.integers(1, 3), split=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_generated_program_is_right_and_ends(layout: Layout, chunks: int, split: bool, seed: int) -> None:
     """Whatever cells have which grains: the checker passes it within the promised memory; any operation times end."""

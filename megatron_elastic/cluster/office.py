@@ -147,8 +147,8 @@ class Office:
 
     def _coordinate(self, coordinator: Coordinator) -> None:
         self.coordinator = self._server.coordinator = coordinator
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: coordinator.end(
-            False, f"error in the launcher, please report it: {context.get('exception') or context['message']!r}"))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: coordinator.end(False, _defect(context.get("exception") or context["message"])))
 
     # ---- terms -------------------------------------------------------------------------------
 
@@ -160,11 +160,10 @@ class Office:
     def _stood(self, standing: asyncio.Task[None]) -> None:
         if standing.cancelled() or (error := standing.exception()) is None:
             return
-        what = f"error in the launcher, please report it: {error!r}"
         if self.coordinator is not None:
-            self.coordinator.trouble(what, fatal=True)
+            self.coordinator.trouble(_defect(error), fatal=True)
         else:
-            self._note(f"{what}; this node cannot coordinate any more")
+            self._note(f"{_defect(error)}; this node cannot coordinate any more")
 
     async def _stand(self, agent: Agent) -> None:
         told = await asyncio.shield(agent.members)
@@ -290,6 +289,10 @@ def _settings(config: ElasticConfig) -> Settings:
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
         heartbeat_timeout=config.heartbeat_timeout,
     )  # fmt: skip
+
+
+def _defect(what: object) -> str:
+    return f"error in the launcher, please report it: {what!r}"
 
 
 def _written(run_dir: Path) -> int:

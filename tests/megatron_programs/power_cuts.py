@@ -3,8 +3,8 @@
 Ways to lose: only what was synced is there, or that and the tracker; names are as they were last, and what was not
 synced is empty; everything is there (the process was killed).
 
-Prints how many moments there were, and in how many a start would not have
-found the newest checkpoint that was complete, or one of its files not whole.
+Prints how many moments there were, and how many starts would not have found the newest checkpoint that was complete, or
+one of its files not whole.
 """
 
 from __future__ import annotations

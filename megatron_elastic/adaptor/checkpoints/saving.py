@@ -68,8 +68,8 @@ class Saving:
     def begin(self, step: int, epoch: int, prepare: Prepare) -> None:
         """Begin the checkpoint of ``step`` steps. Every rank of the layout of ``epoch`` calls it; none may be begun."""
         assert self._begun is None and self._directory is not None
-        folder = step_folder(self._directory, step)
-        partial = folder.with_name(f"{folder.name}.partial-{epoch}")
+        name = step_folder(self._directory, step).name
+        partial = self._directory / f"{name}.partial-{epoch}"
         if dist.get_rank() == 0:
             for left in self._directory.glob("iter_*.partial-*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -77,7 +77,7 @@ class Saving:
         dist.barrier()
         # The one there was may yet get the answer of a write that a fault has made pointless.
         targets.RESULTS_QUEUE.replace(queue.Queue())
-        self._begun = _Write(step, partial, folder, prepare(partial))
+        self._begun = _Write(step, partial, prepare(partial))
         if self._background:
             self._begun.start()
 
@@ -104,7 +104,7 @@ class Saving:
         dist.barrier()
         write.finish()
         if dist.get_rank() == 0:
-            write.publish()
+            publish(write.partial, write.step)
         self._begun, self.first = None, write.step + 1
         return write.step
 
@@ -125,11 +125,13 @@ class Saving:
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, step: int, partial: Path, folder: Path, request: AsyncRequest) -> None:
+    def __init__(self, step: int, partial: Path, request: AsyncRequest) -> None:
         self.step = step
+        self.partial = partial
+        """Where it is until it is complete."""
         self.done = threading.Event()
         """This rank's part is written, or it is known that it cannot be."""
-        self._partial, self._folder, self._request = partial, folder, request
+        self._request = request
         self._arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             self._arguments[1] = request.preload_fn()
@@ -155,9 +157,5 @@ class _Write:
             if not error.failures:
                 dist.barrier()  # the first rank knows why, and ends the job
             rank, (why, _) = next(iter(error.failures.items()))
-            raise UsageError(f"--save {self._folder.parent}: rank {rank} could not write its part of the checkpoint of "
+            raise UsageError(f"--save {self.partial.parent}: rank {rank} could not write its part of the checkpoint of "
                              f"step {self.step}: {' '.join(str(why).split())}") from None
-
-    def publish(self) -> None:
-        """It is complete: it gets its name, and is the newest."""
-        publish(self._partial, self.step)
