@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from by_size.models import RANKS, Model, accumulation, available_memory, lose_ranks
-from by_size.redoing import REDO, redo
+from by_size.redoing import GRIDS, REDO, redo
 from by_size.restart import restart_ms
 from by_size.shards import move_ms
 from common import JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, step_times, summary
@@ -127,6 +127,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--decision", type=_decisions, metavar="NAMES", help="instead: what a kill in mid-step "
                         f"costs in four layouts of {RANKS} ranks, if the step is resumed or done again: resume,back; "
                         "models as in --params (default: 2M)")
+    parser.add_argument("--layouts", type=_layouts, default=list(GRIDS), metavar="NAMES",
+                        help=f"with --decision: which ones, TPxPP (default: {','.join(GRIDS)})")
     parser.add_argument("--alternatives", action="store_true", help="with --params: also restart a plain job from "
                         "checkpoints with torchrun, and move a contiguous shard, with the same models")
     options = parser.parse_args(argv)
@@ -154,13 +156,22 @@ def _decisions(text: str) -> list[str]:
     return names
 
 
-def compare_decisions(argv: Sequence[str], models: Sequence[Model], decisions: Sequence[str], repeat: int) -> None:
+def _layouts(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names).difference(GRIDS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: only {', '.join(GRIDS)} can be asked for")
+    return names
+
+
+def compare_decisions(
+    argv: Sequence[str], models: Sequence[Model], layouts: Sequence[str], decisions: Sequence[str], repeat: int
+) -> None:
     """Measure what kills in mid-step cost, and print the result."""
     load, data = load_average(), prepare_data()
     mode = accumulation(models, available_memory())
     with run_root() as root:
         emit("recovery", argv, {
-            "by_size": {model.name: redo(model, data, mode, decisions, repeat, root) for model in models},
+            "by_size": {model.name: redo(model, data, mode, layouts, decisions, repeat, root) for model in models},
             "accumulation": mode,
             "load_before": load,
         })
@@ -204,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0 if all jobs finished and were identical to the undisturbed one."""
     options = parse_args(argv)
     if options.decision:
-        compare_decisions(argv, options.params or _models("2M"), options.decision, options.repeat)
+        compare_decisions(argv, options.params or _models("2M"), options.layouts, options.decision, options.repeat)
         return 0
     if options.params:
         compare_sizes(argv, options.params, options.alternatives)

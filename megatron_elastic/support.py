@@ -154,7 +154,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--use-distributed-optimizer`": "the optimizer is always sharded",
     "`--accumulate-allreduce-grads-in-fp32`": "always",
     "`--ddp-*`": "there is no DDP wrapper",
-    "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by the first cell of each stage",
+    "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by all ranks, each its own slices",
     "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
     "`--num-workers`": "a rank reads its samples itself",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -103,6 +104,10 @@ class Job:
                 continue  # it ended while we looked, or is none of ours
         raise AssertionError(f"no process writes {log}")
 
+    def kill(self, rank: int) -> None:
+        """As from outside."""
+        os.kill(self.pid(rank), signal.SIGKILL)
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Events of one kind, in order."""
         return [event for event in read_events(self.run_dir) if event["kind"] == kind]
@@ -131,7 +136,7 @@ class Jobs:
     def __init__(self, folder: Path, data: Path, nursery: Nursery | None = None) -> None:
         self.folder = folder
         self.data = data
-        self._nursery = nursery
+        self.nursery = nursery
         self._baselines: dict[tuple[int | str, ...], Job] = {}
 
     def command(
@@ -152,8 +157,8 @@ class Jobs:
         run_dir = self.folder / uuid.uuid4().hex[:8]
         command = self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script)
         env = {**environment(), **(env or {})}
-        if self._nursery is not None and env["PYTHONPATH"] == str(ROOT):
-            return Job(self._nursery.start(command[3:], env), run_dir)
+        if self.nursery is not None and env["PYTHONPATH"] == str(ROOT):
+            return Job(self.nursery.start(command[3:], env), run_dir)
         process = subprocess.Popen(
             command, text=True, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

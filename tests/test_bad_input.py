@@ -137,6 +137,13 @@ def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.slow
+def test_checkpoint_of_another_batch(jobs: Jobs, checkpoint: Path) -> None:
+    message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--global-batch-size", "8", code=1)
+    assert "its 4 steps took 64 samples" in message
+    assert message.endswith("give --global-batch-size 16")
+
+
 # ---- while the job runs -------------------------------------------------------------------
 
 

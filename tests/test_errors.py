@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tests.jobs import Grid, Jobs, assert_same_training
+import math
 
+from tests.jobs import ROOT, Grid, Jobs, assert_exactly_once, assert_same_training, inject
+
+INFINITE = ROOT / "tests" / "megatron_programs" / "infinite.py"
 GRID = Grid(tp=1, pp=2, steps=6)
 
 
@@ -28,3 +31,15 @@ def test_what_comes_again_when_others_do_the_step_ends_the_job(jobs: Jobs) -> No
     for rank, at in ((3, "backward"), (5, "vote")):
         assert f"the program raised on rank {rank}:\nTraceback (most recent call last):" in message
         assert f"InjectedError: injected: raise:rank={rank},step=2,at={at}" in message
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing(jobs: Jobs) -> None:
+    """It is skipped, once, although a rank dies when half of the others have skipped it."""
+    job = jobs.start(*GRID.flags, "--elastic-consistency", "fast", *inject("6@3:apply"), script=INFINITE)
+    job.finish()
+    assert_exactly_once(job)
+    assert [event["step"] for event in job.events("skipped")] == [3]
+    assert "ms  8 ranks  skipped" in job.output or "ms  7 ranks  skipped" in job.output
+    norms = {step: float.fromhex(line["grad_norm_hex"]) for step, line in job.metrics().items()}
+    assert [step for step, norm in norms.items() if not math.isfinite(norm)] == [3]
+    assert all(math.isfinite(line["loss"]) for line in job.metrics().values())

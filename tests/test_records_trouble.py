@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.cluster.recorder import Clerk
+from tests.disks import fill, mounted
 from tests.launches import TOKEN, Launch, free_port, launches
 
 
@@ -25,22 +24,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(path: Path) -> None:
-    """Take all room that is left."""
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(64))
+    with mounted(tmp_path / "disk", 64) as disk:
+        yield disk
 
 
 def test_a_full_run_directory_does_not_end_the_job(launch: Launch, small_disk: Path) -> None:

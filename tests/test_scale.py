@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -61,11 +59,6 @@ def assert_same(job: Job, reference: Job) -> list[Layout]:
 def shape(layout: Layout) -> list[int]:
     """Widths."""
     return [stage.width for stage in layout.stages]
-
-
-def kill(job: Job, rank: int) -> None:
-    """As from outside."""
-    os.kill(job.pid(rank), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -145,7 +138,7 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     read_until_all(job, "recovered from the loss", "the pipeline has 2 stages")
     assert ask(job, 3) == 0
     job.read_until(MOVING)
-    kill(job, outside)
+    job.kill(outside)
     job.read_until("recovered from the loss")
     job.read_until("the pipeline has 3 stages")
     job.finish()
@@ -217,7 +210,7 @@ def test_down_to_the_last_cell(jobs: Jobs) -> None:
     job = start(jobs, *TIED, "--pipeline-model-parallel-size", "2")
     job.read_until(" 1/48")
     for rank in (4, 6, 5, 7, 0, 3, 1):
-        kill(job, rank)
+        job.kill(rank)
         job.read_until("recovered from the loss")
         if rank != 1:
             job.read_until(EVEN)
@@ -236,8 +229,8 @@ def test_a_stage_dies_at_once_and_its_ranks_come_back(jobs: Jobs) -> None:
     flags = (*TIED, *PP4)
     job = start(jobs, *flags, "--elastic-replicas", "2", "--elastic-respawn")
     job.read_until(EVEN)
-    kill(job, 4)
-    kill(job, 5)
+    job.kill(4)
+    job.kill(5)
     job.read_until("recovered from the loss of ranks")
     job.read_until("over 8 ranks")
     job.finish()

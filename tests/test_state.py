@@ -197,6 +197,16 @@ def test_update_is_done_once() -> None:
     assert state.sha256(buffer.params) == before
 
 
+def test_a_skipped_update_changes_nothing_but_the_step() -> None:
+    state, buffer = _trained(3)
+    before = [tensor.clone() for tensor in state.tensors]
+    state.grad = torch.full_like(state.master, float("nan"))
+    state.apply(Update(4, float("nan"), _rates(0.5), skipped=True), buffer.partition.segments(0))
+    assert state.step == 4
+    assert state.grad is None
+    assert all(torch.equal(old, new) for old, new in zip(before, state.tensors, strict=True))
+
+
 def test_update_out_of_turn_is_an_error() -> None:
     state, buffer = _trained(3)
     with pytest.raises(RuntimeError, match=r"at step 3 \(without a gradient\) cannot do step 4"):

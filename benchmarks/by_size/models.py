@@ -46,7 +46,7 @@ class Model:
         if match is None:
             raise ValueError(f"{name!r} is no size: give millions of parameters, for instance 20M")
         wanted = float(match[1]) * 1e6
-        candidates = (cls(name, layers, hidden) for hidden in range(64, 4097, 64) for layers in range(4, 17, 2))
+        candidates = (cls(name, layers, hidden) for hidden in range(64, 4097, 64) for layers in range(4, 17, 4))
         return min(candidates, key=lambda model: abs(model.parameters - wanted))
 
 

@@ -18,12 +18,12 @@ from megatron_elastic.pipeline.schedule import for_cell
 
 REDO = {"resume": "lost", "back": "step"}
 """By the name of the decision, the value of ``--elastic-redo`` that leads to it."""
-GRIDS = {"TP1 x PP1 x DP8": (1, 1), "TP1 x PP2 x DP4": (1, 2), "TP1 x PP4 x DP2": (1, 4), "TP2 x PP2 x DP2": (2, 2)}
-"""(tp, pp)"""
+GRIDS = ("1x1", "1x2", "1x4", "2x2")
+"""TPxPP"""
 SHARES = (0.1, 0.5, 0.9)
 """Of the victim's passes, how many it has done."""
 BATCH = 8 * RANKS
-STEP, STEPS = 4, 6
+STEP, STEPS = 3, 4
 """In which the victim dies, and how many there are."""
 
 
@@ -34,10 +34,17 @@ class Case(NamedTuple):
     decision: str
 
 
-def redo(model: Model, data: Path, mode: str, decisions: Sequence[str], repeat: int, root: Path) -> dict[str, Any]:
+def redo(
+    model: Model, data: Path, mode: str, grids: Sequence[str], decisions: Sequence[str], repeat: int, root: Path
+) -> dict[str, Any]:
     """Run all jobs with a model, decisions in turns; times by grid, share and decision. Raises JobFailed."""
-    return {name: _in_grid(model, data, mode, decisions, repeat, root / f"{model.name}-{tp}-{pp}", tp, pp)
-            for name, (tp, pp) in GRIDS.items()}
+    found = {}
+    for tp, pp in (map(int, grid.split("x")) for grid in grids):
+        folder = root / f"{model.name}-{tp}-{pp}"
+        found[f"TP{tp} x PP{pp} x DP{RANKS // tp // pp}"] = _in_grid(
+            model, data, mode, decisions, repeat, folder, tp, pp
+        )
+    return found
 
 
 def _in_grid(

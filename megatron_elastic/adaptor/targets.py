@@ -98,7 +98,8 @@ _originals: dict[tuple[str, str], Any] = {}
 
 _CORE = "megatron.core."
 _DATASETS = _CORE + "datasets."
-_FILES = _CORE + "dist_checkpointing.strategies.filesystem_async"
+_SAVING = _CORE + "dist_checkpointing.strategies."
+_FILES = _SAVING + "filesystem_async"
 _OPTIMIZER = _CORE + "optimizer.distrib_optimizer"
 _RANDOM = _CORE + "tensor_parallel.random"
 _TRAINING = "megatron.training."
@@ -134,6 +135,10 @@ WRITE_ONE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data", "called
                    ("transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"),
                    "always", "writes one file of a checkpoint")
 PROCESS_MEMORY = Target(_FILES, "_process_memory", "replaced", (), "always", "needs psutil, and is only logged")
+BY_KEY = Target(_SAVING + "torch", "_replace_state_dict_keys_with_sharded_keys", "called",
+                ("sharded_state_dict", "keep_only_main_replica"), "always", "what a rank has of each tensor on disk")
+PLAN = Target(_SAVING + "state_dict_saver", "save_state_dict_async_plan", "called",
+              ("state_dict", "storage_writer", "planner"), "always", "all ranks plan a checkpoint")
 RESULTS_QUEUE = Target(_FILES, "_results_queue", "replaced", None, "always", "would be made by a process of its own")
 GROUPS = Target(_CORE + "parallel_state", "initialize_model_parallel", "called",
                 ("tensor_model_parallel_size", "pipeline_model_parallel_size"), "always",

@@ -37,7 +37,6 @@ class Channel(IntEnum):
     VOTE = 6
     PARAMETER = 7
     STATE = 8
-    CHECKPOINT = 9
     RENDEZVOUS = 10
     DIGEST = 11
     REQUEST = 12

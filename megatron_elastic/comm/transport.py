@@ -46,8 +46,8 @@ _SHARE = 8
 """Messages that nobody expects may take one of so many parts of the machine's memory."""
 _UNPROVED = 2
 """So do those that have not proved yet that they are of this job."""
-_BACKGROUND = frozenset((Channel.STATE, Channel.CHECKPOINT))
-"""Channels that must leave room for a step's messages."""
+_BACKGROUND = Channel.STATE
+"""It must leave room for a step's messages."""
 
 
 class Transport:
@@ -152,7 +152,7 @@ class Transport:
         """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
-            send = self._fabric.send(peer, tag, buffer, channel in _BACKGROUND)
+            send = self._fabric.send(peer, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
                 self._progress.wake()
             return send
@@ -161,7 +161,7 @@ class Transport:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
-            sends = self._fabric.send_all(peers, tag, buffer, channel in _BACKGROUND)
+            sends = self._fabric.send_all(peers, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
                 self._progress.wake()
             return sends
@@ -178,7 +178,7 @@ class Transport:
                 address_of(buffer)
                 started.append(self._expect(Recv(peer, tag | peer, buffer)))
             for peer, buffer in sends:
-                started.append(self._fabric.send(peer, tag | self.rank, buffer, channel in _BACKGROUND))
+                started.append(self._fabric.send(peer, tag | self.rank, buffer, channel == _BACKGROUND))
             if self._outbox.busy:
                 self._progress.wake()
             return started

@@ -26,12 +26,14 @@ class Rates:
 class Update:
     """What one step's update needs besides the gradient; the same on every rank.
 
-    ``clip`` multiplies the gradient where it is below 1. ``rates`` are the groups', from the scheduler.
+    ``clip`` multiplies the gradient where it is below 1. ``rates`` are the groups', from the scheduler. ``skipped``:
+    some gradient was not finite, and the step changes nothing, as when Megatron's loss scaler finds that.
     """
 
     step: int
     clip: float
     rates: tuple[Rates, ...]
+    skipped: bool = False
 
 
 class Optimizer(Protocol):

@@ -59,7 +59,12 @@ class SliceState:
                 f"a slice at step {self.step} ({'with' if self.grad is not None else 'without'} a gradient) "
                 f"cannot do step {update.step}"
             )
-        grad = self.grad.float()
+        if not update.skipped:
+            self._change(update, self.grad.float(), segments)
+        self.grad = None
+        self.step = update.step
+
+    def _change(self, update: Update, grad: torch.Tensor, segments: Sequence[Segment]) -> None:
         if update.clip < 1.0:
             grad.mul_(update.clip)
         for s in segments:
@@ -70,8 +75,6 @@ class SliceState:
                 [moment[s.start : s.end] for moment in self.moments],
                 update.rates[s.group],
             )
-        self.grad = None
-        self.step = update.step
 
     def keep(self) -> None:
         """Let ``previous`` be the state as it is now."""

@@ -26,12 +26,11 @@ from megatron_elastic.device import cpu
 cpu.install()
 
 # ruff: noqa: E402 - Megatron comes after that.
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_elastic.adaptor.checkpoints import writer
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, newest, step_folder
+from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.saving import Saving
 
 Place = tuple[int, int]
@@ -165,18 +164,17 @@ def main(folder: Path) -> None:
     writer.apply()
     starts = Starts(folder)
     disk = Disk(root, starts.look)
-    saving = Saving(root, 1, False, 1, lambda: None)
+    saving = Saving(root, 1, 0, lambda: None)
 
-    def prepare(value: float) -> Callable[[Path], AsyncRequest]:
+    def prepare(value: float) -> Callable[[Path], Part]:
         tensor = torch.full((3000,), value)
-        return lambda partial: dist_checkpointing.save(
-            {"w": ShardedTensor.from_rank_offsets("w", tensor), "iteration": int(value)}, str(partial),
-            async_sharded_save=True)
+        state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "iteration": int(value)}
+        return lambda partial: Part(partial, state)
 
     def save(step: int, epoch: int, value: float) -> None:
         starts.coming = step
         saving.begin(step, epoch, prepare(value))
-        assert saving.complete() == step
+        assert saving.complete() == (step, None)
         starts.certain = step
         starts.whole.add((step, digest(step_folder(root, step))))
         starts.look(disk)

@@ -1,32 +1,40 @@
-"""Saving: which checkpoint is due, and writing it, between two steps or while training goes on (``--async-save``).
+"""Saving: which checkpoint is due, and writing it, between two steps or while training goes on.
 
-A checkpoint is written in three parts, as Megatron's asynchronous one is: all ranks plan it between two steps, each
-writes its files on its own, and all meet between two steps once more to complete it. With ``--async-save`` the second
-part is a thread's, and steps are done meanwhile.
+A checkpoint is written in three parts: all ranks plan it between two steps, each writes its own part (``Part``) in a
+thread, and all meet between two steps once more to complete it. With ``--async-save`` steps are done meanwhile; else
+all wait, and can be interrupted.
 
 Until it is complete a checkpoint is in a folder of another name, made for the layout it was begun under. Ranks that
 a fault has put out of that layout may still be writing there; they do not meet those who begin again.
+
+A checkpoint that a rank cannot write is given up, and the next one is tried when it is due. All ranks agree on that.
 """
 
 from __future__ import annotations
 
-import queue
+import secrets
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints.folder import has_step, mark_newest, publish, step_folder
-from megatron_elastic.config import UsageError
+from megatron_elastic.adaptor.checkpoints.part import Part, Written
 
-Prepare = Callable[[Path], AsyncRequest]
+Prepare = Callable[[Path], Part]
 """Plans a checkpoint in a folder, on all ranks of the layout."""
+
+
+class Outcome(NamedTuple):
+    """What has become of a checkpoint."""
+
+    step: int
+    problem: str | None
+    """Why it could not be written; None if it is complete."""
 
 
 class Saving:
@@ -35,127 +43,166 @@ class Saving:
     Args:
         directory: where they go; None if the job saves none.
         interval: steps from one to the next; None or 0 for none but those that are asked for.
-        background: whether they are written while training goes on.
-        first: the first step whose checkpoint is not on disk yet.
+        saved: step of the newest complete one; 0 without one.
         check: raises if a wait must end.
     """
 
     def __init__(
-        self, directory: str | Path | None, interval: int | None, background: bool, first: int,
-        check: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, directory: str | Path | None, interval: int | None, saved: int, check: Callable[[], None]
+    ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._interval = interval
-        self._background = background
         self._check = check
         self._begun: _Write | None = None
-        self.first = first
-        """The first step whose checkpoint is not on disk yet."""
-        self.certain = first - 1
-        """Step of the newest checkpoint of which this rank knows that it has its name; 0 without one."""
+        self.saved = saved
+        """Step of the newest complete checkpoint that this rank knows of; 0 without one."""
+        self.failed = 0
+        """Step of the one that was given up last under this layout; 0 without one."""
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is to be begun after ``done`` steps: now, or since one that was lost to a fault."""
-        if self._directory is None or not self._interval:
+        """Whether a checkpoint is to be begun after ``done`` steps: now, or since one that was lost to a fault.
+
+        None is while another is being written: then it is as soon as that is done.
+        """
+        if self._directory is None or not self._interval or self._begun is not None:
             return False
-        step = done - done % self._interval
-        return step >= self.first and (self._begun is None or self._begun.step < step)
+        return done - done % self._interval > max(self.saved, self.failed)
 
     def wanted(self, done: int) -> bool:
         """Whether the job saves at all and has not saved the state after ``done`` steps."""
-        return self._directory is not None and done >= self.first
+        return self._directory is not None and done > self.saved
 
     def begin(self, step: int, epoch: int, prepare: Prepare) -> None:
         """Begin the checkpoint of ``step`` steps. Every rank of the layout of ``epoch`` calls it; none may be begun."""
         assert self._begun is None and self._directory is not None
-        name = step_folder(self._directory, step).name
-        partial = self._directory / f"{name}.partial-{epoch}"
-        if dist.get_rank() == 0:
-            for left in self._directory.glob("iter_*.partial-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        # The one there was may yet get the answer of a write that a fault has made pointless.
-        targets.RESULTS_QUEUE.replace(queue.Queue())
+        token = [secrets.token_hex(4)]
+        dist.broadcast_object_list(token)  # no leftovers of another job are in the way
+        partial = self._directory / f"{step_folder(self._directory, step).name}.partial-{epoch}-{token[0]}"
         self._begun = _Write(step, partial, prepare(partial))
-        if self._background:
-            self._begun.start()
 
     def written(self) -> bool:
         """Whether a checkpoint is begun, and all ranks have written their parts. Asked of all ranks of the layout."""
         if self._begun is None:
             return False
-        answer = torch.tensor([int(self._begun.done.is_set())])
+        answer = torch.tensor([int(self._begun.errand.done.is_set())])
         dist.all_reduce(answer, dist.ReduceOp.MIN)
         return bool(answer.item())
 
-    def complete(self) -> int | None:
-        """Wait until what is begun is written, and complete it. Every rank of the layout calls it.
+    def late(self, done: int) -> int | None:
+        """Step of a checkpoint that is still being written after ``done`` steps, when the next one is due."""
+        write, every = self._begun, self._interval
+        late = write is not None and every and done % every == 0 and done > write.step
+        return write.step if write is not None and late else None
 
-        Returns the step, or None if nothing is begun. Raises UsageError if a part could not be written.
+    def complete(self) -> Outcome | None:
+        """Wait until what is begun is written, and complete it, or give it up. Every rank of the layout calls it.
+
+        Returns what has become of it, or None if nothing is begun.
         """
         write = self._begun
         if write is None:
             return None
-        if not self._background:
-            write.run()
-        while not write.done.wait(0.02):
-            self._check()
-        dist.barrier()
-        write.finish()
-        if dist.get_rank() == 0:
-            publish(write.partial, write.step)
-        self._begun, self.first = None, write.step + 1
-        return write.step
+        write.errand.wait(self._check)
+        problem = self._publish(write)
+        self._begun = None
+        if problem is None:
+            self.saved = write.step
+        else:
+            self.failed = write.step
+        return Outcome(write.step, problem)
 
     def go_back(self, step: int) -> None:
         """The job goes on from the checkpoint of ``step`` steps: later ones are not what it was trained to any more."""
         if self._directory is not None and dist.get_rank() == 0 and has_step(self._directory, step):
             mark_newest(self._directory, step)
 
-    def voted(self) -> None:
-        """All ranks have voted: the first one, too, has done with what is complete, and was not lost before."""
-        self.certain = self.first - 1
-
     def abandon(self, saved: int) -> None:
-        """A fault: the newest complete checkpoint is that of step ``saved``. What was being written is forgotten."""
-        self._begun, self.first, self.certain = None, saved + 1, min(self.certain, saved)
+        """Another layout: ``saved`` is the step of the newest complete checkpoint. What was being written is forgotten.
+
+        What was given up is tried again: newcomers do not know of it.
+        """
+        self._begun, self.saved, self.failed = None, saved, 0
+
+    def _publish(self, write: _Write) -> str | None:
+        """Let the first rank give the checkpoint its name, if all have written their parts; returns what is wrong."""
+        first = dist.get_rank() == 0
+        told: list[Written | str] = [[]] * dist.get_world_size()
+        dist.gather_object(write.outcome, told if first else None)
+        answer: list[str | None] = [None]
+        if first:
+            errand = _Errand(lambda: write.publish(told))
+            errand.wait(self._check)
+            answer[0] = errand.problem
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+
+class _Errand:
+    """Something that a disk may keep waiting: a thread does it, so that who waits for it can be interrupted."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.done = threading.Event()
+        self.problem: str | None = None
+        """What the disk did not do, once it is done."""
+        self._error: Exception | None = None
+        """What is no fault of a disk."""
+        threading.Thread(target=self._run, args=(do,), name="checkpoint", daemon=True).start()
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Return when it is done, or raise what ``check`` raises."""
+        while not self.done.wait(0.02):
+            check()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except (OSError, RuntimeError) as error:  # torch has the second for a full disk
+            self.problem = " ".join(str(_cause(error)).split()) or type(error).__name__
+        except Exception as error:
+            self._error = error
+        self.done.set()
 
 
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, step: int, partial: Path, request: AsyncRequest) -> None:
+    def __init__(self, step: int, partial: Path, part: Part) -> None:
         self.step = step
-        self.partial = partial
-        """Where it is until it is complete."""
-        self.done = threading.Event()
-        """This rank's part is written, or it is known that it cannot be."""
-        self._request = request
-        self._arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            self._arguments[1] = request.preload_fn()
+        self._written: Written = []
+        self._partial, self._part, self._rank = partial, part, dist.get_rank()
+        self.errand = _Errand(self._write)
+        """Ends when this rank's part is written, or it is known that it cannot be."""
 
-    def start(self) -> None:
-        """Write this rank's part in the background."""
-        threading.Thread(target=self.run, name=f"checkpoint {self.step}", daemon=True).start()
+    @property
+    def outcome(self) -> Written | str:
+        """What this rank has written, or why it could not."""
+        return self._written if self.errand.problem is None else f"rank {self._rank}: {self.errand.problem}"
 
-    def run(self) -> None:
-        """Write this rank's part. What goes wrong is told by ``finish``."""
+    def publish(self, told: Sequence[Written | str]) -> None:
+        """Give it its name, if that are the outcomes of parts that are all written. The first rank does.
+
+        Raises what goes wrong, and nothing is left of it: it would take the room that others need.
+        """
         try:
-            if self._request.async_fn is not None:
-                self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-        finally:
-            self.done.set()
+            if problems := [each for each in told if isinstance(each, str)]:
+                raise OSError("; ".join(problems))
+            self._part.complete([each for each in told if not isinstance(each, str)])
+            publish(self._partial, self.step)
+        except (OSError, RuntimeError):
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
 
-    def finish(self) -> None:
-        """Write the checkpoint's index, of what all ranks have written. Raises UsageError if one could not."""
-        try:
-            for finalize in self._request.finalize_fns:
-                finalize()
-        except CheckpointException as error:  # no Exception, and its text is a traceback for each rank
-            if not error.failures:
-                dist.barrier()  # the first rank knows why, and ends the job
-            rank, (why, _) = next(iter(error.failures.items()))
-            raise UsageError(f"--save {self.partial.parent}: rank {rank} could not write its part of the checkpoint of "
-                             f"step {self.step}: {' '.join(str(why).split())}") from None
+    def _write(self) -> None:
+        if self._rank == 0:
+            for left in self._partial.parent.glob("iter_*.partial-*"):
+                if left != self._partial:
+                    shutil.rmtree(left, ignore_errors=True)
+        self._written = self._part.write()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the system said, if it is behind the error."""
+    behind = error.__cause__ or error.__context__
+    return error if isinstance(error, OSError) or behind is None else _cause(behind)

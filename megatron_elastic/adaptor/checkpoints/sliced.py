@@ -1,8 +1,7 @@
 """``megatron.core.dist_checkpointing``: checkpoints in Megatron's torch_dist format, whatever the layout.
 
-Weights are saved as Megatron saves them. Optimizer state is put together, unit by unit, at the first cell of the
-unit's home stage and saved parameter by parameter under Megatron's names (``optimizer.state.exp_avg.<parameter>``),
-so a checkpoint can be loaded under any other layout.
+Weights and optimizer state are saved under Megatron's names (``optimizer.state.exp_avg.<parameter>``), each slice by
+its owner, so a checkpoint can be loaded under any other layout.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
+from megatron_elastic.adaptor.checkpoints.part import Part
+from megatron_elastic.adaptor.checkpoints.share import share
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
-from megatron_elastic.comm.operation import Recv, Send
-from megatron_elastic.comm.tag import Channel, at_slice
-from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
@@ -33,6 +30,9 @@ from megatron_elastic.state.store import StateStore
 FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
 """Unit index -> the parts of its optimizer state, flat and whole (this tensor-parallel index)."""
 
+SAMPLES = "consumed_train_samples"
+"""Megatron's name of how many samples the steps have taken."""
+
 
 def parts(optimizer: Optimizer) -> tuple[str, ...]:
     """Megatron's names of ``SliceState.tensors``."""
@@ -40,29 +40,24 @@ def parts(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def prepare(
-    folder: Path, models: Sequence[GPTModel], layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore,
-    transport: Transport, step: int, apart: bool,
-) -> AsyncRequest:  # fmt: skip
-    """Plan to save the state after ``step`` steps into an empty folder; returns what writes it (``Saving``).
+    folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
+    store: StateStore, step: int, samples: int, apart: bool,
+) -> Part:  # fmt: skip
+    """Plan to save the state after ``step`` steps, which took ``samples``, into a new folder (``Saving``).
 
     Every rank of the layout calls it between the same two steps. With ``apart`` training may go on meanwhile.
     """
-    whole = _collect(layout, units, store, transport)
-    state = {**_sharded(models, parts(store.optimizer), units, whole), "iteration": step}
-    if apart:  # optimizer state is collected into memory of its own in any case
-        for entry in (entry for chunk in range(len(models)) for entry in state[f"model{chunk}"].values()):
-            if isinstance(entry.data, torch.Tensor):
-                entry.data = entry.data.clone()
-    return dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+    mine = share(models, layout, rank, units, store, parts(store.optimizer), apart)
+    return Part(folder, {"share": mine, "iteration": step, SAMPLES: samples})
 
 
 def load(
     directory: str | Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
-    optimizer: Optimizer, step: int,
+    optimizer: Optimizer, step: int, samples: int,
 ) -> FlatStates:  # fmt: skip
     """Load the checkpoint of ``step`` steps: weights into the models; returns the state of the units homed here.
 
-    Raises UsageError when it is damaged, or is another model's.
+    Raises UsageError when it is damaged, is another model's, or its steps did not take ``samples``.
     """
     names = parts(optimizer)
     homed = _homed(layout, rank, units)
@@ -70,8 +65,11 @@ def load(
     state = _sharded(models, names, units, empty)
     folder = step_folder(Path(directory), step)
     try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        if (saved := common.get(SAMPLES, samples)) != samples:
+            raise _other_batch(directory, step, saved, samples)
         loaded = dist_checkpointing.load(state, str(folder))
-    except (Interrupted, JobStopped):
+    except (Interrupted, JobStopped, UsageError):
         raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         why = " ".join(f"{type(error).__name__}: {error}".split())
@@ -85,6 +83,12 @@ def load(
             for name, target in _views(model, names, units, empty):
                 target.copy_(loaded[f"optimizer{chunk}"][name])
     return empty
+
+
+def _other_batch(directory: str | Path, step: int, saved: int, samples: int) -> UsageError:
+    """Going on from the sample that follows from the steps would skip some, or take them twice."""
+    return UsageError(f"--load {directory}: its {step} steps took {saved} samples, and with this --global-batch-size "
+                      f"they would have taken {samples}: give --global-batch-size {saved // step}")
 
 
 def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
@@ -104,33 +108,6 @@ def _homed(layout: Layout, rank: int, units: Mapping[int, UnitBuffer]) -> Iterat
     for unit in layout.stages[stage].units:
         if layout.home(unit) == stage:
             yield unit, units[unit]
-
-
-def _collect(layout: Layout, units: Mapping[int, UnitBuffer], store: StateStore, transport: Transport) -> FlatStates:
-    """The whole optimizer state of each unit, at the first cell of its home stage; nothing elsewhere."""
-    me, tp, names = transport.rank, layout.tp_index(transport.rank), parts(store.optimizer)
-    whole: dict[int, tuple[torch.Tensor, ...]] = {}
-    operations: list[Send | Recv] = []
-    for unit, buffer in _homed(layout, me, units):
-        saver = layout.stages[layout.home(unit)].cells[0].ranks[tp]
-        if me == saver:
-            whole[unit] = tuple(torch.zeros(buffer.params.shape) for _ in names)
-        for k in range(layout.num_slices):
-            owner = layout.owner(unit, k, tp)
-            for part in range(len(names)):
-                coordinate = at_slice(unit, k, part)
-                if me == saver:
-                    target = buffer.slice_of(whole[unit][part], k)
-                    if owner == me:
-                        target.copy_(store[unit, k].tensors[part])
-                    else:
-                        operations.append(transport.recv(owner, Channel.CHECKPOINT, coordinate, target))
-                elif owner == me:
-                    operations.append(
-                        transport.send(saver, Channel.CHECKPOINT, coordinate, store[unit, k].tensors[part])
-                    )
-    transport.wait(*operations)
-    return whole
 
 
 def _views(

@@ -58,8 +58,8 @@ class TrainingLog:
         with self._as_writer(writes), _world_of(args, ranks):
             targets.LOG.find()(
                 {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done, loss_scale=1.0,
-                report_memory_flag=False, skipped_iter=0, grad_norm=grad_norm, params_norm=None,
-                num_zeros_in_grad=None, max_attention_logit=None,
+                report_memory_flag=False, skipped_iter=int(not math.isfinite(grad_norm)), grad_norm=grad_norm,
+                params_norm=None, num_zeros_in_grad=None, max_attention_logit=None,
             )  # fmt: skip
 
     def evaluation(self, done: int, name: str, loss: float, writes: bool) -> None:

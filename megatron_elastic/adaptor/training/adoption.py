@@ -139,7 +139,7 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
     first = trainer.standing.step
     enter(
         trainer,
-        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.first - 1),
+        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.saved),
     )
     if trainer.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         trainer.control.send(Switched(rank=trainer.rank, epoch=plan.epoch, step=first))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 
 from megatron_elastic.adaptor.dataset import build_once, collate
 from megatron_elastic.adaptor.model import groups
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, Part
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
 """(train, validation, test) map-style data sets; sample i is a dict of tensors."""
 
@@ -29,10 +32,16 @@ class Batches:
         self._provider = provider
 
     def open(self) -> None:
-        """Have the data sets. Idempotent."""
+        """Have the data sets. Idempotent. Raises UsageError if there is no room for their indices."""
         if self.training is None:
-            with groups.alone(), build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
-                self.training, self.validation, self.test = self._provider(self._args)
+            try:
+                with groups.alone(), build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
+                    self.training, self.validation, self.test = self._provider(self._args)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                raise UsageError(f"the data's index cannot be written ({error}): make room there, or let it be written "
+                                 "elsewhere (Megatron-LM's --data-cache-path)") from error
 
     def read(
         self, data: Sequence[dict[str, Any]], iteration: int, layout: Layout, part: Part

@@ -55,7 +55,8 @@ def load(trainer: Trainer, store: StateStore, step: int, directory: str) -> None
     if step == 0:
         store.create(layout, stage.units)
         return
-    states = sliced.load(directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step)
+    samples = step * trainer.args.global_batch_size
+    states = sliced.load(directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step, samples)
     store.create(layout, stage.units)
     sliced.fill(store, stage.units, states, step)
 

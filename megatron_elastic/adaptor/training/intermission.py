@@ -20,6 +20,8 @@ def hold(trainer: Trainer, tenure: Tenure, done: int) -> None:
         evaluate(trainer, tenure, done, "validation", trainer.batches.validation, done // args.eval_interval - 1)
     if trainer.saving.written():
         complete_save(trainer)
+    if (late := trainer.saving.late(done)) is not None and trainer.rank == tenure.layout.ranks[0]:
+        trainer.event("save_late", step=late, done=done)
     if trainer.saving.due(done):
         trainer.hooks.at("checkpoint")
         save(trainer, tenure, done)
@@ -31,8 +33,8 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
     trainer.await_parameters(tenure)
     apart = trainer.args.async_save
     prepare = partial(
-        sliced.prepare, models=trainer.stage.models, layout=tenure.layout, units=trainer.stage.units,
-        store=tenure.store, transport=trainer.transport, step=done, apart=apart,
+        sliced.prepare, models=trainer.stage.models, layout=tenure.layout, rank=trainer.rank, units=trainer.stage.units,
+        store=tenure.store, step=done, samples=done * trainer.args.global_batch_size, apart=apart,
     )  # fmt: skip
     trainer.saving.begin(done, tenure.layout.epoch, prepare)
     if not apart:
@@ -40,7 +42,12 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
 
 
 def complete_save(trainer: Trainer) -> None:
-    """Have on disk what is being written, if anything is."""
-    step = trainer.saving.complete()
-    if step is not None and trainer.rank == trainer.layout.ranks[0]:
-        trainer.event("saved", step=step, directory=str(trainer.args.save))
+    """Have on disk what is being written, if anything is. If it cannot be, training goes on from the one before."""
+    outcome = trainer.saving.complete()
+    if outcome is None or trainer.rank != trainer.layout.ranks[0]:
+        return
+    directory = str(trainer.args.save)
+    if outcome.problem is None:
+        trainer.event("saved", step=outcome.step, directory=directory)
+    else:
+        trainer.event("save_failed", step=outcome.step, directory=directory, reason=outcome.problem)

@@ -53,7 +53,7 @@ def _report(trainer: Trainer) -> Decision:
         store.abandon_loading()
     held = None if store is None else store.held()
     versions = {} if store is None or trainer.config.replay == "gradient" else store.versions()
-    now, saved = time.time(), trainer.saving.certain
+    now, saved = time.time(), trainer.saving.saved
     trainer.control.send(standing.report(
         trainer.standing, epoch, trainer.layout, held, versions, now, flag.layout, saved, _progress(trainer)
     ))  # fmt: skip

@@ -13,6 +13,7 @@ from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import encode
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
@@ -80,6 +81,9 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     intermission.complete_save(trainer)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
+    if trainer.saving.failed == done and trainer.rank == layout.ranks[0]:
+        raise UsageError(f"--save {trainer.args.save}: the last checkpoint, of step {done}, could not be written; make "
+                         f"room and start the job again, and it goes on from step {trainer.saving.saved}")
     digests = []
     for unit, k in layout.owned(trainer.rank):
         weights = trainer.stage.units[unit].slice_of(trainer.stage.units[unit].params, k)

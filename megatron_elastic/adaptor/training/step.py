@@ -146,7 +146,6 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
         informed=standing.informed(trainer.standing),
     )
     outcome = vote(tenure.vote_group, ballot)
-    trainer.saving.voted()
     result = VoteResult(
         step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=trainer.rates.at(step)[0].lr,
         consumed_samples=step * trainer.args.global_batch_size, tokens=outcome.tokens,

@@ -7,11 +7,13 @@ random numbers follow the layout.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -96,6 +98,7 @@ class Trainer:
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.rates = self.make_rates()
         self._check_memory(local_ranks)
+        self._check_save()
         # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell; and grains
         # may be cut between any samples.
         each = max(2, args.tensor_model_parallel_size) * self.layout.samples
@@ -109,7 +112,7 @@ class Trainer:
         first = folder.latest_step(args.load) + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
-        self.saving = Saving(args.save, args.save_interval, args.async_save, first, control.interrupt.check)
+        self.saving = Saving(args.save, args.save_interval, first - 1, control.interrupt.check)
         self.batches = Batches(args, datasets_provider)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
@@ -132,6 +135,16 @@ class Trainer:
             problem = memory.shortage([needs[rank] for rank in range(self.rank, self.rank + ranks)], memory.available())
             if problem is not None:
                 raise UsageError(problem)
+
+    def _check_save(self) -> None:
+        """Raise UsageError if checkpoints cannot go where they are to go, however empty the disk."""
+        if self.args.save and not Path(self.args.save).is_dir():
+            try:
+                Path(self.args.save).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--save {self.args.save}: {error.strerror}; name a folder that all nodes share"
+                ) from None
 
     # ---- what a subclass may change ----------------------------------------------------------
 
@@ -218,7 +231,7 @@ class Trainer:
     def update(self, result: VoteResult) -> Update:
         """What a vote says about every state."""
         clip = self.args.clip_grad / (result.grad_norm + 1e-6) if self.args.clip_grad > 0 else 1.0
-        return Update(step=result.step, clip=clip, rates=self.rates.at(result.step))
+        return Update(result.step, clip, self.rates.at(result.step), skipped=not math.isfinite(result.grad_norm))
 
     # ---- what it tells -----------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             turn.record(message.kind, rank=message.rank, **message.fields)
             if message.kind == "saved":
                 damage.saved(turn, message)
+            elif message.kind in ("save_failed", "save_late"):
+                damage.not_saved(turn, message)
         case Failed():
             error.failed(turn, message)
         case Finished():

@@ -27,6 +27,14 @@ def saved(turn: Turn, message: Event) -> None:
     known(turn, step)
 
 
+def not_saved(turn: Turn, message: Event) -> None:
+    """A checkpoint could not be written, and was given up; or it takes longer than until the next is due."""
+    newest, reason = turn.job.trust.newest_save, message.fields.get("reason")
+    what = "is still being written" if reason is None else f"could not be written ({reason})"
+    left = f"the newest is that of step {newest}" if newest else "there is none yet"
+    turn.say(f"WARNING: the checkpoint of step {message.fields['step']} {what}; {left}")
+
+
 def known(turn: Turn, step: int) -> None:
     """A rank knows of the complete checkpoint of ``step``; 0: of none. Who was to tell of it may be gone."""
     trust = turn.job.trust

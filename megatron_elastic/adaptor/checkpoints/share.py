@@ -1,0 +1,105 @@
+"""Share: what one rank writes of a checkpoint: weights and optimizer state of the slices that it owns.
+
+A slice is a run of a unit's flat tensor, and a checkpoint has Megatron's tensors, any boxes of them. So a slice is
+written as it lies, as the boxes that it makes in each tensor; all ranks write, and none collects anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+
+from megatron_elastic.adaptor.model.units import unit_parameters
+from megatron_elastic.layout import Layout
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.store import StateStore
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size in each dimension."""
+
+
+def share(
+    models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer], store: StateStore,
+    names: Sequence[str], copy: bool,
+) -> list[ShardedBase]:  # fmt: skip
+    """A rank's share, as Megatron's sharded tensors; ``names``: of the parts of an optimizer state.
+
+    With ``copy`` it stays as it is whatever training does.
+    """
+    found: list[ShardedBase] = []
+    stage = layout.stage_of(rank)
+    for model in models:
+        sharded = model.sharded_state_dict()
+        found += [entry for entry in sharded.values() if isinstance(entry, ShardedObject)]
+        for name, members in unit_parameters(model).items():
+            unit = layout.units.index(name)
+            if layout.home(unit) == stage:
+                mine = [(at, store[at].tensors) for at in layout.owned(rank) if at[0] == unit]
+                for parameter, _ in members:
+                    for tensor in _tensors(sharded[parameter]):
+                        found += _pieces(tensor, units[unit], mine, names, copy)
+    return found
+
+
+def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """What a parameter is on disk; nothing where another rank of the cell has the same."""
+    tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+    return [tensor for tensor in tensors if not any(tensor.replica_id[:-1])]
+
+
+def _pieces(
+    tensor: ShardedTensor, buffer: UnitBuffer, mine: Sequence[tuple[tuple[int, int], Sequence[Any]]],
+    names: Sequence[str], copy: bool,
+) -> Iterator[ShardedTensor]:  # fmt: skip
+    """What the slices ``mine`` have of a tensor that is a view of ``buffer.params``, with their states."""
+    start = (tensor.data.data_ptr() - buffer.params.data_ptr()) // buffer.params.itemsize
+    assert tensor.data.is_contiguous() and 0 <= start <= buffer.params.numel() - tensor.data.numel(), tensor.key
+    ahead = tensor.prepend_axis_num
+    for (_, k), state in mine:
+        first = k * buffer.partition.slice_size
+        low = max(start, first)
+        high = min(start + tensor.data.numel(), first + buffer.partition.slice_size)
+        if low >= high:
+            continue
+        flats = [(tensor.key, buffer.slice_of(buffer.params, k))]
+        flats += [(f"optimizer.state.{name}.{tensor.key}", flat) for name, flat in zip(names, state, strict=True)]
+        at = low - first
+        for offset, size in boxes(tensor.local_shape, low - start, high - start):
+            whole = tensor.global_offset[:ahead], tensor.global_offset[ahead:]
+            shape, here = (1,) * ahead + size, (*whole[0], *(a + b for a, b in zip(whole[1], offset, strict=True)))
+            for key, flat in flats:
+                data = flat[at : at + math.prod(size)].view(shape)
+                yield replace(
+                    tensor, key=key, data=data.clone() if copy else data, dtype=data.dtype, local_shape=shape,
+                    global_offset=here, axis_fragmentations=None, prepend_axis_num=0, replica_id=0,
+                )  # fmt: skip
+            at += math.prod(size)
+
+
+def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """The boxes that elements [low, high) of a contiguous tensor make in it, in their order."""
+    if low >= high:
+        return
+    if len(shape) <= 1:
+        yield ((low,), (high - low,)) if shape else ((), ())
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-low // row), high // row
+    if first > last:  # all within one row
+        yield from _in_row(last, inner, low - last * row, high - last * row)
+        return
+    yield from _in_row(first - 1, inner, low - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    yield from _in_row(last, inner, 0, high - last * row)
+
+
+def _in_row(row: int, inner: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    for offset, size in boxes(inner, low, high):
+        yield (row, *offset), (1, *size)
