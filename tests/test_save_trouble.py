@@ -102,6 +102,8 @@ def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> No
         job.kill(3)
         job.read_until("3 ranks")
         job.read_until("still being written")
+        job.read_until("lost ranks [3] (hangs in the kernel)")
+        job.read_until("recovered from the loss of ranks [3]")
         disk.thaw()
         job.finish()
         assert_same_training(job, jobs.undisturbed(*LONG.flags, ranks=4), [3])

@@ -164,7 +164,7 @@ def main(folder: Path) -> None:
     writer.apply()
     starts = Starts(folder)
     disk = Disk(root, starts.look)
-    saving = Saving(root, 1, 0, lambda: None)
+    saving = Saving(root, 1, 0, 0, lambda: None)
 
     def prepare(value: float) -> Callable[[Path], Part]:
         tensor = torch.full((3000,), value)

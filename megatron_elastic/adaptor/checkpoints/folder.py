@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -23,10 +24,11 @@ def step_folder(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def publish(partial: Path, iteration: int) -> None:
+def publish(partial: Path, iteration: int, wanted: Callable[[], bool]) -> None:
     """Give a complete checkpoint its name, in the folder where it lies, and let the tracker name it.
 
-    One of that name was written before the job went back to an older one.
+    One of that name was written before the job went back to an older one. Raises OSError if the disk has taken so long
+    that it is not ``wanted`` as the newest any more.
     """
     folder = partial.parent
     sync(partial)
@@ -36,6 +38,8 @@ def publish(partial: Path, iteration: int) -> None:
         os.rename(target, old)
     os.rename(partial, target)
     _sync(folder)
+    if not wanted():
+        raise OSError(f"{target} is late")
     mark_newest(folder, iteration)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -40,7 +40,7 @@ class Part:
     """
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
-        self._folder = folder
+        self._folder, self._first = folder, dist.get_rank() == 0
         sharded, self._common = save_preprocess(state)
         mine, _, _ = targets.BY_KEY.find()(sharded, True)
         self._writer = _Writer(str(folder), thread_count=1)
@@ -52,7 +52,7 @@ class Part:
     def write(self) -> Written:
         """Write this rank's files. Raises OSError, or the RuntimeError that torch makes of one."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
+        if self._first:
             get_default_save_common_strategy().save_common(self._common, self._folder)
         files = write_files(self._buckets, [self._writer.transforms])
         return [result for file in files.values() for result in file]

@@ -43,15 +43,17 @@ class Saving:
     Args:
         directory: where they go; None if the job saves none.
         interval: steps from one to the next; None or 0 for none but those that are asked for.
+        rank: this one.
         saved: step of the newest complete one; 0 without one.
         check: raises if a wait must end.
     """
 
     def __init__(
-        self, directory: str | Path | None, interval: int | None, saved: int, check: Callable[[], None]
+        self, directory: str | Path | None, interval: int | None, rank: int, saved: int, check: Callable[[], None]
     ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._interval = interval
+        self._rank = rank
         self._check = check
         self._begun: _Write | None = None
         self.saved = saved
@@ -78,7 +80,7 @@ class Saving:
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)  # no leftovers of another job are in the way
         partial = self._directory / f"{step_folder(self._directory, step).name}.partial-{epoch}-{token[0]}"
-        self._begun = _Write(step, partial, prepare(partial))
+        self._begun = _Write(self._rank, step, partial, prepare(partial))
 
     def written(self) -> bool:
         """Whether a checkpoint is begun, and all ranks have written their parts. Asked of all ranks of the layout."""
@@ -121,6 +123,8 @@ class Saving:
 
         What was given up is tried again: newcomers do not know of it.
         """
+        if self._begun is not None:
+            self._begun.abandoned = True
         self._begun, self.saved, self.failed = None, saved, 0
 
     def _publish(self, write: _Write) -> str | None:
@@ -168,10 +172,12 @@ class _Errand:
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, step: int, partial: Path, part: Part) -> None:
+    def __init__(self, rank: int, step: int, partial: Path, part: Part) -> None:
         self.step = step
+        self.abandoned = False
+        """There is another layout, and others may be on their way by now."""
         self._written: Written = []
-        self._partial, self._part, self._rank = partial, part, dist.get_rank()
+        self._rank, self._partial, self._part, self._first = rank, partial, part, dist.get_rank() == 0
         self.errand = _Errand(self._write)
         """Ends when this rank's part is written, or it is known that it cannot be."""
 
@@ -189,16 +195,17 @@ class _Write:
             if problems := [each for each in told if isinstance(each, str)]:
                 raise OSError("; ".join(problems))
             self._part.complete([each for each in told if not isinstance(each, str)])
-            publish(self._partial, self.step)
+            publish(self._partial, self.step, lambda: not self.abandoned)
         except (OSError, RuntimeError):
             shutil.rmtree(self._partial, ignore_errors=True)
             raise
 
     def _write(self) -> None:
-        if self._rank == 0:
-            for left in self._partial.parent.glob("iter_*.partial-*"):
-                if left != self._partial:
-                    shutil.rmtree(left, ignore_errors=True)
+        if self._first:
+            older = set(self._partial.parent.glob("iter_*.partial-*")) - {self._partial}
+            if not self.abandoned:  # else there may be newer ones among them
+                for folder in older:
+                    shutil.rmtree(folder, ignore_errors=True)
         self._written = self._part.write()
 
 

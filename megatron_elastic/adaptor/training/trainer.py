@@ -112,7 +112,7 @@ class Trainer:
         first = folder.latest_step(args.load) + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
-        self.saving = Saving(args.save, args.save_interval, first - 1, control.interrupt.check)
+        self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, control.interrupt.check)
         self.batches = Batches(args, datasets_provider)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""

@@ -195,6 +195,8 @@ def _expired(turn: Turn, name: str) -> None:
             suspicion.stood_still(turn, int(rank))
         case "killed":
             loss.killed(turn, int(rank))
+        case "dying":
+            loss.does_not_end(turn, int(rank))
         case "leaving":
             error.stays(turn, int(rank))
         case "absent":

@@ -22,6 +22,9 @@ from megatron_elastic.cluster.protocol import change, ledger, membership, recove
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
+_END_LIMIT = 10.0
+"""Seconds from a rank's death until its process must have ended, and what killed it be known."""
+
 
 def news(turn: Turn, message: RankNews) -> None:
     """An agent tells what happened to the process of one of its ranks. What the rank said before has come before."""
@@ -45,14 +48,25 @@ def _dying(turn: Turn, message: RankDying) -> None:
         lose(turn, [message.rank], rank.fenced, rank.stopped or message.time)
     else:
         turn.set_rank(message.rank, dying=message.time)
+        turn.set_timer(f"dying {message.rank}", _END_LIMIT)
         lose(turn, [message.rank], None, message.time)
+
+
+def does_not_end(turn: Turn, number: int) -> None:
+    """A rank has died, and its process is there still: a thread of it waits for a disk, which no signal ends."""
+    rank = turn.job.ranks[number]
+    if rank.dying is not None:
+        turn.set_rank(number, dying=None)
+        if not rank.standby or recovery.concerns(turn.job, number):
+            _name(turn, [number], "hangs in the kernel", rank.dying)
 
 
 def _exited(turn: Turn, message: RankExited) -> None:
     number, code = message.rank, message.returncode
     before = turn.job.ranks[number]
     rank = turn.set_rank(number, returncode=code, dying=None)
-    turn.cancel_timer(f"leaving {number}")
+    for name in ("leaving", "dying"):
+        turn.cancel_timer(f"{name} {number}")
     if before.dying is not None and code < 0:
         if not rank.standby or recovery.concerns(turn.job, number):
             _name(turn, [number], cause_of(code), before.dying)
