@@ -79,6 +79,8 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)
+    if trainer.saving.due(done):  # the one before has taken longer than until now
+        intermission.save(trainer, tenure, done)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
     if trainer.saving.failed == done and trainer.rank == layout.ranks[0]:
