@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ class Freezer:
 @contextlib.contextmanager
 def freezer(path: Path) -> Iterator[Freezer]:
     """A file system in a file beside ``path``, which is made. Skips the test where none can be mounted."""
+    if missing := [tool for tool in ("mkfs.ext4", "fsfreeze") if shutil.which(tool) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
     image = path.with_name(f"{path.name}.img")
     with image.open("wb") as file:
         file.truncate(64 << 20)
