@@ -41,10 +41,13 @@ class Checks:
     def launched(self, agent: Agent, ranks: Iterable[int]) -> None:
         """An agent is to start ranks. Nobody whom the coordinator has asked may take them for others.
 
-        A node that comes after that, with ranks of the same numbers that no layout has seen, is sent away.
+        A node that comes after that, with ranks of the same numbers that no layout has seen, is sent away. One that
+        hears so late that it counts as lost, and its ranks with it, is told to stop next.
         """
         assert agent.link is not None
         coordinator = agent.link.coordinator
+        if agent.link.node not in coordinator.job.nodes:
+            return
         for rank in ranks:
             asked = [link.agent for link in coordinator.links.values()
                      if link.open and link.node in coordinator.job.nodes]
