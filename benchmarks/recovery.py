@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add_model_flags(parser)
     parser.add_argument("--params", type=_models, metavar="SIZES",
                         help=f"instead: {RANKS} ranks, PP1 and PP2, models of these sizes, for instance 2M,20M,100M")
-    parser.add_argument("--decision", type=_decisions, metavar="NAMES", help="instead: what a kill in mid-step "
+    parser.add_argument("--decision", type=partial(_some, REDO), metavar="NAMES",
+                        help="instead: what a kill in mid-step "
                         f"costs in four layouts of {RANKS} ranks, if the step is resumed or done again: resume,back; "
                         "models as in --params (default: 2M)")
-    parser.add_argument("--layouts", type=_layouts, default=list(GRIDS), metavar="NAMES",
+    parser.add_argument("--layouts", type=partial(_some, GRIDS), default=list(GRIDS), metavar="NAMES",
                         help=f"with --decision: which ones, TPxPP (default: {','.join(GRIDS)})")
     parser.add_argument("--alternatives", action="store_true", help="with --params: also restart a plain job from "
                         "checkpoints with torchrun, and move a contiguous shard, with the same models")
@@ -149,17 +151,10 @@ def _models(text: str) -> list[Model]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _decisions(text: str) -> list[str]:
+def _some(known: Collection[str], text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names).difference(REDO):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: only {' and '.join(REDO)} can be asked for")
-    return names
-
-
-def _layouts(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names).difference(GRIDS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: only {', '.join(GRIDS)} can be asked for")
+    if unknown := set(names).difference(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: only {', '.join(known)} can be asked for")
     return names
 
 

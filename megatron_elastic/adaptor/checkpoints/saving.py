@@ -93,8 +93,9 @@ class Saving:
     def late(self, done: int) -> int | None:
         """Step of a checkpoint that is still being written after ``done`` steps, when the next one is due."""
         write, every = self._begun, self._interval
-        late = write is not None and every and done % every == 0 and done > write.step
-        return write.step if write is not None and late else None
+        if write is None or not every or done % every or done <= write.step:
+            return None
+        return write.step
 
     def complete(self) -> Outcome | None:
         """Wait until what is begun is written, and complete it, or give it up. Every rank of the layout calls it.

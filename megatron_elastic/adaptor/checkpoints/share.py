@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
@@ -33,17 +33,15 @@ def share(
     With ``copy`` it stays as it is whatever training does.
     """
     found: list[ShardedBase] = []
-    stage = layout.stage_of(rank)
     for model in models:
         sharded = model.sharded_state_dict()
         found += [entry for entry in sharded.values() if isinstance(entry, ShardedObject)]
         for name, members in unit_parameters(model).items():
             unit = layout.units.index(name)
-            if layout.home(unit) == stage:
-                mine = [(at, store[at].tensors) for at in layout.owned(rank) if at[0] == unit]
-                for parameter, _ in members:
-                    for tensor in _tensors(sharded[parameter]):
-                        found += _pieces(tensor, units[unit], mine, names, copy)
+            mine = {k: store[unit, k].tensors for each, k in layout.owned(rank) if each == unit}
+            for parameter, _ in members if mine else ():
+                for tensor in _tensors(sharded[parameter]):
+                    found += _pieces(tensor, units[unit], mine, names, copy)
     return found
 
 
@@ -54,14 +52,15 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 
 
 def _pieces(
-    tensor: ShardedTensor, buffer: UnitBuffer, mine: Sequence[tuple[tuple[int, int], Sequence[Any]]],
+    tensor: ShardedTensor, buffer: UnitBuffer, mine: Mapping[int, Sequence[torch.Tensor]],
     names: Sequence[str], copy: bool,
 ) -> Iterator[ShardedTensor]:  # fmt: skip
     """What the slices ``mine`` have of a tensor that is a view of ``buffer.params``, with their states."""
     start = (tensor.data.data_ptr() - buffer.params.data_ptr()) // buffer.params.itemsize
     assert tensor.data.is_contiguous() and 0 <= start <= buffer.params.numel() - tensor.data.numel(), tensor.key
     ahead = tensor.prepend_axis_num
-    for (_, k), state in mine:
+    origin = tensor.global_offset[ahead:]
+    for k, state in mine.items():
         first = k * buffer.partition.slice_size
         low = max(start, first)
         high = min(start + tensor.data.numel(), first + buffer.partition.slice_size)
@@ -71,8 +70,8 @@ def _pieces(
         flats += [(f"optimizer.state.{name}.{tensor.key}", flat) for name, flat in zip(names, state, strict=True)]
         at = low - first
         for offset, size in boxes(tensor.local_shape, low - start, high - start):
-            whole = tensor.global_offset[:ahead], tensor.global_offset[ahead:]
-            shape, here = (1,) * ahead + size, (*whole[0], *(a + b for a, b in zip(whole[1], offset, strict=True)))
+            shape = (1,) * ahead + size
+            here = (*tensor.global_offset[:ahead], *(a + b for a, b in zip(origin, offset, strict=True)))
             for key, flat in flats:
                 data = flat[at : at + math.prod(size)].view(shape)
                 yield replace(

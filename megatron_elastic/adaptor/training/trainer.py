@@ -7,7 +7,6 @@ random numbers follow the layout.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -231,7 +230,7 @@ class Trainer:
     def update(self, result: VoteResult) -> Update:
         """What a vote says about every state."""
         clip = self.args.clip_grad / (result.grad_norm + 1e-6) if self.args.clip_grad > 0 else 1.0
-        return Update(result.step, clip, self.rates.at(result.step), skipped=not math.isfinite(result.grad_norm))
+        return Update(result.step, clip, self.rates.at(result.step), skipped=result.skipped)
 
     # ---- what it tells -----------------------------------------------------------------------
 

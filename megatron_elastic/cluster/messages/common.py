@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 Part = tuple[int, int, int]
@@ -21,6 +23,11 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     consumed_samples: int
     tokens: int
+
+    @property
+    def skipped(self) -> bool:
+        """Whether some gradient was not finite, so that the step changes nothing."""
+        return not math.isfinite(self.grad_norm)
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

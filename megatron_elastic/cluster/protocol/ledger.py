@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Recall, VoteResult
@@ -120,12 +118,12 @@ def _write(turn: Turn, entry: Entry) -> None:
         "world_size": entry.world_size,
         "tokens_per_s": round(vote.tokens / seconds, 1),
     }))
-    if not math.isfinite(vote.grad_norm):
+    if vote.skipped:
         turn.record("skipped", step=vote.step)
     width = len(str(ledger.total))
     turn.say(f"step {vote.step:{width + 2}d}/{ledger.total}  loss {vote.loss:.4f}  grad norm {vote.grad_norm:.3f}  "
              f"{seconds * 1e3:.0f} ms  {entry.world_size} ranks"
-             + ("" if math.isfinite(vote.grad_norm) else "  skipped"))
+             + ("  skipped" if vote.skipped else ""))
 
 
 def _remember(turn: Turn, told: Told) -> None:
