@@ -41,7 +41,7 @@ def run(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except JobFailed as error:
-        print(f"megatron-elastic bench {name}: error: {error}", file=sys.stderr)
+        print(f"{shlex.join(_words(name))}: error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -109,13 +109,17 @@ def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:
     record = {
         "benchmark": name,
         **figures,
-        "command": shlex.join(["megatron-elastic", "bench", name, *argv]),
+        "command": shlex.join([*_words(name), *argv]),
         "versions": {"megatron-elastic": __version__, "python": platform.python_version(),
                      **{package: version(package) for package in _PACKAGES}},
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     print(json.dumps(record), flush=True)
+
+
+def _words(name: str) -> list[str]:
+    return ["megatron-elastic", name] if name == "chaos" else ["megatron-elastic", "bench", name]
 
 
 def machine() -> dict[str, Any]:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-_SHARED = ("common", "forked")
-"""What benchmarks have in common."""
+_OTHERS = ("common", "forked", "chaos")
+"""What benchmarks have in common, and what is a command of its own."""
+_SOURCES = "they come with the sources: clone the repository and install it with pip install --editable ."
 
 
 def available() -> list[str]:
     """Names of the benchmarks; empty when the package is not installed from a checkout."""
-    return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in _SHARED)
+    return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in _OTHERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     names = available()
     if not names:
-        print(f"megatron-elastic bench: error: there are no benchmarks in {_FOLDER}; they come with the sources: "
-              "clone the repository and install it with pip install --editable .", file=sys.stderr)
+        print(f"megatron-elastic bench: error: there are no benchmarks in {_FOLDER}; {_SOURCES}", file=sys.stderr)
         return 2
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: megatron-elastic bench NAME ...\n\nnames: {', '.join(names)}\n\n"
@@ -35,5 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-elastic bench: error: there is no benchmark {name!r}; one of {', '.join(names)}",
               file=sys.stderr)
         return 2
-    # In place of this process, so that signals and the exit code are the benchmark's own.
-    os.execv(sys.executable, [sys.executable, str(_FOLDER / f"{name}.py"), *rest])
+    return become(name, rest)
+
+
+def become(name: str, arguments: Sequence[str]) -> int:
+    """Go on as a program of the checkout, so that signals and the exit code are its own. Returns if there is none."""
+    path = _FOLDER / f"{name}.py"
+    if path.is_file():
+        os.execv(sys.executable, [sys.executable, str(path), *arguments])
+    print(f"megatron-elastic: error: there is no {path}; {_SOURCES}", file=sys.stderr)
+    return 2

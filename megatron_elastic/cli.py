@@ -19,6 +19,7 @@ _COMMANDS = {
     "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),
     "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
     "doctor": ("say whether a Megatron-LM checkout is as the adaptors need it", "megatron_elastic.adaptor.doctor"),
+    "chaos": ("let random faults happen to jobs, and compare them with undisturbed ones", ""),
     "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
 }
 
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if name == "data":
         return _data(rest)
+    if name == "chaos":
+        from megatron_elastic import bench
+
+        return bench.become("chaos", rest)
     return int(importlib.import_module(_COMMANDS[name][1]).main(rest))
 
 

@@ -42,6 +42,7 @@ class ElasticConfig:
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
     heartbeat_timeout: float = 2.5
+    hang_timeout: float = 5.0
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
     end_timeout: float = 60.0
@@ -55,6 +56,7 @@ class ElasticConfig:
             "start": self.start_timeout,
             "suspect": self.suspect_timeout,
             "heartbeat": self.heartbeat_timeout,
+            "hang": self.hang_timeout,
             "report": self.report_timeout,
             "wait": self.wait_timeout,
             "end": self.end_timeout,
@@ -62,7 +64,8 @@ class ElasticConfig:
         for name, limit in limits.items():
             if not limit > 0:
                 raise UsageError(f"--elastic-{name}-timeout must be positive, got {limit:g}")
-        for inner, outer in (("suspect", "report"), ("heartbeat", "report"), ("report", "wait")):
+        contained = (("suspect", "report"), ("heartbeat", "report"), ("report", "wait"), ("hang", "wait"))
+        for inner, outer in contained:
             if limits[inner] >= limits[outer]:
                 raise UsageError(
                     f"--elastic-{inner}-timeout ({limits[inner]:g} s) must be below --elastic-{outer}-timeout "
@@ -167,10 +170,14 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="how long a node may be silent before its ranks count as lost, and a coordinator before a "
                        "node looks for another; without a store (--elastic-store) a node without a word from it for "
                        "four times as long ends its ranks (default: %(default)s)")
+    group.add_argument("--elastic-hang-timeout", type=float, metavar="S", default=d.hang_timeout,
+                       help="how long a rank may come no further while others wait for it before it is killed; three "
+                       "times what a step usually takes if that is longer (default: %(default)s)")
     group.add_argument("--elastic-report-timeout", type=float, metavar="S", default=d.report_timeout,
                        help="limit for survivors to answer an interrupt; who does not is killed (default: %(default)s)")
     group.add_argument("--elastic-wait-timeout", type=float, metavar="S", default=d.wait_timeout,
-                       help="limit of any single wait inside a step (default: %(default)s)")
+                       help="how long a wait inside a step may last before it is said so, and how long a checkpoint's "
+                       "disk, or what has no usual duration, as a rank's first step (default: %(default)s)")
     group.add_argument("--elastic-end-timeout", type=float, metavar="S", default=d.end_timeout,
                        help="how long a script may take to end after training, for loggers and the like, before its "
                        "rank is killed (default: %(default)s)")

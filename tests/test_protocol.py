@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
-    AgentHello,
     Back,
     Committed,
     Damage,
@@ -19,18 +15,14 @@ from megatron_elastic.cluster.messages import (
     Fence,
     Finished,
     Forward,
-    FromRank,
-    Hello,
     Interrupt,
     Invite,
     Kept,
-    Message,
     Moves,
     Plan,
     Progress,
     RankDying,
     RankExited,
-    RankNews,
     Ready,
     Recall,
     Recovered,
@@ -44,84 +36,10 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol import Job, Outcome, Settings, advance
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, Tell, WriteEvent, WriteMetrics
-from megatron_elastic.cluster.protocol.events import (
-    Begun,
-    Event,
-    Expired,
-    News,
-    NodeCame,
-    Recorded,
-    Said,
-)
-from megatron_elastic.layout import Layout, decode, encode
-
-_SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
-    report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
-)  # fmt: skip
-M = TypeVar("M", bound=Message)
-
-
-class Play:
-    """A job of two ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
-
-    def __init__(
-        self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = _SETTINGS
-    ) -> None:
-        size = 2 * len(stages)
-        self.job = Job.new(settings, size)
-        self.effects: list[Effect] = []
-        """Of the last event."""
-        self.first = Layout.grid(
-            tp=1, pp=len(stages), dp=2, stage_units=stages, units=["embedding", "layer.0", "head"], num_grains=4,
-            num_slices=2, replicas=1,
-        )  # fmt: skip
-        self.happens(Begun(now=0.0, torch_port=1, key=b""))
-        self._come(node=1, slots=size)
-        self.say(*map(self._hello, range(size)))
-        self._come(node=2, slots=1)
-        self.say(self._hello(size))
-
-    def happens(self, event: Event) -> None:
-        self.job, effects = advance(self.job, event)
-        self.effects = list(effects)
-        for record in [each for each in effects if isinstance(each, Record)]:
-            self.job, more = advance(self.job, Recorded(now=event.now, epoch=record.epoch))
-            self.effects += more
-
-    def say(self, *messages: FromRank) -> None:
-        """Ranks say something, one after the other."""
-        for message in messages:
-            node = self.job.ranks[message.rank].node
-            assert node is not None
-            self.happens(Said(now=1.0, node=node, message=message))
-
-    def news(self, news: RankNews) -> None:
-        node = self.job.ranks[news.rank].node
-        assert node is not None
-        self.happens(News(now=1.0, node=node, news=news))
-
-    def expires(self, name: str) -> None:
-        """A timer runs out, which must be set."""
-        self.happens(Expired(now=2.0, name=name, serial=self.job.timers[name]))
-
-    def sent(self, kind: type[M]) -> dict[int, M]:
-        """What of this kind the last event has sent, by rank."""
-        sends = [effect for effect in self.effects if isinstance(effect, Send)]
-        return {rank: each.message for each in sends for rank in each.ranks if isinstance(each.message, kind)}
-
-    def _come(self, node: int, slots: int) -> None:
-        hello = AgentHello(session=str(node), node_rank=0 if node == 1 else self.job.world_size, slots=slots,
-                           host=f"h{node}", heartbeat_timeout=2.5)
-        self.happens(NodeCame(now=0.0, node=node, hello=hello))
-
-    def _hello(self, rank: int) -> Hello:
-        return Hello(
-            rank=rank, pid=rank + 1, host="h", address=b"", layout=encode(self.first) if rank == 0 else b"",
-            start_step=0, train_iters=4, flags={}, likeness=b"", linked=True, tied=False,
-        )  # fmt: skip
+from megatron_elastic.cluster.protocol import Outcome, Settings
+from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent, WriteMetrics
+from megatron_elastic.layout import decode
+from tests.play import SETTINGS, Play
 
 
 @pytest.fixture
@@ -159,7 +77,7 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
 def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
     for work in (Progress(step=1, added=[1], live=[3], half=[]), None):
-        play = Play(settings=replace(_SETTINGS, redo=redo))
+        play = Play(settings=replace(SETTINGS, redo=redo))
         play.news(RankDying(rank=0, time=1.0))
         play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
                         work=work))
@@ -298,7 +216,7 @@ def test_a_rank_that_has_left_is_not_killed(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "step"), [(replace(_SETTINGS, on_error="stop"), 1), (_SETTINGS, None)], ids=["stop", "no step"]
+    ("settings", "step"), [(replace(SETTINGS, on_error="stop"), 1), (SETTINGS, None)], ids=["stop", "no step"]
 )
 def test_what_would_come_again_ends_the_job(settings: Settings, step: int | None) -> None:
     play = Play(settings=settings)

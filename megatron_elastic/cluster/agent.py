@@ -19,13 +19,17 @@ import msgspec
 
 from megatron_elastic.cluster import wire, zygote
 from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.gauge import Gauge
 from megatron_elastic.cluster.line import AGENT_VARIABLE, Lines
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    Committed,
     Fence,
     FromAgent,
     FromRank,
     Heartbeat,
+    Inspect,
+    Inspected,
     Launch,
     Members,
     RankClosed,
@@ -40,6 +44,7 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
 )
 from megatron_elastic.cluster.relay import Post
+from megatron_elastic.cluster.stack import save_stack
 from megatron_elastic.cluster.standstill import standstill
 from megatron_elastic.cluster.zygote import (
     Broken,
@@ -103,6 +108,10 @@ class Job:
         """Output of one rank."""
         return self.log_dir / f"rank{rank}.log"
 
+    def stack(self, rank: int) -> Path:
+        """Where is written down what a rank did that hung."""
+        return self.run_dir / "stacks" / f"rank{rank}.txt"
+
     def environment(self, rank: int, local_rank: int, torch_port: int) -> dict[str, str]:
         """What a rank finds in its environment besides the launcher's; the names are torchrun's."""
         return {
@@ -136,8 +145,10 @@ class Agent:
         self.seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         """This node's place in an embedded store, if it was given one later on."""
         self._lines = Lines(self._heard, self._closed)
+        self._tell = tell
         self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(job.ranks_per_node)
+        self._gauge = Gauge(job.ranks_per_node, job.look_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -146,6 +157,8 @@ class Agent:
         self._pids: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         """Local rank of every rank that was started here."""
+        self._saving: set[asyncio.Future[None]] = set()
+        """Stacks that are being written down."""
         self._still: set[int] = set()
         """Ranks that were at a standstill at the last look."""
         self._look: asyncio.TimerHandle | None = None
@@ -206,7 +219,9 @@ class Agent:
             case Launch():
                 self._launch(message)
             case Fence():
-                self.kill(message.rank)
+                self._fence(message)
+            case Inspect():
+                self._tell(Inspected(readings=self._gauge.readings(self._pids, self._slots), usual=self._gauge.usual))
             case Recall():
                 self._post.recall(message)
             case Members():
@@ -239,6 +254,8 @@ class Agent:
     # ---- ranks ---------------------------------------------------------------------------
 
     def _heard(self, rank: int, message: FromRank) -> None:
+        if isinstance(message, Committed):
+            self._gauge.committed(message)
         self._post.heard(rank, message)
 
     def _closed(self, rank: int) -> None:
@@ -250,8 +267,20 @@ class Agent:
             self._running.add(rank)
             self._slots[rank] = local_rank
             self._idle.clear()
-            environment = self.job.environment(rank, local_rank, torch_port) | {AGENT_VARIABLE: self._lines.name}
+            self._gauge.odometers.begin(local_rank)
+            environment = self.job.environment(rank, local_rank, torch_port) | {
+                AGENT_VARIABLE: self._lines.name, **self._gauge.odometers.environment(local_rank)}
             self._send(Spawn(rank, environment, str(self.job.log(rank)), self.job.program))
+
+    def _fence(self, message: Fence) -> None:
+        pid = self._pids.get(message.rank)
+        if message.stack and pid is not None:
+            saving = asyncio.ensure_future(save_stack(pid, self.job.stack(message.rank)))
+            self._saving.add(saving)
+            saving.add_done_callback(self._saving.discard)
+            saving.add_done_callback(lambda _: self.kill(message.rank))
+        else:
+            self.kill(message.rank)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank and whatever it started."""
@@ -348,6 +377,7 @@ class Agent:
             self._post.news(news)
 
     def _look_for_standstills(self) -> None:
+        self._gauge.look(self._pids, self._slots)
         for rank, pid in self._pids.items():
             how = standstill(pid)
             if how is not None and rank not in self._still:

@@ -31,6 +31,7 @@ from megatron_elastic.cluster.messages import (
     ToRank,
     Where,
 )
+from megatron_elastic.faults.odometer import COORDINATOR, Odometer
 
 _CONNECT_LIMIT = 30.0
 _SEND_LIMIT = 60
@@ -129,10 +130,17 @@ class InterruptFlag:
 
 
 class Control:
-    """A rank's connection to its agent. ``send`` may be called from any thread."""
+    """A rank's connection to its agent. ``send`` may be called from any thread.
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
+    Args:
+        sock: connected to the agent.
+        rank: this rank.
+        odometer: what the agent sees of it; None for one that nobody reads.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, odometer: Odometer | None = None) -> None:
         self.rank = rank
+        self.odometer = odometer or Odometer.alone()
         self.interrupt = InterruptFlag()
         self._sock = sock
         self._send_lock = threading.Lock()
@@ -150,7 +158,7 @@ class Control:
 
         Raises JobStopped if the environment lacks what the launcher sets, or the agent cannot be reached.
         """
-        return cls(_connect(env), int(env["RANK"]))
+        return cls(_connect(env), int(env["RANK"]), Odometer.of(env))
 
     def send(self, message: Message) -> None:
         """Send ``message``. Raises JobStopped when the agent is gone."""
@@ -174,7 +182,7 @@ class Control:
         JobStopped when the job failed, is over or the agent is gone, TimeoutError after ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        with self._arrived:
+        with self.odometer.waiting(COORDINATOR), self._arrived:
             while True:
                 found = self._take(types)
                 if found is not None:

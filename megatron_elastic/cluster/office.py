@@ -287,7 +287,7 @@ def _settings(config: ElasticConfig) -> Settings:
         on_error=config.on_error, profile=config.profile,
         start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
-        heartbeat_timeout=config.heartbeat_timeout,
+        heartbeat_timeout=config.heartbeat_timeout, hang_timeout=config.hang_timeout,
     )  # fmt: skip
 
 

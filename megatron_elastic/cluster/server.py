@@ -13,6 +13,7 @@ from megatron_elastic.cluster.messages import (
     AgentHello,
     FromAgent,
     Heartbeat,
+    Inspected,
     Resigned,
     Said,
     Scale,
@@ -21,6 +22,7 @@ from megatron_elastic.cluster.messages import (
     Welcome,
 )
 from megatron_elastic.cluster.protocol.events import Asked, News, NodeAbsent, NodeBack, NodeCame, NodeLost
+from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.session import Letter, Session
@@ -172,6 +174,9 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
             pass
         case Said():
             coordinator.post(RankSaid(now=time.time(), node=node, message=message.message, also=tuple(message.also)))
+        case Inspected():
+            coordinator.post(RanksInspected(now=time.time(), node=node, readings=tuple(message.readings),
+                                            usual=message.usual))
         case AgentHello():
             raise WireError(f"an agent sent an unexpected {type(message).__name__}")
         case _:

@@ -7,6 +7,7 @@ those of other hosts over UCX links (``comm.link``). What arrives goes into the 
 from __future__ import annotations
 
 import select
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -59,6 +60,8 @@ class Fabric:
         self.outbox = Outbox(rank, self._arena, events)
         self.peers = Peers(rank, events)
         self._strangers = Strangers(rank)
+        self._cut: dict[int, float] = {}
+        """Peers that nothing reaches, and until when."""
         self._frames: deque[Frame] = deque()
         """Taken from the mailbox and not yet looked at."""
 
@@ -134,6 +137,8 @@ class Fabric:
         """
         self.bytes_sent += buffer.nbytes
         self.need(peer)
+        if self._cut and self._is_cut(peer):
+            return Send(peer)
         neighbour = self.peers.near.get(peer)
         if neighbour is not None:
             return self.outbox.send((neighbour,), tag, buffer, background)
@@ -149,6 +154,8 @@ class Fabric:
     def send_all(self, peers: Sequence[int], tag: int, buffer: torch.Tensor, background: bool) -> list[Send]:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
         neighbours = self.peers.near
+        if self._cut:
+            peers = [peer for peer in peers if not self._is_cut(peer)]
         near = [neighbours[peer] for peer in peers if peer in neighbours]
         sends = [self.send(peer, tag, buffer, background) for peer in peers if peer not in neighbours]
         if near:
@@ -156,6 +163,13 @@ class Fabric:
             self.peers.watch(peers)
             sends.append(self.outbox.send(near, tag, buffer, background))
         return sends
+
+    def cut(self, peers: Sequence[int], seconds: float) -> None:
+        """Fault: for so long nothing that is sent to these peers arrives, and nobody learns that."""
+        self._cut |= dict.fromkeys(peers, time.monotonic() + seconds)
+
+    def _is_cut(self, peer: int) -> bool:
+        return time.monotonic() < self._cut.get(peer, 0.0)
 
     def take_in(self) -> None:
         """Give what has arrived to who expects it."""

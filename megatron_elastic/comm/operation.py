@@ -226,15 +226,17 @@ class Task:
 
     Args:
         steps: what it does.
-        peer: whom a wait for it blames.
+        rank: whose task it is.
         ready: where it puts itself when it can go on.
     """
 
-    __slots__ = ("_error", "_finished", "_ready", "_steps", "_under_way", "peer", "pending")
+    __slots__ = ("_error", "_finished", "_operations", "_rank", "_ready", "_steps", "_under_way", "pending")
     tells = True
 
-    def __init__(self, steps: Steps, peer: int, ready: deque[Task]) -> None:
-        self.peer = peer
+    def __init__(self, steps: Steps, rank: int, ready: deque[Task]) -> None:
+        self._rank = rank
+        self._operations: Sequence[Operation] = ()
+        """Those that it waits for."""
         self.pending: Pending | None = None
         """Who waits for it."""
         self._steps = steps
@@ -251,6 +253,11 @@ class Task:
         return self._finished
 
     @property
+    def peer(self) -> int:
+        """Whom a wait for it blames: the first one that it waits for itself."""
+        return next((op.peer for op in self._operations if not op.done), self._rank)
+
+    @property
     def looks(self) -> bool:
         """Whether it can go on only when somebody lets it look."""
         return bool(self._under_way.looked_at)
@@ -261,7 +268,8 @@ class Task:
             while not self._finished and self._error is None:
                 if not self._under_way.done:
                     return False
-                self._under_way = Pending(next(self._steps), self._can_go_on)
+                self._operations = next(self._steps)
+                self._under_way = Pending(self._operations, self._can_go_on)
         except StopIteration:
             self._finished = True
             if self.pending is not None:

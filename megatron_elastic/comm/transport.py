@@ -39,9 +39,12 @@ from megatron_elastic.comm.operation import (
 from megatron_elastic.comm.progress import Progress
 from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag
+from megatron_elastic.faults.odometer import Odometer
 
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
+_LONG = 0.25
+"""Seconds after which a wait is worth noting."""
 _SHARE = 8
 """Messages that nobody expects may take one of so many parts of the machine's memory."""
 _UNPROVED = 2
@@ -56,13 +59,15 @@ class Transport:
     Args:
         rank: this rank's global id; ValueError if it does not fit message tags.
         interrupt: looked at in every wait; its ``check()`` raises to unwind the caller.
-        wait_timeout: seconds after which one wait gives up with TimeoutError.
+        wait_timeout: seconds after which one wait gives up with TimeoutError, or ``lasts``.
         crowded: ranks outnumber cores: sleep in the kernel almost at once.
         inbox_limit: bytes of memory that messages may take which nobody here expects yet; by default an eighth of the
             machine's. A peer that sends more is an error of whoever waits next; what still lies in the peer's own
             memory waits there.
         find: says where ranks are that are not known yet, without those that are dead; may be interrupted.
         refused: called when the first message over a link is refused, with the reason.
+        lasts: told whom a wait waits for each time that it has lasted ``wait_timeout``; it goes on then.
+        odometer: notes which wait lasts, and who has come out of one.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Transport:
         inbox_limit: int | None = None,
         find: Callable[[Sequence[int]], Mapping[int, bytes]] | None = None,
         refused: Callable[[str], None] = lambda why: None,
+        lasts: Callable[[list[int]], None] | None = None,
+        odometer: Odometer | None = None,
     ) -> None:
         if not 0 <= rank < RANKS:
             raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
@@ -81,6 +88,8 @@ class Transport:
         self.epoch = 0
         self.interrupt = interrupt
         self._wait_timeout = wait_timeout
+        self._lasts = lasts
+        self._odometer = odometer or Odometer.alone()
         self._lock = threading.RLock()
         self._sleep = Sleep(interrupt.fd, crowded)
         memory, events = _memory(), self._sleep.events
@@ -122,6 +131,11 @@ class Transport:
     def bytes_sent(self) -> int:
         """Bytes of all messages so far, once for each peer that they went to."""
         return self._fabric.bytes_sent
+
+    def cut(self, peers: Sequence[int], seconds: float) -> None:
+        """Fault: for so long nothing that is sent to these peers arrives, and nobody learns that."""
+        with self._lock:
+            self._fabric.cut(peers, seconds)
 
     def add_peers(self, addresses: Mapping[int, bytes]) -> None:
         """Learn where peers are. Links are made when first used. Raises msgspec.DecodeError for no address."""
@@ -235,8 +249,9 @@ class Transport:
         """Block until all are done, at most ``limit`` seconds (default: the transport's).
 
         Raises what the interrupt raises, ``Interrupted`` naming the peer when a link breaks or a process ends,
-        TimeoutError naming the peers waited for when the limit passes, and what went wrong in the background since the
-        wait before. An interrupted wait leaves its operations to ``advance``.
+        TimeoutError naming the peers waited for when the limit passes (unless it is the transport's, and somebody is
+        told of waits that last), and what went wrong in the background since the wait before. An interrupted wait
+        leaves its operations to ``advance``.
         """
         with self._lock:
             pending = Pending(operations)
@@ -244,13 +259,16 @@ class Transport:
                 return
             self._progress.attend()
         try:
-            self._wait(operations, pending, self._wait_timeout if limit is None else limit)
+            self._wait(operations, pending, limit)
         finally:
+            self._odometer.moved()
             with self._lock:
                 self._progress.leave()
 
-    def _wait(self, operations: Sequence[Operation], pending: Pending, limit: float) -> None:
-        deadline, looks, progress = time.monotonic() + limit, self._sleep.looks, self._progress
+    def _wait(self, operations: Sequence[Operation], pending: Pending, own: float | None) -> None:
+        limit = self._wait_timeout if own is None else own
+        begun, looks, progress = time.monotonic(), self._sleep.looks, self._progress
+        deadline, noted = begun + limit, False
         while True:
             with self._lock:
                 progress.make()
@@ -269,12 +287,24 @@ class Transport:
                 deaf = self._interrupts.put_off  # it would not sleep at all
                 self._see(self._sleep.sleep(min(_NAP, limit), deaf))
                 looks = self._sleep.looks
-            if time.monotonic() > deadline:
-                peers = sorted({op.peer for op in operations if not op.done})
-                raise TimeoutError(
-                    f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
-                    "raise --elastic-wait-timeout if the step is that slow"
-                )
+            now = time.monotonic()
+            if not noted and now > begun + _LONG:
+                noted = True
+                self._odometer.wait(self._missing(operations)[0])
+            if now > deadline:
+                peers = self._missing(operations)
+                if own is not None or self._lasts is None:
+                    raise TimeoutError(
+                        f"rank {self.rank} waited {limit:g} s for rank(s) {peers} in epoch {self.epoch}; "
+                        "raise --elastic-wait-timeout if the step is that slow"
+                    )
+                self._lasts(peers)
+                deadline = now + limit
+
+    def _missing(self, operations: Sequence[Operation]) -> list[int]:
+        """Whom these operations wait for; this rank itself if they have ended meanwhile."""
+        with self._lock:
+            return sorted({op.peer for op in operations if not op.done}) or [self.rank]
 
     def look(self) -> None:
         """Raise what a wait would, if there is an interrupt: for long stretches of computing."""

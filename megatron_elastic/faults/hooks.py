@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from megatron_elastic.faults.injection import HOOK_POINTS, Injection
@@ -26,7 +28,7 @@ class Hooks:
         rank: this rank.
         injections: faults to inject; those of other ranks are ignored.
         announce: called with an injection right before it fires, so that recovery can be timed from the fault.
-        flip: flips a bit of this rank's memory, in what it is given (one of ``injection.FLIPS``).
+        harm: does what takes more than the process: flips a bit of the rank's memory, cuts its links.
     """
 
     def __init__(
@@ -34,10 +36,10 @@ class Hooks:
         rank: int,
         injections: Sequence[Injection],
         announce: Callable[[Injection], None],
-        flip: Callable[[str], None],
+        harm: Callable[[Injection], None],
     ) -> None:
         self.step = 0
-        self._flip = flip
+        self._harm = harm
         self._rank = rank
         self._injections = [i for i in injections if i.rank == rank]
         self._announce = announce
@@ -63,9 +65,31 @@ class Hooks:
     def _fire(self, injection: Injection) -> None:
         self._injections = [i for i in self._injections if i is not injection]
         self._announce(injection)
-        if injection.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if injection.what is not None:
-            self._flip(injection.what)
-            return
-        raise InjectedError(f"injected: {injection}")
+        match injection.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait(injection.seconds)
+            case "slow":
+                self.attach(_Slowness(injection))
+            case "raise":
+                raise InjectedError(f"injected: {injection}")
+            case _:
+                self._harm(injection)
+
+
+class _Slowness:
+    """Makes what a thread computes take longer, by sleeping at each point; waiting takes as long as before."""
+
+    def __init__(self, injection: Injection) -> None:
+        assert injection.factor is not None
+        self._share = injection.factor - 1
+        self._until = float("inf") if injection.seconds is None else time.monotonic() + injection.seconds
+        self._computed = time.thread_time()
+
+    def __call__(self, point: str, step: int, grain: int | None) -> None:
+        before, self._computed = self._computed, time.thread_time()
+        if time.monotonic() < self._until:
+            time.sleep((self._computed - before) * self._share)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 HOOK_POINTS = (
     "data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit",
     "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint", "prepare", "switch", "reload",
-    "backward_weight",
+    "backward_weight", "evaluate",
 )
 """Where faults can be injected and detectors attach, in the order of a step and a recovery; then those of some jobs."""
 
-ACTIONS = ("kill", "raise", "flip")
+ACTIONS = ("kill", "raise", "stop", "hang", "slow", "disconnect", "flip")
 FLIPS = ("weights", "moments", "replica")
 """What a bit can be flipped in: the model's weights, an optimizer moment of a slice owned, or of one replicated."""
-_FIELDS = ("rank", "step", "at", "grain", "what")
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    "rank": int, "step": int, "at": str, "grain": int, "what": str, "for": float, "factor": float,
+    "peers": lambda text: tuple(map(int, text.split("+"))),
+}  # fmt: skip
+_OWN = {"what": ("flip",), "for": ("hang", "slow", "disconnect"), "factor": ("slow",), "peers": ("disconnect",)}
+"""Fields that only some actions take."""
+_NEEDED = {"flip": ("what",), "slow": ("factor",), "disconnect": ("peers",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,12 @@ class Injection:
     grain: int | None = None
     what: str | None = None
     """One of ``FLIPS``, for the action ``flip``."""
+    seconds: float | None = None
+    """How long a ``hang``, ``slow`` or ``disconnect`` lasts; None: for ever."""
+    factor: float | None = None
+    """How many times as long computing takes from then on, for ``slow``."""
+    peers: tuple[int, ...] = ()
+    """Whom nothing of this rank reaches from then on, for ``disconnect``."""
 
     @classmethod
     def parse(cls, text: str) -> Injection:
@@ -35,28 +49,30 @@ class Injection:
         action, _, rest = text.partition(":")
         if action not in ACTIONS:
             raise ValueError(f"unknown action {action!r} in {text!r}: one of {', '.join(ACTIONS)}")
-        values: dict[str, str] = {}
+        values: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             key, sep, value = item.partition("=")
             if not sep or key not in _FIELDS:
                 raise ValueError(f"{item!r} in {text!r}: expected key=value with key one of {', '.join(_FIELDS)}")
-            values[key] = value
-        missing = [k for k in ("rank", "at") if k not in values]
+            try:
+                values[key] = _FIELDS[key](value)
+            except ValueError:
+                what = {"peers": "list of ranks, as 1+4", "for": "number", "factor": "number"}.get(key, "integer")
+                raise ValueError(f"{item} in {text!r} is no {what}") from None
+        missing = [key for key in ("rank", "at", *_NEEDED.get(action, ())) if key not in values]
         if missing:
             raise ValueError(f"{text!r} lacks {', '.join(missing)}")
+        foreign = [key for key in values if action not in _OWN.get(key, ACTIONS)]
+        if foreign:
+            raise ValueError(f"{text!r}: {action} takes no {', '.join(foreign)}")
         if values["at"] not in HOOK_POINTS:
             raise ValueError(f"at={values['at']} in {text!r} is no hook point: one of {', '.join(HOOK_POINTS)}")
-        if (action == "flip") != ("what" in values) or values.get("what", FLIPS[0]) not in FLIPS:
-            raise ValueError(f"{text!r}: flip, and only flip, takes what=, which is one of {', '.join(FLIPS)}")
-        numbers: dict[str, int] = {}
-        for key in ("rank", "step", "grain"):
-            if key in values:
-                try:
-                    numbers[key] = int(values[key])
-                except ValueError:
-                    raise ValueError(f"{key}={values[key]} in {text!r} is no integer") from None
-        return cls(action, numbers["rank"], numbers.get("step"), values["at"], numbers.get("grain"),
-                   values.get("what"))
+        if values.get("what", FLIPS[0]) not in FLIPS:
+            raise ValueError(f"what={values['what']} in {text!r}: one of {', '.join(FLIPS)}")
+        if values.get("factor", 1.0) < 1 or values.get("for", 1.0) <= 0:
+            raise ValueError(f"{text!r}: factor= is at least 1, and for= more than 0 seconds")
+        return cls(action, values["rank"], values.get("step"), values["at"], values.get("grain"), values.get("what"),
+                   values.get("for"), values.get("factor"), values.get("peers", ()))
 
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""
@@ -64,7 +80,9 @@ class Injection:
                 and self.grain in (None, grain))
 
     def __str__(self) -> str:
-        step = "" if self.step is None else f",step={self.step}"
-        grain = "" if self.grain is None else f",grain={self.grain}"
-        what = "" if self.what is None else f",what={self.what}"
-        return f"{self.action}:rank={self.rank}{step},at={self.at}{grain}{what}"
+        given = {"rank": self.rank, "step": self.step, "at": self.at, "grain": self.grain, "what": self.what,
+                 "for": self.seconds, "factor": self.factor, "peers": "+".join(map(str, self.peers)) or None}
+        return f"{self.action}:" + ",".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in given.items() if value is not None
+        )  # fmt: skip

@@ -177,6 +177,7 @@ class Executor:
         with torch.no_grad():
             for leg in legs:
                 if leg.op.kind == "forward":
+                    self._hooks.at("evaluate", leg.op.grain)
                     output = model.forward(leg.op, leg.part, self._take(leg))
                     sends += self._give(leg, output)
                     sends = [send for send in sends if not send.done]

@@ -32,6 +32,7 @@ from megatron_elastic.adaptor.checkpoints import writer
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, newest, step_folder
 from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.saving import Saving
+from megatron_elastic.faults.odometer import Odometer
 
 Place = tuple[int, int]
 """Device and inode."""
@@ -164,7 +165,7 @@ def main(folder: Path) -> None:
     writer.apply()
     starts = Starts(folder)
     disk = Disk(root, starts.look)
-    saving = Saving(root, 1, 0, 0, lambda: None)
+    saving = Saving(root, 1, 0, 0, 60.0, Odometer.alone(), lambda: None)
 
     def prepare(value: float) -> Callable[[Path], Part]:
         tensor = torch.full((3000,), value)

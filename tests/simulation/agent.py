@@ -9,6 +9,8 @@ from megatron_elastic.cluster.messages import (
     Fence,
     FromRank,
     Heartbeat,
+    Inspect,
+    Inspected,
     Launch,
     Members,
     RankClosed,
@@ -175,6 +177,8 @@ class Agent:
                     self.world.kill(self.ranks[message.rank])
                 else:
                     self.world.fence_early(self, message.rank)
+            case Inspect():
+                self.tell(Inspected(readings=[rank.reading() for rank in self.running], usual=0.2))
             case Recall():
                 self.post.recall(message)
             case Members():

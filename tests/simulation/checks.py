@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.cluster.messages import Back, Decision, Plan, Reload, Resume, ToRank
 from megatron_elastic.cluster.protocol import Job
-from megatron_elastic.cluster.protocol.effects import End
+from megatron_elastic.cluster.protocol.effects import End, WriteEvent
 from megatron_elastic.layout import Layout, LayoutError
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
@@ -46,8 +46,8 @@ class Checks:
         """
         assert agent.link is not None
         coordinator = agent.link.coordinator
-        if agent.link.node not in coordinator.job.nodes:
-            return
+        if agent.link.node not in coordinator.job.nodes or coordinator.job.layout is None:
+            return  # before training begins nobody knows any rank: who dies is started again
         for rank in ranks:
             asked = [link.agent for link in coordinator.links.values()
                      if link.open and link.node in coordinator.job.nodes]
@@ -56,12 +56,21 @@ class Checks:
             if knows:
                 raise Violation("reused", f"rank {rank} is started a second time; nodes {knows} remember the first")
 
+    def event(self, effect: WriteEvent) -> None:
+        """Something is written down. Whoever is said to hang must, and no message is ever lost but with its sender."""
+        if effect.kind == "tangle":
+            raise Violation("tangle", f"all ranks wait for each other: {effect.fields}")
+        if effect.kind == "hang":
+            there = self._world.ranks[effect.fields["rank"]]
+            if there.busy_until < self._world.now - 1.0 and not there.stopped:
+                raise Violation("no hang", f"rank {there.rank} is said to hang, and does not: {effect.fields}")
+
     def fenced(self, rank: int) -> None:
         """A rank is killed."""
         self._fenced.add(rank)
         if (there := self._world.ranks.get(rank)) is not None and there.waits_for_a_decision(30.0):
             raise Violation("fenced", f"rank {rank} is killed, which has reported and waits for a decision")
-        away = {"stop", "busy", "partition", "suspect", "node lost", "coordinator", "depose"}
+        away = {"stop", "busy", "hang", "partition", "suspect", "node lost", "coordinator", "depose"}
         quiet = not self._world.kinds.keys() & away
         if quiet and len(self._links) == 1 and self._links[0] <= self._fenced:
             raise Violation("both ends", f"both ends of a bad link are killed, ranks {sorted(self._links[0])}")

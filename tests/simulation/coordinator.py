@@ -6,7 +6,17 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import AgentHello, Damaged, Decision, Fence, Heartbeat, Members, Report, ToRank
+from megatron_elastic.cluster.messages import (
+    AgentHello,
+    Damaged,
+    Decision,
+    Fence,
+    Heartbeat,
+    Inspected,
+    Members,
+    Report,
+    ToRank,
+)
 from megatron_elastic.cluster.messages import Said as FromAgentSaid
 from megatron_elastic.cluster.protocol import Job, events
 from megatron_elastic.cluster.protocol import advance as protocol_advance
@@ -21,6 +31,7 @@ from megatron_elastic.cluster.protocol.effects import (
     SetTimer,
     Tell,
     WriteDigest,
+    WriteEvent,
     WriteLayout,
     WriteMetrics,
 )
@@ -90,6 +101,9 @@ class Coordinator:
                 link.node = self.name()
                 self.links[link.node] = link
                 self.post(events.NodeCame(now=now, node=link.node, hello=message))
+            case Inspected():
+                self.post(events.Inspected(now=now, node=link.node, readings=tuple(message.readings),
+                                           usual=message.usual))
             case _:
                 self.post(events.News(now=now, node=link.node, news=message))
 
@@ -186,6 +200,8 @@ class Coordinator:
                 self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
             case Record():
                 world.leadership.record(self, effect.epoch)
+            case WriteEvent():
+                world.checks.event(effect)
             case Reply():
                 pass
             case _:

@@ -37,6 +37,9 @@ def happen(world: World, fault: Fault) -> None:
             world.stop(rank, seconds)
         case "busy":
             rank.busy_until = world.now + seconds
+        case "hang":
+            rank.busy_until = world.now + 400.0
+            world.last_fault = rank.busy_until
         case "link":
             if rank is not other:
                 world.checks.broken(rank.rank, other.rank)

@@ -11,7 +11,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster import standing
-from megatron_elastic.cluster.messages import Interrupt
+from megatron_elastic.cluster.messages import Interrupt, Report
 from megatron_elastic.cluster.protocol import (
     change,
     damage,
@@ -68,14 +68,17 @@ def newcomers_death_is_forgotten() -> list[Patch]:
 
 @_mutant
 def healed_when_decided() -> list[Patch]:
-    """Damage counts as healed when the decision is sent."""
-    real = recovery._send
+    """Damage counts as healed when the decision is sent, and nobody tells of it again, as it once was."""
+    real, report = recovery._send, standing.report
 
     def send(turn: Turn, *args: Any) -> None:
         real(turn, *args)
         damage.healed(turn)
 
-    return [patch.object(recovery, "_send", send)]
+    def tell(*args: Any, **kwargs: Any) -> Report:
+        return replace(report(*args, **kwargs), damaged=None)
+
+    return [patch.object(recovery, "_send", send), patch.object(standing, "report", tell)]
 
 
 @_mutant

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from megatron_elastic.cluster.messages import RankReading
 from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.faults.odometer import COORDINATOR
 from megatron_elastic.layout import Layout
 from tests.simulation.control import Control
 from tests.simulation.copying import Copies
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 Waits = Generator[Any, Any, Any]
 """What the main thread does, from one wait to the next."""
 WAIT_LIMIT = 300.0
-"""``--elastic-wait-timeout``: a wait that lasts longer ends a real job."""
+"""``--elastic-wait-timeout``: a wait that lasts longer has no good reason, unless somebody hangs."""
 
 
 class Rank:
@@ -44,6 +46,8 @@ class Rank:
         self.stopped = False
         self.done = False
         """Whether its program has returned."""
+        self.settled = False
+        """Whether it has done a step, and knows by now how long things take."""
         self.busy_until = 0.0
         """Fault: it computes, and looks at nothing."""
         self.control = Control(self)
@@ -83,9 +87,24 @@ class Rank:
         if value is not None or error is not None:
             if type(self.want) is Meeting:
                 self.want.waiting.pop(self.rank, None)
-                if (waited := self.world.now - self._since) > WAIT_LIMIT:
+                hangs = self.world.kinds.keys() & {"hang", "busy"}  # perhaps all of a stage, which stays
+                if (waited := self.world.now - self._since) > WAIT_LIMIT and not hangs:
                     raise Violation("wait limit", f"rank {self.rank} waited {waited:.0f} s")
             self._run(value, error)
+
+    def reading(self) -> RankReading:
+        """What its agent sees of it without asking. A stopped one may have waited, or not."""
+        return RankReading(
+            rank=self.rank, stood=self.world.now - self._since, at="forward", step=self.standing.step, grain=None,
+            waits=None if type(self.want) is float or self.want is None else self._waits_for(),
+            patient=not self.settled,
+        )  # fmt: skip
+
+    def _waits_for(self) -> int:
+        if type(self.want) is not Meeting:
+            return COORDINATOR
+        missing = [rank for rank in self.want.members if rank not in self.want.posted]
+        return missing[0] if missing else self.rank
 
     def woken(self, meeting: Meeting) -> None:
         """All have come to a meeting."""

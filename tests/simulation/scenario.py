@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 KINDS = {
-    "kill": 30, "kill two": 8, "kill newcomer": 10, "stop": 8, "busy": 3, "link": 12, "suspect": 4, "node lost": 7,
-    "partition": 9, "join": 12, "scale": 6, "flip": 9, "clock": 3, "trouble": 1, "exit": 1, "fail": 4,
+    "kill": 30, "kill two": 8, "kill newcomer": 10, "stop": 8, "busy": 3, "hang": 6, "link": 12, "suspect": 4,
+    "node lost": 7, "partition": 9, "join": 12, "scale": 6, "flip": 9, "clock": 3, "trouble": 1, "exit": 1, "fail": 4,
     "coordinator": 25, "depose": 25,
 }
 """How often each kind of fault is chosen; the last two where another can coordinate."""
@@ -118,6 +118,8 @@ class Scenario:
                     what = "kill"  # of who alone may know that step's vote
             else:
                 moment, count = "", rng.randrange(8 * size, 80 * size)
+            if what == "link" and victim % 5 == 0:  # while some know of a new layout and some do not
+                moment, count = rng.choice(ENTRIES), rng.choice((1, 1, 2, 3))
             faults.append(Fault(moment, count, what, victim, more))
             if what in SUCCESSIONS and victim % 3 == 0:
                 what = rng.choice(("kill", "kill two", "join", "partition", *SUCCESSIONS))

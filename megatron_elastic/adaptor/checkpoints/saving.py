@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_elastic.adaptor.checkpoints.folder import has_step, mark_newest, publish, step_folder
 from megatron_elastic.adaptor.checkpoints.part import Part, Written
+from megatron_elastic.faults.odometer import DISK, Odometer
 
 Prepare = Callable[[Path], Part]
 """Plans a checkpoint in a folder, on all ranks of the layout."""
@@ -45,15 +47,20 @@ class Saving:
         interval: steps from one to the next; None or 0 for none but those that are asked for.
         rank: this one.
         saved: step of the newest complete one; 0 without one.
+        patience: seconds that a disk may keep everybody waiting before a checkpoint is given up.
+        odometer: notes that the disk is waited for.
         check: raises if a wait must end.
     """
 
     def __init__(
-        self, directory: str | Path | None, interval: int | None, rank: int, saved: int, check: Callable[[], None]
-    ) -> None:
+        self, directory: str | Path | None, interval: int | None, rank: int, saved: int, patience: float,
+        odometer: Odometer, check: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._directory = None if directory is None else Path(directory)
         self._interval = interval
         self._rank = rank
+        self._patience = patience
+        self._odometer = odometer
         self._check = check
         self._begun: _Write | None = None
         self.saved = saved
@@ -105,7 +112,7 @@ class Saving:
         write = self._begun
         if write is None:
             return None
-        write.errand.wait(self._check)
+        self._wait(write.errand)
         problem = self._publish(write)
         self._begun = None
         if problem is None:
@@ -136,10 +143,15 @@ class Saving:
         answer: list[str | None] = [None]
         if first:
             errand = _Errand(lambda: write.publish(told))
-            errand.wait(self._check)
+            self._wait(errand)
             answer[0] = errand.problem
         dist.broadcast_object_list(answer)
         return answer[0]
+
+
+    def _wait(self, errand: _Errand) -> None:
+        with self._odometer.waiting(DISK):
+            errand.wait(self._check, self._patience)
 
 
 class _Errand:
@@ -148,15 +160,19 @@ class _Errand:
     def __init__(self, do: Callable[[], None]) -> None:
         self.done = threading.Event()
         self.problem: str | None = None
-        """What the disk did not do, once it is done."""
+        """What the disk did not do, once it is done or given up."""
         self._error: Exception | None = None
         """What is no fault of a disk."""
         threading.Thread(target=self._run, args=(do,), name="checkpoint", daemon=True).start()
 
-    def wait(self, check: Callable[[], None]) -> None:
-        """Return when it is done, or raise what ``check`` raises."""
+    def wait(self, check: Callable[[], None], limit: float) -> None:
+        """Return when it is done, or cannot be within ``limit`` seconds, or raise what ``check`` raises."""
+        deadline = time.monotonic() + limit
         while not self.done.wait(0.02):
             check()
+            if time.monotonic() > deadline:
+                self.problem = f"the disk does not answer for {limit:g} s (--elastic-wait-timeout)"
+                return
         if self._error is not None:
             raise self._error
 

@@ -110,7 +110,8 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     edit.store.retire(())
     if trainer.standing.member:
         done = decision.step - 1
-        building.load(trainer, edit.store, done, building.checkpoint_of(trainer, done))
+        with trainer.odometer.patient():
+            building.load(trainer, edit.store, done, building.checkpoint_of(trainer, done))
         building.tell(trainer)  # all who knew it of some may be dead
         trainer.saving.go_back(done)
     _copy(trainer, edit, decision.step - 1)
@@ -177,7 +178,8 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kep
         return None
     if member:
         trainer.stage.learn(decision.shapes, layout)
-        trainer.stage.hold(layout)
+        with trainer.odometer.patient():  # modules may have to be made
+            trainer.stage.hold(layout)
         trainer.tenure = trainer.begin_tenure(layout, store)
     ended = time.time()
     trainer.hooks.at("promote")

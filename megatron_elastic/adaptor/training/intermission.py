@@ -36,7 +36,8 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
         sliced.prepare, models=trainer.stage.models, layout=tenure.layout, rank=trainer.rank, units=trainer.stage.units,
         store=tenure.store, step=done, samples=done * trainer.args.global_batch_size, apart=apart,
     )  # fmt: skip
-    trainer.saving.begin(done, tenure.layout.epoch, prepare)
+    with trainer.odometer.patient():  # state may have to be copied
+        trainer.saving.begin(done, tenure.layout.epoch, prepare)
     if not apart:
         complete_save(trainer)
 

@@ -35,7 +35,8 @@ def live(trainer: Trainer) -> None:
                 if trainer.standing.agreed:
                     adoption.switch(trainer, trainer.tenure)
             else:
-                _finish(trainer, trainer.tenure)
+                with trainer.odometer.patient():
+                    _finish(trainer, trainer.tenure)
                 return
         except Interrupted as interrupted:
             interruption.handle(trainer, interrupted)
@@ -66,7 +67,8 @@ def _stand_by(trainer: Trainer) -> bool:
     message = trainer.control.wait((Stop, Invite, Enter), timeout=float("inf"))
     match message:
         case Invite():
-            building.prepare(trainer, message)
+            with trainer.odometer.patient():
+                building.prepare(trainer, message)
         case Enter():
             adoption.enter(trainer, message)
     return isinstance(message, Stop)

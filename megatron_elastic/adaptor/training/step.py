@@ -89,6 +89,7 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     trainer.standing = standing.committed(trainer.standing)
     trainer.work = tenure.remainder = None
     trainer.committed(result)
+    trainer.odometer.settle()
     if trainer.config.profile == MEASURED and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
     tenure.store.settle()

@@ -36,6 +36,7 @@ from megatron_elastic.comm.tag import check_sizes
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.faults.hooks import Hooks
+from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import make_accumulator
 from megatron_elastic.pipeline.executor import Executor
@@ -74,7 +75,10 @@ class Trainer:
         self.config = ElasticConfig.from_args(args)
         self.control = control
         self.rank = control.rank
-        self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._flip)
+        self.odometer = control.odometer
+        """What the agent sees of this rank."""
+        self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._harm)
+        self.hooks.attach(self.odometer.at)
         world_size = int(os.environ["WORLD_SIZE"])
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         crowded = world_size > len(os.sched_getaffinity(0))
@@ -82,6 +86,7 @@ class Trainer:
         self.transport = Transport(
             self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
             refused=lambda why: self.event("refused_message", reason=why),
+            lasts=lambda peers: self.event("waits", peers=peers, seconds=limit), odometer=self.odometer,
         )
         stand_ins.apply()
         writer.apply()
@@ -111,7 +116,8 @@ class Trainer:
         first = folder.latest_step(args.load) + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
-        self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, control.interrupt.check)
+        self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, limit, self.odometer,
+                             control.interrupt.check)
         self.batches = Batches(args, datasets_provider)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
@@ -240,6 +246,14 @@ class Trainer:
 
     def _announce(self, injection: object) -> None:
         self.control.send(Injected(rank=self.rank, time=time.time(), spec=str(injection)))
+
+    def _harm(self, injection: Injection) -> None:
+        """Do on purpose what an injection says."""
+        if injection.action == "disconnect":
+            self.transport.cut(injection.peers, float("inf") if injection.seconds is None else injection.seconds)
+        else:
+            assert injection.what is not None
+            self._flip(injection.what)
 
     def _flip(self, what: str) -> None:
         """Damage this rank's memory, to see that it is found: one bit in the middle of a slice."""

@@ -109,6 +109,34 @@ class RankClosed(Message, frozen=True):
     time: float
 
 
+class Inspect(Message, frozen=True):
+    """How far have this node's ranks come? The answer is ``Inspected``."""
+
+
+class RankReading(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a rank has come, as its agent sees it without asking (``faults.odometer``)."""
+
+    rank: int
+    stood: float
+    """Seconds since it has come any further; those in which it did not get a processor do not count."""
+    at: str
+    """The hook point that it has passed last; empty before the first."""
+    step: int
+    grain: int | None
+    waits: int | None
+    """The rank that it waits for, ``odometer.COORDINATOR`` or ``odometer.DISK``; None if it does not wait."""
+    patient: bool
+    """Whether what it does may take long: it begins, or builds."""
+
+
+class Inspected(Message, frozen=True):
+    """Answer to ``Inspect``."""
+
+    readings: list[RankReading]
+    usual: float | None
+    """Seconds that a step usually takes, if that is known on this node."""
+
+
 class Heartbeat(Message, frozen=True):
     """Both ways: the sender still runs. Sent whatever else is."""
 
@@ -131,6 +159,8 @@ class Fence(Message, frozen=True):
     """Kill this rank; it was suspected and must not come back."""
 
     rank: int
+    stack: bool = False
+    """Write down first what it is doing, if that can be seen."""
 
 
 class Recall(Message, frozen=True):
@@ -181,5 +211,7 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Heartbeat
-ToAgent = Relay | Launch | Fence | Recall | Members | Seat | Welcome | Resigned | Stop | Heartbeat
+FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Inspected | Heartbeat
+Order = Launch | Fence | Inspect | Recall | Members | Seat | Stop
+"""What the protocol tells an agent itself."""
+ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

@@ -27,6 +27,7 @@ from megatron_elastic.cluster.protocol import (
     damage,
     ending,
     error,
+    hang,
     ledger,
     loss,
     membership,
@@ -34,6 +35,7 @@ from megatron_elastic.cluster.protocol import (
     start,
     suspicion,
     takeover,
+    watch,
     whereabouts,
 )
 from megatron_elastic.cluster.protocol.effects import Effect
@@ -44,6 +46,7 @@ from megatron_elastic.cluster.protocol.events import (
     Ended,
     Event,
     Expired,
+    Inspected,
     Led,
     News,
     NodeAbsent,
@@ -105,6 +108,8 @@ def _happened(turn: Turn, event: Event) -> None:
             loss.node_back(turn, event)
         case NodeLost():
             loss.node_lost(turn, event)
+        case Inspected():
+            hang.inspected(turn, event)
         case Asked():
             change.asked(turn, event)
         case Begun():
@@ -137,6 +142,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
         case Committed():
             recovery.committed(turn, message)
             error.committed(turn, message.vote.step)
+            watch.anew(turn)
         case Report():
             recovery.reported(turn, message, ranks)
         case Recovered():
@@ -197,6 +203,10 @@ def _expired(turn: Turn, name: str) -> None:
             loss.killed(turn, int(rank))
         case "dying":
             loss.does_not_end(turn, int(rank))
+        case "respawn":
+            membership.replaced(turn, int(rank))
+        case "hang":
+            hang.due(turn)
         case "leaving":
             error.stays(turn, int(rank))
         case "absent":

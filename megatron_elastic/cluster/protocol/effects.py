@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_elastic.cluster.messages import Answer, Fence, Launch, Members, Recall, Seat, Stop, ToRank
+from megatron_elastic.cluster.messages import Answer, Order, ToRank
 from megatron_elastic.layout import Layout
 
 
@@ -25,7 +25,7 @@ class Tell(msgspec.Struct, frozen=True):
     """Send a message to the agent of a node."""
 
     node: int
-    message: Launch | Fence | Recall | Members | Seat | Stop
+    message: Order
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""Error: what a program raises on a rank. It is that rank's fault, and a loss like others, unless it comes again.
+"""Error: what a program raises on a rank, or hangs in. It is that rank's fault, and a loss like others, unless it comes
+again.
 
 A device that fails, its memory, a file that cannot be read: that concerns one rank. What comes again on another rank
 when the step is done anew, or on rank after rank, is the program's.
@@ -47,14 +48,23 @@ def stays(turn: Turn, rank: int) -> None:
         turn.tell(node, Fence(rank=rank))
 
 
+def hung(turn: Turn, error: Raised) -> None:
+    """A rank hung, and is being killed."""
+    turn.set(errors=(*turn.job.errors, error))
+    if _comes_again(turn.job.errors):
+        turn.end(False, f"the program hangs again when others do step {error.step}; it is no fault of a rank")
+
+
 def _comes_again(errors: Sequence[Raised]) -> bool:
     """Whether the newest error is the program's: others raise in the step that they do anew, or one after the other.
 
-    Those of one layout are one fault, say of a host: nobody has done anything anew yet.
+    Those of one layout are one fault, say of a host: nobody has done anything anew yet. Ranks that hang in different
+    places have nothing to do with each other.
     """
     newest = errors[-1]
-    redone = any(each.step == newest.step and each.epoch < newest.epoch for each in errors)
-    return redone or len({each.epoch for each in errors}) >= _ROW
+    alike = [each for each in errors if each.hung_at == newest.hung_at]
+    redone = any(each.step == newest.step and each.epoch < newest.epoch for each in alike)
+    return redone or len({each.epoch for each in alike}) >= _ROW
 
 
 def committed(turn: Turn, step: int) -> None:

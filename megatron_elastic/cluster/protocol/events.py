@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages import AgentHello, FromRank, RankNews, Scale
+from megatron_elastic.cluster.messages import AgentHello, FromRank, RankNews, RankReading, Scale
 from megatron_elastic.plan import Costs
 
 
@@ -67,6 +67,15 @@ class News(Happened, frozen=True):
 
     node: int
     news: RankNews
+
+
+class Inspected(Happened, frozen=True):
+    """The agent of a node tells how far its ranks have come."""
+
+    node: int
+    readings: tuple[RankReading, ...]
+    usual: float | None
+    """Seconds that a step usually takes, if that is known there."""
 
 
 class Asked(Happened, frozen=True):
@@ -151,6 +160,6 @@ class Ended(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Asked | Expired | Costed | Recorded | Led
-    | TookOver | Seated | Sent | Troubled | Ended
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Asked | Expired | Costed | Recorded
+    | Led | TookOver | Seated | Sent | Troubled | Ended
 )

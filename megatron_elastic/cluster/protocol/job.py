@@ -12,7 +12,18 @@ from typing import TypeVar
 import msgspec
 from immutables import Map
 
-from megatron_elastic.cluster.messages import Committed, Damage, Finished, Hello, Kept, Part, Report, VoteResult, Where
+from megatron_elastic.cluster.messages import (
+    Committed,
+    Damage,
+    Finished,
+    Hello,
+    Kept,
+    Part,
+    RankReading,
+    Report,
+    VoteResult,
+    Where,
+)
 from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.cluster.protocol.work import Counted
 from megatron_elastic.layout import Layout, UnitShape
@@ -49,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     report_timeout: float
     wait_timeout: float
     heartbeat_timeout: float
+    hang_timeout: float = 5.0
     redo: str = "lost"
     on_error: str = "recover"
 
@@ -63,6 +75,10 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """Its failure domain: the node's number, counting nodes that came later on."""
     joined: bool = True
     """It has had a part in training, if only as a spare."""
+    starts: int = 1
+    """How often it was started, all but the last time to no avail, before training began."""
+    spawned: float | None = None
+    """When it was started, if training had begun by then."""
     standby: bool = False
     """It has no part in training and holds nothing that others need: it is not interrupted when somebody dies."""
     hello: Hello | None = None
@@ -94,15 +110,19 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """What it has been asked to start, ever."""
     absent: float | None = None
     """Since when there is no connection."""
+    strikes: int = 0
+    """How many ranks in a row died here soon after they were started to join."""
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """What the program raised on a rank, in a step, in the layout of ``epoch``."""
+    """What the program raised on a rank, in a step, in the layout of ``epoch``; or that it hung there."""
 
     rank: int
     step: int
     epoch: int
     traceback: str
+    hung_at: tuple[str, int | None] | None = None
+    """Hook point and grain where it hung; None if it raised."""
 
     @property
     def summary(self) -> str:
@@ -112,7 +132,8 @@ class Raised(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         text = self.traceback.rstrip()
         separator = "\n" if "\n" in text else " "
-        return f"the program raised on rank {self.rank}:{separator}{text}"
+        how = "raised" if self.hung_at is None else "hung"
+        return f"the program {how} on rank {self.rank}:{separator}{text}"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -268,6 +289,20 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """What agents said meanwhile, to be heard then."""
 
 
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a step that does not end (``protocol.hang``)."""
+
+    asked: Map[int, None] = Map()
+    """Nodes that are to say how far their ranks have come, and have not."""
+    readings: Map[int, RankReading] = Map()
+    usual: float | None = None
+    """Seconds that a step usually takes, as far as anybody knows."""
+    warned: bool = False
+    """Whether people know that most ranks stand still."""
+    freed: int = 0
+    """Step in which all waited for each other last, and were interrupted."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All that the coordinator knows."""
 
@@ -292,6 +327,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Highest epoch that a later coordinator would know of: what was decided in higher ones is not sent yet."""
     errors: tuple[Raised, ...] = ()
     """Of the last steps, on ranks that have left because of that."""
+    watch: Watch = Watch()
     timers: Map[str, int] = Map()
     """Those that run, with the serial each was set with."""
     serial: int = 0

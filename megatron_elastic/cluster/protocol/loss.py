@@ -18,7 +18,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol import change, ledger, membership, recovery, suspicion, whereabouts
+from megatron_elastic.cluster.protocol import change, ledger, membership, recovery, start, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
@@ -67,6 +67,9 @@ def _exited(turn: Turn, message: RankExited) -> None:
     rank = turn.set_rank(number, returncode=code, dying=None)
     for name in ("leaving", "dying"):
         turn.cancel_timer(f"{name} {number}")
+    if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
+        start.again(turn, number, cause_of(code))
+        return
     if before.dying is not None and code < 0:
         if not rank.standby or recovery.concerns(turn.job, number):
             _name(turn, [number], cause_of(code), before.dying)
@@ -78,7 +81,7 @@ def _exited(turn: Turn, message: RankExited) -> None:
     if not turn.job.settings.elastic:
         _plain_exit(turn, number, code)
     elif code < 0 or rank.standby:
-        since = rank.stopped if rank.fenced == "stopped" else None
+        since = rank.stopped if rank.fenced else None
         lose(turn, [number], rank.fenced or cause_of(code), since or message.time)
         membership.respawn(turn, number)
     elif code == 0:

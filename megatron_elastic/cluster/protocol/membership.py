@@ -13,6 +13,11 @@ from megatron_elastic.cluster.protocol.events import NodeCame, Seated
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
 
+_YOUNG = 30.0
+"""Seconds after its start in which a rank's death says something about its node."""
+_LONGEST = 300.0
+"""Seconds that a node is left out at most."""
+
 
 def runs_on(job: Job, rank: int, node: int) -> bool:
     """Whether ``rank`` was started by this node's agent."""
@@ -91,7 +96,7 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
         return
     turn.set(launched=True, hosts=len(job.nodes))
     for each, value in job.nodes.items():
-        _launch(turn, each, value.ranks)
+        launch(turn, each, value.ranks)
     if not job.settings.elastic:
         turn.cancel_timer("start")
 
@@ -108,11 +113,11 @@ def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[
     """Have a node start ranks that are to join; returns their ids."""
     first = 1 + max(turn.job.ranks)
     ranks = {
-        first + i: Rank(node=node, local_rank=local_rank, host=host, joined=False, standby=True)
+        first + i: Rank(node=node, local_rank=local_rank, host=host, joined=False, standby=True, spawned=turn.now)
         for i, local_rank in enumerate(local_ranks)
     }
     _place(turn, node, ranks.items())
-    _launch(turn, node, ranks)
+    launch(turn, node, ranks)
     turn.record("spawned", ranks=list(ranks))
     return list(ranks)
 
@@ -127,17 +132,39 @@ def _place(turn: Turn, node: int, ranks: Iterable[tuple[int, Rank]]) -> None:
     )
 
 
-def _launch(turn: Turn, node: int, ranks: Iterable[int]) -> None:
+def launch(turn: Turn, node: int, ranks: Iterable[int]) -> None:
+    """Have a node start ranks that were placed on it."""
     job = turn.job
     slots = {job.ranks[rank].local_rank: rank for rank in ranks}
     turn.tell(node, Launch(ranks=slots, world_size=job.world_size, torch_port=job.torch_port))
 
 
 def respawn(turn: Turn, rank: int) -> None:
-    """Start a rank in place of one whose process has ended, if that is wanted."""
+    """Start a rank in place of one whose process has ended, if that is wanted.
+
+    The next one too will probably die where others have died soon after they were started: it is started later.
+    """
     job, ended = turn.job, turn.job.ranks[rank]
-    # One that ended before it had joined would probably do so again.
-    if job.settings.respawn and job.layout is not None and ended.joined and ended.node in job.nodes:
+    node = None if ended.node is None else job.nodes.get(ended.node)
+    if node is None or ended.node is None or not job.settings.respawn or job.layout is None or ended.fenced == "refused":
+        return
+    young = not ended.joined or (ended.spawned is not None and turn.now - ended.spawned < _YOUNG)
+    strikes = node.strikes + 1 if young else 0
+    turn.set(nodes=job.nodes.set(ended.node, replace(node, strikes=strikes)))
+    if not strikes:
+        replaced(turn, rank)
+        return
+    delay = min(2.0 ** (strikes - 1), _LONGEST)
+    turn.record("left_out", node=node.node_rank, seconds=delay, deaths=strikes)
+    turn.say(f"rank {rank} has died soon after it was started on node {node.node_rank}, {strikes} in a row: the next "
+             f"one is started there in {delay:g} s")
+    turn.set_timer(f"respawn {rank}", delay)
+
+
+def replaced(turn: Turn, rank: int) -> None:
+    """Start a rank in place of one that has died, if its node is there."""
+    ended = turn.job.ranks[rank]
+    if ended.node in turn.job.nodes:
         assert ended.node is not None
         new = spawn(turn, ended.node, [ended.local_rank], ended.host)
         turn.say(f"rank {new[0]} is started in place of rank {rank}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Hello, Start
-from megatron_elastic.cluster.protocol import change, membership
+from megatron_elastic.cluster.protocol import change, membership, watch
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import ReadCosts
 from megatron_elastic.cluster.protocol.events import Begun, Costed
-from megatron_elastic.cluster.protocol.job import Ledger, Trust
-from megatron_elastic.cluster.protocol.suspicion import fence
+from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
+from megatron_elastic.cluster.protocol.suspicion import clear, fence
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.config import MEASURED
 from megatron_elastic.layout import LayoutError, decode
+
+_STARTS = 3
+"""How often a rank is started that dies before training begins."""
 
 
 def begun(turn: Turn, event: Begun) -> None:
@@ -45,6 +48,23 @@ def hello(turn: Turn, message: Hello) -> None:
         turn.set(first=message)
     if turn.job.silent == 0:
         _all_up(turn)
+
+
+def again(turn: Turn, number: int, cause: str) -> None:
+    """A rank has died before training began: nobody knows it yet, so it is started again, a few times."""
+    job, rank = turn.job, turn.job.ranks[number]
+    if rank.starts >= _STARTS or rank.node not in job.nodes:
+        turn.end(False, f"rank {number} died before training began ({cause}), {rank.starts} times; see its log")
+        return
+    assert rank.node is not None
+    clear(turn, number)
+    if rank.hello is not None:
+        turn.set(silent=job.silent + 1, first=None if number == 0 else job.first)
+    fresh = Rank(node=rank.node, local_rank=rank.local_rank, host=rank.host, starts=rank.starts + 1)
+    turn.set(ranks=turn.job.ranks.set(number, fresh))
+    turn.record("restarted", rank=number, cause=cause, starts=fresh.starts)
+    turn.say(f"rank {number} died before training began ({cause}), and is started again")
+    membership.launch(turn, rank.node, [number])
 
 
 def _newcomer(turn: Turn, message: Hello) -> None:
@@ -90,7 +110,8 @@ def costed(turn: Turn, event: Costed) -> None:
         turn.end(False, f"--elastic-profile {job.settings.profile}: {event.problem}")
         return
     turn.set(arrangement=replace(job.arrangement, costs=event.costs))
-    _train(turn)
+    if not job.silent:  # else one has died meanwhile, and all are looked at again when it is back
+        _train(turn)
 
 
 def _train(turn: Turn) -> None:
@@ -106,6 +127,7 @@ def _train(turn: Turn) -> None:
     turn.send(Start(addresses={}, key=turn.job.key), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
     turn.set(members=tuple(members[: turn.job.seats]))
+    watch.anew(turn)
     for node in turn.job.nodes:
         membership.tell_members(turn, node)
     early = turn.job.early

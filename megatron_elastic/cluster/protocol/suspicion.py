@@ -110,13 +110,13 @@ def clear(turn: Turn, rank: int) -> None:
         turn.cancel_timer(f"{name} {rank}")
 
 
-def fence(turn: Turn, rank: int, cause: str, reason: str) -> None:
-    """Kill a rank: whatever it is, it must not come back."""
+def fence(turn: Turn, rank: int, cause: str, reason: str, stack: bool = False) -> None:
+    """Kill a rank: whatever it is, it must not come back. ``stack``: what it is doing is to be written down."""
     each = turn.job.ranks[rank]
     if each.lost or each.node is None or each.fenced is not None:
         return
     turn.set_rank(rank, fenced=cause)
     turn.record("fenced", rank=rank, reason=reason)
     turn.say(f"killing rank {rank}: {reason}")
-    turn.tell(each.node, Fence(rank=rank))
+    turn.tell(each.node, Fence(rank=rank, stack=stack))
     turn.set_timer(f"killed {rank}", _FENCE_LIMIT)

@@ -12,7 +12,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Damaged, Fence
-from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery
+from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -140,6 +140,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for said in known.later:  # by whom does not matter, or whether that one has gone since
         if isinstance(said, Said) and isinstance(said.message, Damaged):
             damage.noted(turn, said.message)
+    watch.anew(turn)
     early = turn.job.early
     turn.set(early=())
     for node, slots in early:

@@ -8,7 +8,7 @@ from typing import Any
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Fence, Launch, Members, Recall, Seat, Stop, ToRank
+from megatron_elastic.cluster.messages import Order, Stop, ToRank
 from megatron_elastic.cluster.protocol.effects import (
     CancelTimer,
     Effect,
@@ -62,7 +62,7 @@ class Turn:
         """Send a message to ranks."""
         self.do(Send(message, tuple(ranks)))
 
-    def tell(self, node: int, message: Launch | Fence | Recall | Members | Seat | Stop) -> None:
+    def tell(self, node: int, message: Order) -> None:
         """Send a message to the agent of a node, if it is there."""
         if node in self.job.nodes:
             self.do(Tell(node, message))

@@ -40,7 +40,11 @@ def prepare(rank: Rank, invite: Invite) -> Waits:
     """Build this rank's part of the layout it is invited into, without the others, who are training."""
     layout = decoded(invite.layout)
     rank.transport.reach(layout)
-    yield rank.world.newcomer_delay()
+    settled, rank.settled = rank.settled, False
+    try:
+        yield rank.world.newcomer_delay()
+    finally:
+        rank.settled = settled
     tp = layout.tp_index(rank.rank)
     if rank.store is None or rank.store.tp != tp:
         rank.store = Store(rank.rank, tp, rank.world.keeps)

@@ -141,6 +141,7 @@ def complete(rank: Rank, tenure: Tenure, result: VoteResult) -> Waits:
             Committed(rank=rank.rank, epoch=layout.epoch, vote=result, time=world.wall(rank.agent), first=first)
         )
     rank.standing = standing.committed(rank.standing)
+    rank.settled = True
     rank.work = tenure.remainder = None
     if world.profiles and result.step % 3 == 0 and layout.tp_index(rank.rank) == 0:
         _tell_times(rank, tenure)

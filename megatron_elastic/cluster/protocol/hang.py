@@ -1,0 +1,138 @@
+"""Hang: a step that does not end. Who holds all others up is found and taken out.
+
+When no step has been committed for a while, agents say how far their ranks have come. A rank that neither waits for
+others nor has come any further for longer than steps usually take hangs; the others wait for it. But if a whole stage
+stands still, they stay: what they share may be at fault, and without them nobody could go on. If all wait for each
+other, a message is lost: everybody is interrupted, which sends it again, and if that happens again in the same step,
+who is waited for most is taken out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Inspect, RankReading
+from megatron_elastic.cluster.protocol import error, recovery, suspicion
+from megatron_elastic.cluster.protocol.events import Inspected
+from megatron_elastic.cluster.protocol.job import Job, Raised, without
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.cluster.protocol.watch import EARLY
+
+_STEPS = 3.0
+"""Usual steps after which a rank that has come no further hangs, if that is longer than the limit."""
+_SOON, _LATER = 0.2, 2.0
+"""Seconds from one look to the next, at least and at most."""
+
+
+def due(turn: Turn) -> None:
+    """There was no step for a while: look how far everybody is. Who does not answer is asked again."""
+    nodes = {turn.job.ranks[rank].node for rank in turn.job.alive}
+    asked: Map[int, None] = Map({node: None for node in nodes if node is not None and node in turn.job.nodes})
+    turn.set(watch=replace(turn.job.watch, asked=asked, readings=Map(), usual=None))
+    for node in asked:
+        turn.tell(node, Inspect())
+    turn.set_timer("hang", _LATER)
+
+
+def inspected(turn: Turn, event: Inspected) -> None:
+    """A node has told."""
+    watch = turn.job.watch
+    if event.node not in watch.asked:
+        return
+    known = [each for each in (watch.usual, event.usual) if each is not None]
+    watch = replace(
+        watch, asked=without(watch.asked, [event.node]), usual=max(known, default=None),
+        readings=watch.readings.update({each.rank: each for each in event.readings}),
+    )  # fmt: skip
+    turn.set(watch=watch)
+    if not watch.asked:
+        _judge(turn, {rank: watch.readings[rank] for rank in turn.job.alive if rank in watch.readings})
+
+
+def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
+    busy = {rank: each for rank, each in readings.items() if each.waits is None}
+    left = {rank: _limit(turn.job, each) - each.stood for rank, each in busy.items()}
+    hung = [rank for rank, seconds in left.items() if seconds <= 0]
+    if hung and not _left_without(turn.job, hung):
+        _warn(turn, readings, hung)
+    elif hung:
+        for rank in sorted(hung):
+            _take_out(turn, readings[rank], len(readings) - len(busy))
+    elif not busy:
+        _untie(turn, readings)
+    turn.set_timer("hang", min(max(min(left.values(), default=_LATER), _SOON), _LATER))
+
+
+def _limit(job: Job, reading: RankReading) -> float:
+    """Seconds that a rank may stand where it is."""
+    usual = job.watch.usual
+    if reading.patient or usual is None:
+        return job.settings.wait_timeout
+    return max(job.settings.hang_timeout, _STEPS * usual) * EARLY
+
+
+def _left_without(job: Job, hung: Collection[int]) -> bool:
+    """Whether each stage that can go on still can without these ranks."""
+    assert job.layout is not None
+    for stage in job.layout.stages:
+        whole = [cell for cell in stage.cells if not any(job.ranks[rank].lost for rank in cell.ranks)]
+        if whole and all(any(rank in hung for rank in cell.ranks) for cell in whole):
+            return False
+    return True
+
+
+def _warn(turn: Turn, readings: Mapping[int, RankReading], hung: Collection[int]) -> None:
+    """All of a stage stand still at once, say for a disk that they share."""
+    if not turn.job.watch.warned:
+        turn.set(watch=replace(turn.job.watch, warned=True))
+        places = Counter(place(readings[rank]) for rank in hung).most_common(3)
+        where = ", ".join(f"{count} {at}" for at, count in places)
+        turn.record("standstill", ranks=sorted(hung), where=where)
+        turn.say(f"WARNING: {len(hung)} of {len(turn.job.alive)} ranks stand still: {where}. Without them nobody could "
+                 "go on, so they stay: look at what they share, as a disk")
+
+
+def place(reading: RankReading) -> str:
+    """Where a rank is, for people."""
+    grain = "" if reading.grain is None else f" of grain {reading.grain}"
+    return f"at {reading.at}{grain} in step {reading.step}" if reading.at else "before its first step"
+
+
+def _take_out(turn: Turn, reading: RankReading, waiting: int) -> None:
+    rank = reading.rank
+    if turn.job.ranks[rank].fenced is not None:
+        return
+    turn.record("hang", rank=rank, step=reading.step, point=reading.at, grain=reading.grain,
+                stood_ms=round(reading.stood * 1e3, 3), waiting=waiting)
+    what = f"it hangs {place(reading)}, for {reading.stood:.1f} s, while {waiting} wait"
+    turn.set_rank(rank, stopped=turn.now - reading.stood)
+    suspicion.fence(turn, rank, "hangs", what, stack=True)
+    error.hung(turn, Raised(rank, reading.step, turn.job.epoch, what, (reading.at, reading.grain)))
+
+
+def _untie(turn: Turn, readings: Mapping[int, RankReading]) -> None:
+    """Nobody computes. If all wait for other ranks, and nothing is under way that will end that, a message is lost."""
+    job = turn.job
+    under_way = job.collecting or job.suspicions or any(node.absent is not None for node in job.nodes.values())
+    if under_way or readings.keys() != set(job.alive) or any(
+        each.waits is None or each.waits < 0 or each.stood < _limit(job, each) for each in readings.values()
+    ):
+        return
+    waited = Counter(each.waits for each in readings.values() if each.waits in readings)
+    most = max(waited.values(), default=0)
+    if not most:
+        return
+    blamed = max(rank for rank, count in waited.items() if rank is not None and count == most)
+    step, since = readings[blamed].step, turn.now - min(each.stood for each in readings.values())
+    turn.record("tangle", step=step, rank=blamed, waits={str(rank): each.waits for rank, each in readings.items()})
+    if job.watch.freed == step:
+        turn.set_rank(blamed, stopped=since)
+        suspicion.fence(turn, blamed, "unreachable", f"all ranks wait for each other again in step {step}, most for it")
+        return
+    turn.say(f"WARNING: all ranks wait for each other in step {step}; a message is lost. They are interrupted")
+    turn.set(watch=replace(job.watch, freed=step))
+    recovery.interrupt(turn, [blamed], "message lost", since)

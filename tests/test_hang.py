@@ -1,0 +1,264 @@
+"""Ranks that hang: who holds all others up is found and taken out, and nobody else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from megatron_elastic.cluster.gauge import Gauge
+from megatron_elastic.cluster.messages import Committed, Fence, Inspect, Interrupt, RankReading, VoteResult
+from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent
+from megatron_elastic.cluster.protocol.events import Inspected
+from megatron_elastic.faults.odometer import COORDINATOR, DISK, Odometer
+from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
+from tests.play import Play
+
+fork = multiprocessing.get_context("fork")
+LIMIT = 5.0
+"""``--elastic-hang-timeout``, and so about the time that it takes to find one."""
+
+
+def hang(*specs: str) -> list[str]:
+    """Flags that let ranks hang: ``rank@step:point``, with further fields behind a comma."""
+    flags = []
+    for spec in specs:
+        rank, _, rest = spec.partition("@")
+        step, _, point = rest.partition(":")
+        flags += ["--elastic-inject", f"hang:rank={rank},step={step},at={point}"]
+    return flags
+
+
+def assert_found(job: Job, ranks: list[int]) -> None:
+    """These ranks, one after the other, and each in time."""
+    hangs = job.events("hang")
+    assert [event["rank"] for event in hangs] == ranks
+    for event in hangs:
+        assert 0.8 * LIMIT < event["stood_ms"] / 1e3 < LIMIT + 1.0, event
+        assert (job.run_dir / "stacks" / f"rank{event['rank']}.txt").read_text().count("_fire") == 1, event
+
+
+# ---- jobs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "faults", "ranks"),
+    [
+        (Grid(tp=1, pp=2, steps=22), hang("3@7:backward", "6@11:vote", "0@15:apply", "4@18:data"), [3, 6, 0, 4]),
+        (Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5]),
+    ],
+    ids=str,
+)
+def test_who_hangs_is_taken_out_and_replaced(jobs: Jobs, grid: Grid, faults: list[str], ranks: list[int]) -> None:
+    job = jobs.run(*grid.flags, *faults, "--elastic-respawn")
+    assert_found(job, ranks)
+    assert_same_training(job, jobs.undisturbed(*grid.flags))
+    assert "hangs" in {event["cause"] for event in job.events("recovered")}
+    assert "WARNING" not in job.output
+
+
+def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
+    """As when the disk with the data does not answer for a while. Who stands still for a short time stays, too."""
+    grid = Grid(tp=1, pp=2, steps=10, ranks=4)
+    job = jobs.run(*grid.flags, *hang("0@7:data,for=9", "1@7:data,for=8", "2@9:forward,for=2"), ranks=4)
+    assert "WARNING: 2 of 4 ranks stand still: 2 at data in step 7" in job.output
+    assert not job.events("hang") and not job.events("recovered")
+    assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4))
+
+
+def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
+    """Once; if that does not help, one of those that wait for each other is taken out."""
+    grid = Grid(tp=1, pp=2, steps=12)
+    lose = "disconnect:rank=5,at=forward,peers=0+1+2+3+4+6+7,step={}"
+    faults = ["--elastic-inject", lose.format("7,for=1"), "--elastic-inject", lose.format(10)]
+    job = jobs.run(*grid.flags, *faults, "--elastic-respawn")
+    assert [event["step"] for event in job.events("tangle")] == [7, 10, 10]
+    assert job.events("recovered")[0]["cause"] == "message lost"
+    assert len(job.events("fault")) == 1
+    assert_same_training(job, jobs.undisturbed(*grid.flags))
+
+
+# ---- what is decided ---------------------------------------------------------------------------
+
+
+class Watched(Play):
+    """Two cells of one rank for each of two stages, in step 2."""
+
+    def __init__(self) -> None:
+        super().__init__(stages=((0, 1), (2,)))
+        self.commit(1)
+
+    def commit(self, step: int) -> None:
+        vote = VoteResult(step=step, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+        self.say(Committed(rank=0, epoch=0, vote=vote, time=float(step)))
+
+    def look(self, *readings: RankReading, usual: float | None = 0.2) -> None:
+        """The time for a look comes, and the node tells that."""
+        self.expires("hang")
+        (asked,) = [each.node for each in self.effects if isinstance(each, Tell) and each.message == Inspect()]
+        self.happens(Inspected(now=10.0, node=asked, readings=readings, usual=usual))
+
+    @property
+    def fenced(self) -> list[int]:
+        """Who is killed by the last event."""
+        tells = [each.message for each in self.effects if isinstance(each, Tell)]
+        return [each.rank for each in tells if isinstance(each, Fence) and each.stack]
+
+    def recorded(self, kind: str) -> list[object]:
+        return [each.fields for each in self.effects if isinstance(each, WriteEvent) and each.kind == kind]
+
+
+def reading(rank: int, stood: float, waits: int | None = None, patient: bool = False) -> RankReading:
+    return RankReading(rank=rank, stood=stood, at="forward", step=2, grain=3, waits=waits, patient=patient)
+
+
+def test_who_neither_waits_nor_comes_further_is_killed() -> None:
+    play = Watched()
+    play.look(reading(0, 3.0), reading(1, 3.0, waits=0), reading(2, 3.0, waits=1), reading(3, 3.0, waits=1))
+    assert not play.fenced, "not yet"
+    play.look(reading(0, 4.6), reading(1, 9.0, waits=0), reading(2, 9.0, waits=DISK), reading(3, 9.0, COORDINATOR))
+    assert play.fenced == [0]
+    where = {"rank": 0, "step": 2, "point": "forward", "grain": 3}
+    assert play.recorded("hang") == [{**where, "stood_ms": 4600.0, "waiting": 3}]
+    play.look(reading(0, 5.6), reading(1, 9.0, waits=0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
+    assert not play.fenced, "once"
+
+
+@pytest.mark.parametrize(
+    ("stood", "patient", "usual"), [(20.0, False, 10.0), (20.0, True, 0.2), (20.0, False, None)]
+)
+def test_how_long_is_too_long_depends_on_what_is_usual(stood: float, patient: bool, usual: float | None) -> None:
+    play = Watched()
+    rest = [reading(rank, stood, waits=0) for rank in (1, 2, 3)]
+    play.look(reading(0, stood, patient=patient), *rest, usual=usual)
+    assert not play.fenced
+    play.look(reading(0, 310.0, patient=patient), *rest, usual=usual)
+    assert play.fenced == [0]
+
+
+def test_a_whole_stage_stays_and_people_are_told_once() -> None:
+    play = Watched()
+    for told in (1, 0):
+        play.look(reading(0, 9.0), reading(1, 9.0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
+        assert not play.fenced
+        assert len(play.recorded("standstill")) == told
+    play.commit(2)
+    play.look(reading(0, 9.0), reading(1, 9.0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
+    assert len(play.recorded("standstill")) == 1
+
+
+def test_what_hangs_again_when_others_do_the_step_is_the_program() -> None:
+    play = Watched()
+    play.look(reading(0, 5.0), reading(1, 5.0, waits=0), reading(2, 5.0, waits=1), reading(3, 5.0))
+    assert play.fenced == [0, 3] and play.job.outcome is None, "at once: one fault"
+    play = Watched()
+    play.look(reading(0, 5.0), reading(1, 5.0, waits=0), reading(2, 5.0, waits=1), reading(3, 5.0, waits=0))
+    play.expires("killed 0")
+    play.look(reading(1, 5.0, waits=3), reading(2, 5.0, waits=1), reading(3, 5.0))
+    assert play.fenced == [3]
+    assert play.job.outcome is not None and play.job.outcome.reason.startswith("the program hangs again when others")
+
+
+def test_all_that_wait_for_each_other_are_interrupted_and_then_one_is_killed() -> None:
+    play = Watched()
+    circle = [reading(rank, 5.0, waits=(rank + 1) % 4) for rank in range(3)] + [reading(3, 5.0, waits=1)]
+    play.look(*circle[:3], reading(3, 5.0, waits=COORDINATOR))
+    assert not play.sent(Interrupt), "the coordinator has to do something first"
+    play.look(*circle)
+    assert set(play.sent(Interrupt)) == {0, 1, 2, 3} and play.sent(Interrupt)[0].lost == []
+    play.look(*circle)
+    assert not play.sent(Interrupt), "they are on their way"
+
+
+# ---- what is seen ------------------------------------------------------------------------------
+
+
+def test_an_agent_sees_what_a_rank_does_without_asking() -> None:
+    gauge = Gauge(2, every=0.05)
+    _run(gauge, _hangs_at_once)
+    (seen,) = _run(gauge, _comes_to_a_grain)
+    assert (seen.at, seen.step, seen.grain, seen.waits, seen.patient) == ("backward", 12, 5, None, True)
+    (seen,) = _run(gauge, _waits_for_a_disk)
+    assert (seen.at, seen.step, seen.grain, seen.waits, seen.patient) == ("vote", 12, None, DISK, False)
+
+
+def test_who_moves_does_not_stand() -> None:
+    gauge = Gauge(1, every=0.05)
+    (seen,) = _run(gauge, _goes_on, seconds=0.6)
+    assert seen.stood < 0.3
+    (seen,) = _run(gauge, _hangs_at_once, seconds=0.6)
+    assert seen.stood > 0.4
+
+
+def test_time_in_which_the_agent_did_not_look_does_not_count() -> None:
+    gauge = Gauge(1, every=0.05)
+    (seen,) = _run(gauge, _hangs_at_once, seconds=0.6, looks=False)
+    assert seen.stood < 0.2
+
+
+def test_what_is_usual_is_known_after_some_steps() -> None:
+    gauge = Gauge(1, every=0.05)
+    for step, when in enumerate((0.0, 2.0, 4.0, 4.0, 30.0, 32.0), start=1):
+        assert (gauge.usual is not None) == (step > 4)
+        vote = VoteResult(step=step, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+        gauge.committed(Committed(rank=0, epoch=0, vote=vote, time=when))
+    assert gauge.usual == 2.0
+
+
+def test_a_rank_without_an_agent_has_an_odometer_too() -> None:
+    for env in ({}, {"MEGATRON_ELASTIC_ODOMETER": "/proc/1/fd/none:0"}):
+        Odometer.of(env).moved()
+
+
+def _run(
+    gauge: Gauge, program: Callable[[Odometer], None], seconds: float = 0.1, looks: bool = True
+) -> list[RankReading]:
+    """Let a process be a rank, and look at it for a while."""
+    gauge.odometers.begin(0)
+    env, begun = gauge.odometers.environment(0), fork.Event()
+
+    def rank() -> None:
+        odometer = Odometer.of(env)
+        program(odometer)
+        begun.set()
+        while program is _goes_on:
+            odometer.moved()
+            time.sleep(0.02)
+        signal.pause()
+
+    process = fork.Process(target=rank)
+    process.start()
+    assert begun.wait(10) and process.pid is not None
+    pids, until = {7: process.pid}, time.monotonic() + seconds
+    gauge.look(pids, {7: 0})
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        if looks:
+            gauge.look(pids, {7: 0})
+    readings = gauge.readings(pids, {7: 0})
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    gauge.look({}, {})
+    return readings
+
+
+def _hangs_at_once(odometer: Odometer) -> None:
+    odometer.at("forward", 1, None)
+
+
+def _goes_on(odometer: Odometer) -> None:
+    odometer.at("forward", 1, None)
+
+
+def _comes_to_a_grain(odometer: Odometer) -> None:
+    odometer.at("backward", 12, 5)
+
+
+def _waits_for_a_disk(odometer: Odometer) -> None:
+    odometer.at("vote", 12, None)
+    odometer.settle()
+    odometer.wait(DISK)

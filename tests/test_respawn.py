@@ -1,0 +1,49 @@
+"""Ranks that are started again: before training begins, and in place of dead ones, not too often."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Launch, RankDying, RankExited
+from megatron_elastic.cluster.protocol.effects import SetTimer, Tell
+from tests.jobs import ROOT, Grid, Jobs, assert_same_training
+from tests.play import SETTINGS, Play
+
+EARLY = ROOT / "tests" / "megatron_programs" / "dies_early.py"
+GRID = Grid(tp=1, pp=2, steps=4)
+
+
+def test_who_dies_before_training_begins_is_started_again(jobs: Jobs) -> None:
+    job = jobs.start(*GRID.flags, script=EARLY, env={"EARLY_DEATHS": "2"})
+    job.finish()
+    assert_same_training(job, jobs.undisturbed(*GRID.flags))
+    assert [(event["rank"], event["cause"]) for event in job.events("restarted")] == [(3, "kill -9")] * 2
+    assert "rank 3 died before training began (kill -9), and is started again" in job.output
+
+
+def test_who_dies_again_and_again_before_training_begins_ends_the_job(jobs: Jobs) -> None:
+    job = jobs.start(*GRID.flags, script=EARLY, env={"EARLY_DEATHS": "9"})
+    assert "rank 3 died before training began (kill -9), 3 times; see its log" in job.finish(code=1)
+
+
+def test_a_node_whose_newcomers_die_is_left_out_longer_and_longer() -> None:
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    dead, delays = 1, []
+    for _ in range(12):
+        play.news(RankDying(rank=dead, time=1.0))
+        play.news(RankExited(rank=dead, returncode=-9, time=1.0))
+        timers = [each.delay for each in play.effects if isinstance(each, SetTimer) and each.name == f"respawn {dead}"]
+        delays += timers
+        if timers:
+            assert not launched(play)
+            play.expires(f"respawn {dead}")
+        (dead,) = launched(play)
+    assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
+    play.news(RankExited(rank=0, returncode=-9, time=1.0))
+    assert len(launched(play)) == 1, "who has trained says nothing about the node"
+
+
+def launched(play: Play) -> list[int]:
+    """Ranks that the last event has started."""
+    return [rank for each in play.effects if isinstance(each, Tell) and isinstance(each.message, Launch)
+            for rank in each.message.ranks.values()]
