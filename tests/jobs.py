@@ -252,7 +252,7 @@ def assert_only_cells_go(before: Layout, after: Layout) -> None:
 def assert_sensible(event: Mapping[str, Any]) -> None:
     """A ``recovered`` event has all its fields, and its times add up."""
     assert list(event)[: 3 + len(RECOVERED)] == ["time", "kind", "epoch", *RECOVERED]
-    causes = ("kill -9", "stopped", "exception", "hangs in the kernel")
+    causes = ("kill -9", "stopped", "exception", "hangs", "hangs in the kernel")
     assert event["cause"] in causes or event["cause"].startswith("node")
     assert event["decision"] in ("forward", "back", "resume", "reload")
     parts = [event[name] for name in RECOVERED if name.endswith("_ms") and name != "mttr_ms"]

@@ -10,17 +10,19 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron_elastic import cli
 from megatron_elastic.cluster.gauge import Gauge
 from megatron_elastic.cluster.messages import Committed, Fence, Inspect, Interrupt, RankReading, VoteResult
 from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.faults.odometer import COORDINATOR, DISK, Odometer
-from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
+from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.play import Play
 
 fork = multiprocessing.get_context("fork")
-LIMIT = 5.0
+LIMIT = 2.0
 """``--elastic-hang-timeout``, and so about the time that it takes to find one."""
+SOON = ["--elastic-hang-timeout", str(LIMIT)]
 
 
 def hang(*specs: str) -> list[str]:
@@ -46,17 +48,20 @@ def assert_found(job: Job, ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "faults", "ranks"),
+    ("grid", "faults", "ranks", "lost"),
     [
-        (Grid(tp=1, pp=2, steps=22), hang("3@7:backward", "6@11:vote", "0@15:apply", "4@18:data"), [3, 6, 0, 4]),
-        (Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5]),
+        (Grid(tp=1, pp=2, steps=22), hang("3@7:backward", "6@11:vote", "0@15:apply", "4@18:data"), [3, 6, 0, 4],
+         [0, 3, 4, 6]),
+        (Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5], [0, 3, 5]),
     ],
-    ids=str,
+    ids=["PP2", "TP2"],
 )
-def test_who_hangs_is_taken_out_and_replaced(jobs: Jobs, grid: Grid, faults: list[str], ranks: list[int]) -> None:
-    job = jobs.run(*grid.flags, *faults, "--elastic-respawn")
+def test_who_hangs_is_taken_out_and_replaced(
+    jobs: Jobs, grid: Grid, faults: list[str], ranks: list[int], lost: list[int]
+) -> None:
+    job = jobs.run(*grid.flags, *faults, *SOON, "--elastic-respawn")
     assert_found(job, ranks)
-    assert_same_training(job, jobs.undisturbed(*grid.flags))
+    assert_same_training(job, jobs.undisturbed(*grid.flags), lost)
     assert "hangs" in {event["cause"] for event in job.events("recovered")}
     assert "WARNING" not in job.output
 
@@ -64,7 +69,7 @@ def test_who_hangs_is_taken_out_and_replaced(jobs: Jobs, grid: Grid, faults: lis
 def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
     """As when the disk with the data does not answer for a while. Who stands still for a short time stays, too."""
     grid = Grid(tp=1, pp=2, steps=10, ranks=4)
-    job = jobs.run(*grid.flags, *hang("0@7:data,for=9", "1@7:data,for=8", "2@9:forward,for=2"), ranks=4)
+    job = jobs.run(*grid.flags, *hang("0@7:data,for=5", "1@7:data,for=4", "2@9:forward,for=1"), *SOON, ranks=4)
     assert "WARNING: 2 of 4 ranks stand still: 2 at data in step 7" in job.output
     assert not job.events("hang") and not job.events("recovered")
     assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4))
@@ -75,11 +80,12 @@ def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     grid = Grid(tp=1, pp=2, steps=12)
     lose = "disconnect:rank=5,at=forward,peers=0+1+2+3+4+6+7,step={}"
     faults = ["--elastic-inject", lose.format("7,for=1"), "--elastic-inject", lose.format(10)]
-    job = jobs.run(*grid.flags, *faults, "--elastic-respawn")
+    job = jobs.run(*grid.flags, *faults, *SOON, "--elastic-respawn")
     assert [event["step"] for event in job.events("tangle")] == [7, 10, 10]
     assert job.events("recovered")[0]["cause"] == "message lost"
-    assert len(job.events("fault")) == 1
-    assert_same_training(job, jobs.undisturbed(*grid.flags))
+    assert [event["signal"] for event in job.events("fault")] == ["unreachable"]
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
+    assert_exactly_once(job)
 
 
 # ---- what is decided ---------------------------------------------------------------------------

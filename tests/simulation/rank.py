@@ -95,7 +95,7 @@ class Rank:
     def reading(self) -> RankReading:
         """What its agent sees of it without asking. A stopped one may have waited, or not."""
         return RankReading(
-            rank=self.rank, stood=self.world.now - self._since, at="forward", step=self.standing.step, grain=None,
+            rank=self.rank, stood=self.world.now - self._since, at="forward", step=self.standing.step, grain=self.rank,
             waits=None if type(self.want) is float or self.want is None else self._waits_for(),
             patient=not self.settled,
         )  # fmt: skip

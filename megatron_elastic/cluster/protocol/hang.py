@@ -55,13 +55,18 @@ def inspected(turn: Turn, event: Inspected) -> None:
 
 def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
     busy = {rank: each for rank, each in readings.items() if each.waits is None}
-    left = {rank: _limit(turn.job, each) - each.stood for rank, each in busy.items()}
+    limits = {rank: _limit(turn.job, each) for rank, each in busy.items()}
+    left = {rank: limits[rank] - each.stood for rank, each in busy.items()}
     hung = [rank for rank, seconds in left.items() if seconds <= 0]
-    if hung and not _left_without(turn.job, hung):
-        _warn(turn, readings, hung)
+    # What makes all of a stage stand still does not do so at the same moment.
+    standing = [rank for rank, seconds in left.items() if seconds <= limits[rank] / 2]
+    if hung and not _left_without(turn.job, standing):
+        _warn(turn, readings, standing)
     elif hung:
+        since = turn.job.watch.stalled
         for rank in sorted(hung):
-            _take_out(turn, readings[rank], len(readings) - len(busy))
+            if since is None or turn.now - since >= limits[rank]:
+                _take_out(turn, readings[rank], len(readings) - len(busy))
     elif not busy:
         _untie(turn, readings)
     turn.set_timer("hang", min(max(min(left.values(), default=_LATER), _SOON), _LATER))
@@ -87,8 +92,9 @@ def _left_without(job: Job, hung: Collection[int]) -> bool:
 
 def _warn(turn: Turn, readings: Mapping[int, RankReading], hung: Collection[int]) -> None:
     """All of a stage stand still at once, say for a disk that they share."""
-    if not turn.job.watch.warned:
-        turn.set(watch=replace(turn.job.watch, warned=True))
+    before = turn.job.watch.stalled
+    turn.set(watch=replace(turn.job.watch, stalled=turn.now))
+    if before is None:
         places = Counter(place(readings[rank]) for rank in hung).most_common(3)
         where = ", ".join(f"{count} {at}" for at, count in places)
         turn.record("standstill", ranks=sorted(hung), where=where)

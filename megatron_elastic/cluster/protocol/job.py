@@ -297,8 +297,8 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     readings: Map[int, RankReading] = Map()
     usual: float | None = None
     """Seconds that a step usually takes, as far as anybody knows."""
-    warned: bool = False
-    """Whether people know that most ranks stand still."""
+    stalled: float | None = None
+    """When all of a stage were seen to stand still last. Who does so a little longer than the others has time again."""
     freed: int = 0
     """Step in which all waited for each other last, and were interrupted."""
 

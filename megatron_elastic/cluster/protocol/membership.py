@@ -146,7 +146,8 @@ def respawn(turn: Turn, rank: int) -> None:
     """
     job, ended = turn.job, turn.job.ranks[rank]
     node = None if ended.node is None else job.nodes.get(ended.node)
-    if node is None or ended.node is None or not job.settings.respawn or job.layout is None or ended.fenced == "refused":
+    wanted = job.settings.respawn and job.layout is not None and ended.fenced != "refused"
+    if node is None or ended.node is None or not wanted:
         return
     young = not ended.joined or (ended.spawned is not None and turn.now - ended.spawned < _YOUNG)
     strikes = node.strikes + 1 if young else 0
