@@ -40,6 +40,7 @@ from common import (
 )
 from endurance import newest_layout
 
+from megatron_elastic.faults.injection import Injection
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import read_events, read_metrics
 
@@ -58,7 +59,7 @@ VARIANTS: dict[str, list[str]] = {
     "virtual": ["--num-layers-per-virtual-pipeline-stage", "1"],
     "verify": ["--elastic-verify-every", "1"],
 }
-BATCH, LAYERS = 16, 4
+BATCH, LAYERS = 8, 4
 HANG = 2.0
 """``--elastic-hang-timeout``, in seconds: less than a user's, as steps take so little here."""
 STALL = 90.0
@@ -118,7 +119,7 @@ class Round:
         allowed = {kind: often for kind, often in kinds.items() if self._may(kind)}
         while len(self.faults) < count:
             again = bool(self.faults) and choose.random() < 0.2
-            step += 0 if again else choose.choice((1, 3, 6, 9, 14, 20))
+            step += 0 if again else choose.choice((1, 2, 4, 6, 9, 14))
             kind = choose.choices(list(allowed), list(allowed.values()))[0]
             if (kind == "raise" and step - last_error < 8) or (kind == "scale" and step - last_change < 40):
                 kind = "pause"  # what is raised again and again would be the program's error
@@ -159,10 +160,11 @@ class Round:
         return ["--elastic", *(text for name, value in values.items() for text in (f"--{name}", str(value))),
                 *VARIANTS[self.variant]]
 
-    def inject(self) -> list[str]:
-        """Flags of the faults that ranks do themselves."""
-        specs = [fault.spec(range(self.ranks + len(self.faults))) for fault in self.faults]
-        return [text for spec in specs if spec is not None for text in ("--elastic-inject", spec)]
+    @property
+    def injected(self) -> dict[str, Fault]:
+        """Those that ranks do themselves, by how they are written."""
+        specs = {fault: fault.spec(range(self.ranks + len(self.faults))) for fault in self.faults}
+        return {str(Injection.parse(spec)): fault for fault, spec in specs.items() if spec is not None}
 
 
 class Job:
@@ -175,9 +177,10 @@ class Job:
         self._round, self._run_dir = round_, run_dir
         self._choose = random.Random(round_.seed + 1)
         self._timers: list[threading.Timer] = []
+        inject = [text for spec in round_.injected for text in ("--elastic-inject", spec)]
         self._command = [
             *cli(), "run", "--nproc-per-node", str(round_.ranks), SCRIPT, "--elastic-run-dir", str(run_dir), *flags,
-            "--elastic-respawn", "--elastic-hang-timeout", str(HANG), *round_.inject(),
+            "--elastic-respawn", "--elastic-hang-timeout", str(HANG), *inject,
         ]  # fmt: skip
 
     def run(self) -> int:
@@ -291,8 +294,7 @@ class Tally:
         for event in events:
             match event["kind"]:
                 case "injected":
-                    fault = next(each for each in round_.faults if each.spec(range(round_.ranks + len(round_.faults)))
-                                 == event["spec"])
+                    fault = round_.injected[event["spec"]]
                     self.by_kind[fault.kind][fault.at] += 1
                     hanging |= {event["rank"]} if fault.kind in ("hang", "pause") else set()
                 case "recovered":
