@@ -224,12 +224,12 @@ class Job:
 
     def _outside(self, fault: Fault) -> None:
         """Do something from outside, at any moment of the step or two that follow."""
-        self.done[fault.kind, "any moment"] += 1
         if fault.kind == "scale":
             _, pp, dp = self._round.layout
             stages = [n for n in (1, 2, 4) if n <= 2 * pp and n <= pp * dp // 2]
-            command = [*cli(), "scale", str(self._run_dir), "--stages", str(stages[int(fault.number * len(stages))])]
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            command = [*cli(), "scale", str(self._run_dir), "--pp", str(stages[int(fault.number * len(stages))])]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.done[fault.kind, "any moment" if answer.returncode == 0 else "refused"] += 1
             return
         timer = threading.Timer(0.3 * self._choose.random(), self._strike, (fault,))
         self._timers.append(timer)
@@ -239,10 +239,10 @@ class Job:
         ranks = newest_layout(self._run_dir).ranks
         with contextlib.suppress(JobFailed, ProcessLookupError):  # it has ended meanwhile
             pid = pid_of(self._run_dir, ranks[int(fault.number * len(ranks))])
+            os.kill(pid, signal.SIGKILL if fault.kind == "kill outside" else signal.SIGSTOP)
+            self.done[fault.kind, "any moment"] += 1
             if fault.kind == "kill outside":
-                os.kill(pid, signal.SIGKILL)
                 return
-            os.kill(pid, signal.SIGSTOP)
             timer = threading.Timer(2.5 * self._choose.random(), self._go_on, (pid,))
             self._timers.append(timer)
             timer.start()
