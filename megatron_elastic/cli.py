@@ -14,6 +14,7 @@ _COMMANDS = {
     "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launcher"),
     "data": ("make training data from text", ""),
     "scale": ("ask a running job for another number of pipeline stages", "megatron_elastic.cluster.scale"),
+    "drain": ("let the ranks of a node leave a running job", "megatron_elastic.cluster.drain"),
     "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
     "report": ("show what happened in a run", "megatron_elastic.observe.report"),
     "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),

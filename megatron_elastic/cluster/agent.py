@@ -31,6 +31,7 @@ from megatron_elastic.cluster.messages import (
     Inspect,
     Inspected,
     Launch,
+    Leaving,
     Members,
     RankClosed,
     RankDying,
@@ -162,6 +163,8 @@ class Agent:
         self._still: set[int] = set()
         """Ranks that were at a standstill at the last look."""
         self._look: asyncio.TimerHandle | None = None
+        self.leaving = False
+        """Whether its ranks are to leave."""
         self._torch_port = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -204,7 +207,7 @@ class Agent:
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
-            running=self._post.running(running),
+            running=self._post.running(running), leaving=self.leaving,
             past=None if alone_since is None else self._post.past(
                 self._torch_port, alone_since, resigned, self._slots),
         )  # fmt: skip
@@ -232,6 +235,11 @@ class Agent:
                     self.seat.set_result(message)
             case Stop():
                 self.stop(message)
+
+    def leave(self) -> None:
+        """This node's ranks are to leave; ``over`` says when they have."""
+        self.leaving = True
+        self._tell(Leaving())
 
     def stop(self, message: Stop) -> None:
         """The job is over for this node; its ranks are told, too."""

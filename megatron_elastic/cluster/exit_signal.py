@@ -1,7 +1,8 @@
 """Exit signal: what a scheduler sends some time before it takes the machines away.
 
 With Megatron-LM's ``--exit-signal-handler`` the ranks save and end training when it comes. The launcher, which is what
-a scheduler signals, passes it on to them instead of ending the job.
+a scheduler signals, passes it on to them instead of ending the job. Else SIGTERM lets the ranks of the node leave,
+unless this is the node that coordinates.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ _ARGUMENTS.add_argument("--exit-signal", default="SIGTERM", choices=[each.name f
 class ExitSignal:
     """The signal that a script's ``arguments`` ask for, if they do. ``number`` is None if they do not.
 
-    ``pass_on`` is to be set as soon as there are ranks to send it to.
+    ``pass_on`` and ``leave`` are to be set as soon as there are ranks to send it to, or that can leave.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.number: signal.Signals | None = None
         self.pass_on: Callable[[int], None] | None = None
+        self.leave: Callable[[], bool] | None = None
+        """Lets the ranks of this node leave; returns whether they will."""
         try:
             options = _ARGUMENTS.parse_known_args(list(arguments))[0]
         except argparse.ArgumentError:
@@ -31,10 +34,13 @@ class ExitSignal:
         if options.exit_signal_handler:
             self.number = signal.Signals[options.exit_signal]
 
-    def taken(self, number: int) -> bool:
-        """Whether a signal was passed on to the ranks. That is done once: another one ends the job."""
-        if number != self.number or self.pass_on is None:
-            return False
-        pass_on, self.pass_on = self.pass_on, None
-        pass_on(number)
-        return True
+    def taken(self, number: int) -> str | None:
+        """What is done about a signal instead of ending the job, for people. That is done once: another one ends it."""
+        if number == self.number and self.pass_on is not None:
+            pass_on, self.pass_on = self.pass_on, None
+            pass_on(number)
+            return f"{self.number.name} goes to the ranks, which end training (--exit-signal-handler)"
+        if number == signal.SIGTERM and self.leave is not None:
+            leave, self.leave = self.leave, None
+            return "the ranks of this node leave the job; SIGTERM again ends them at once" if leave() else None
+        return None

@@ -269,8 +269,8 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
         task = asyncio.ensure_future(job)
 
         def on_signal(number: int) -> None:
-            if exit_signal.taken(number):
-                _note(f"{signal.Signals(number).name} goes to the ranks, which end training (--exit-signal-handler)")
+            if (what := exit_signal.taken(number)) is not None:
+                _note(what)
                 return
             received.append(number)
             if len(received) <= 2:

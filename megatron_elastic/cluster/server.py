@@ -11,9 +11,11 @@ import msgspec
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    Drain,
     FromAgent,
     Heartbeat,
     Inspected,
+    Leaving,
     Resigned,
     Said,
     Scale,
@@ -21,7 +23,7 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
     Welcome,
 )
-from megatron_elastic.cluster.protocol.events import Asked, News, NodeAbsent, NodeBack, NodeCame, NodeLost
+from megatron_elastic.cluster.protocol.events import Asked, Leaves, News, NodeAbsent, NodeBack, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
@@ -30,7 +32,7 @@ from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, dec
 from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig
 
-FromOutside = Letter | Scale
+FromOutside = Letter | Scale | Drain
 _decoder: msgspec.msgpack.Decoder[FromOutside] = msgspec.msgpack.Decoder(FromOutside)
 _letters: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 
@@ -81,14 +83,14 @@ class Server:
         coordinator = self.coordinator
         if first is None or coordinator is None:
             return  # whoever it is looks for the coordinator, who is elsewhere
-        if isinstance(first, Scale):
+        if isinstance(first, Scale | Drain):
             person, answer = coordinator.asking()
             coordinator.post(Asked(now=time.time(), person=person, request=first))
             wire.send(await answer)
             return
         hello = decode(bytes(first.message), _letters)
         if not isinstance(hello, AgentHello):
-            raise WireError(f"it began with {type(hello).__name__} instead of AgentHello or Scale")
+            raise WireError(f"it began with {type(hello).__name__} instead of AgentHello, Scale or Drain")
         await self._serve_agent(wire, hello, first.received, coordinator)
 
     async def _serve_agent(
@@ -177,6 +179,8 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
         case Inspected():
             coordinator.post(RanksInspected(now=time.time(), node=node, readings=tuple(message.readings),
                                             usual=message.usual))
+        case Leaving():
+            coordinator.post(Leaves(now=time.time(), node=node))
         case AgentHello():
             raise WireError(f"an agent sent an unexpected {type(message).__name__}")
         case _:

@@ -125,7 +125,7 @@ class Station:
 
     async def _prepare(self) -> Agent:
         agent = self._agent = Agent(self._part.agent, self._tell)
-        self._exit_signal.pass_on = agent.kill_all
+        self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
         ready = await agent.prepare(self._config.start_timeout)
         if ready.threads > 1:
             self._note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "
@@ -133,6 +133,14 @@ class Station:
         if self._part.choice.kind != "alone":
             self._office.stand(agent)
         return agent
+
+    def _leave(self) -> bool:
+        """Let this node's ranks leave, if the others can go on without them; whoever coordinates stays."""
+        agent = self._agent
+        if agent is None or agent.leaving or self._office.coordinator is not None or not self._config.elastic:
+            return False
+        agent.leave()
+        return True
 
     def _tell(self, message: FromAgent) -> None:
         """Tell whoever coordinates what an agent has to say."""

@@ -3,11 +3,11 @@
 from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.errors import NoLayout, StateLost
 from megatron_elastic.plan.growth import improve
-from megatron_elastic.plan.loss import at_home, everything, lose, readable
+from megatron_elastic.plan.loss import at_home, everything, lose, readable, release
 from megatron_elastic.plan.profile import Sample, measured
 from megatron_elastic.plan.replan import replan
 
 __all__ = [
     "Costs", "NoLayout", "ProfileError", "Sample", "StateLost", "at_home", "everything", "improve", "lose", "measured",
-    "readable", "replan",
+    "readable", "release", "replan",
 ]  # fmt: skip

@@ -9,17 +9,19 @@ steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.loss import release
 from megatron_elastic.plan.spread import away
 
 
-def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
-    """The layout of ``epoch`` with the cells that ``newcomers`` and the spares can form, as shadows.
+def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int, leaving: Collection[int] = ()) -> Layout:
+    """The layout of ``epoch`` with the cells that ``newcomers`` and the spares that are not ``leaving`` can form, as
+    shadows.
 
     ``newcomers`` maps ranks that were never in the layout to the host each is on: an index into ``layout.hosts``, or
     the next free one. A new cell is made of ranks of one host where that is possible, and goes to the narrowest stage;
@@ -29,7 +31,7 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
     for rank, host in sorted(newcomers.items()):
         hosts.extend([] for _ in range(len(hosts), host + 1))
         hosts[host].append(rank)
-    free = {*newcomers, *layout.spares}
+    free = {*newcomers, *layout.spares}.difference(leaving)
     size = layout.cell_size
     cells: list[tuple[int, ...]] = []
     rest: list[int] = []
@@ -48,7 +50,7 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int) -> Layout:
         layout,
         epoch=epoch,
         stages=tuple(stages),
-        spares=tuple(sorted(free - used)),
+        spares=tuple(sorted({*newcomers, *layout.spares} - used)),
         # Ranks of one host join in the order they get ready in: that must not show.
         hosts=tuple(tuple(sorted(host)) for host in hosts),
     )
@@ -107,15 +109,22 @@ def improve(
     epoch: int,
     goal: Layout | None = None,
     rearrange: Callable[[Layout], Layout] | None = None,
+    leaving: Collection[int] = (),
 ) -> tuple[Layout, Layout | None] | None:
     """The layout of ``epoch`` that is next on the way to a good one over all ranks there are; None if this one is.
 
     All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
     to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
-    cell wait for more.
+    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. Raises NoLayout if they cannot,
+    and if stages cannot be as they are to be.
     """
+    if goal is None and not set(leaving).isdisjoint(layout.ranks):
+        goal = release(layout, leaving, epoch)
+        on_the_way = approach(layout, goal, epoch)
+        if _differs(on_the_way, layout):
+            return on_the_way, goal
     if goal is None:
-        grown = admit(layout, newcomers, epoch)
+        grown = admit(layout, newcomers, epoch, leaving)
         if grown.ranks != layout.ranks:
             layout = grown
         goal = even(layout if rearrange is None else rearrange(layout), epoch)

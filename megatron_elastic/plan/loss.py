@@ -53,6 +53,33 @@ def lose(layout: Layout, lost: Collection[int], held: Holdings, epoch: int) -> L
     return new
 
 
+def release(layout: Layout, leaving: Collection[int], epoch: int) -> Layout:
+    """The layout of ``epoch`` in which cells with ``leaving`` ranks have no part any more; their ranks are spares.
+
+    The others share their work, and all is where it needs to be to go on without them. Nobody is dead: they can give
+    what only they hold. Raises NoLayout if a stage would have no working cell left.
+    """
+    stages, gone = [], set(leaving)
+    for index, stage in enumerate(layout.stages):
+        if not _working(stage, gone):
+            raise NoLayout(f"stage {index} has no other working cells than those of ranks {sorted(gone)}, which are to "
+                           "leave")
+        stages.append(_without(layout, index, gone))
+    in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
+    owners, replicas = _assign(layout, stages, *_held(layout, set(layout.ranks) - in_cells))
+    spares = {*layout.ranks, *layout.spares} - in_cells
+    new = replace(layout, epoch=epoch, stages=tuple(stages), owners=owners, replicas=replicas,
+                  spares=tuple(sorted(spares)))
+    new.validate()
+    return new
+
+
+def _held(layout: Layout, without: Collection[int]) -> tuple[Collection[tuple[int, int]], Holdings]:
+    """The slices that these ranks own or replicate, and what the others hold."""
+    held = Holdings.of(layout).without(without)
+    return held.unsure(layout), held
+
+
 def everything(layout: Layout) -> Holdings:
     """What would be held if every rank held the state of every slice of its stage: as after loading a checkpoint."""
     return Holdings.of(layout, Extent.STAGE)

@@ -12,6 +12,7 @@ from megatron_elastic.cluster.messages import (
     Inspect,
     Inspected,
     Launch,
+    Leaving,
     Members,
     RankClosed,
     RankDying,
@@ -66,6 +67,8 @@ class Agent:
         self.alone_since: float | None = None
         self.resigned = False
         """Whether the last coordinator has said that it is none any more."""
+        self.leaving = False
+        """Whether it has said that its ranks are to leave."""
         self.cut_until = 0.0
         self.clock = 0.0
         """How far its clock is ahead."""
@@ -123,6 +126,7 @@ class Agent:
         self.link.tell(AgentHello(
             session="", node_rank=self.node_rank, slots=self.slots, host=self.host, heartbeat_timeout=2.5,
             address=self.address, member=self.member, running=self.post.running(self.slots_of), past=past,
+            leaving=self.leaving,
         ))  # fmt: skip
 
     def hear_of(self, coordinator: Coordinator) -> None:
@@ -193,6 +197,12 @@ class Agent:
             at = max(self._line_at.get(rank, 0.0), self.world.now + self.world.delay(0.0005))
             self._line_at[rank] = at
             self.world.at(at, self.ranks[rank].control.receive, message)
+
+    def drain(self) -> None:
+        """Its machine is about to be taken away."""
+        if not self.leaving and not self.local:
+            self.leaving = True
+            self.tell(Leaving())
 
     def end(self) -> None:
         """The job is over for this node: end all ranks."""

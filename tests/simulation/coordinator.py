@@ -13,6 +13,7 @@ from megatron_elastic.cluster.messages import (
     Fence,
     Heartbeat,
     Inspected,
+    Leaving,
     Members,
     Report,
     ToRank,
@@ -101,6 +102,8 @@ class Coordinator:
                 link.node = self.name()
                 self.links[link.node] = link
                 self.post(events.NodeCame(now=now, node=link.node, hello=message))
+            case Leaving():
+                self.post(events.Leaves(now=now, node=link.node))
             case Inspected():
                 self.post(events.Inspected(now=now, node=link.node, readings=tuple(message.readings),
                                            usual=message.usual))

@@ -62,6 +62,8 @@ def happen(world: World, fault: Fault) -> None:
             agent = Agent(world, len(world.agents), (1, world.scenario.tp, 2, 3)[fault.more % 4])
             world.agents.append(agent)
             world.after(0.0, agent.introduce)
+        case "drain":
+            rank.agent.drain()
         case "scale":
             world.ask(1 + fault.more % 3)
         case "flip":

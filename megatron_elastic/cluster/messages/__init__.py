@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages.node import (
     Inspect,
     Inspected,
     Launch,
+    Leaving,
     Members,
     Order,
     Past,
@@ -55,7 +56,7 @@ from megatron_elastic.cluster.messages.node import (
     ToAgent,
     Welcome,
 )
-from megatron_elastic.cluster.messages.person import Answer, Scale
+from megatron_elastic.cluster.messages.person import Answer, Drain, Scale
 from megatron_elastic.cluster.messages.to_rank import (
     Addresses,
     Back,
@@ -73,11 +74,11 @@ from megatron_elastic.cluster.messages.to_rank import (
 )
 
 __all__ = [
-    "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Enter",
-    "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello", "Injected",
-    "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Members", "Message", "Moves", "Order", "Part",
-    "Past", "Plan", "Profile", "Progress", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading",
-    "RankResumed", "RankStopped", "Reachable", "Ready", "Recall", "Recovered", "Relay", "Reload", "Report", "Resigned",
-    "Resume", "Running", "Said", "Scale", "Seat", "Settled", "SliceDigest", "Start", "Stop", "Suspect", "Switched",
-    "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
+    "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Drain",
+    "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello",
+    "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Leaving", "Members", "Message",
+    "Moves", "Order", "Part", "Past", "Plan", "Profile", "Progress", "RankClosed", "RankDying", "RankExited",
+    "RankNews", "RankReading", "RankResumed", "RankStopped", "Reachable", "Ready", "Recall", "Recovered", "Relay",
+    "Reload", "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Seat", "Settled", "SliceDigest", "Start",
+    "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

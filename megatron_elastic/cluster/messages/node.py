@@ -62,6 +62,8 @@ class AgentHello(Message, frozen=True):
     running: list[Running] = msgspec.field(default_factory=list)
     past: Past | None = None
     """What it knows of the job, if it has ranks already."""
+    leaving: bool = False
+    """Whether it has said before that its ranks are to leave."""
 
 
 class Said(Message, frozen=True):
@@ -135,6 +137,10 @@ class Inspected(Message, frozen=True):
     readings: list[RankReading]
     usual: float | None
     """Seconds that a step usually takes, if that is known on this node."""
+
+
+class Leaving(Message, frozen=True):
+    """This node's ranks are to leave: its machine is about to be taken away. ``Stop`` says that they have."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -211,7 +217,7 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankDying | RankExited | RankStopped | RankResumed | RankClosed | Inspected | Heartbeat
+FromAgent = AgentHello | Said | RankNews | Inspected | Leaving | Heartbeat
 Order = Launch | Fence | Inspect | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

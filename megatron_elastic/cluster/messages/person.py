@@ -11,6 +11,12 @@ class Scale(Message, frozen=True):
     stages: int
 
 
+class Drain(Message, frozen=True):
+    """Let the ranks of a node leave."""
+
+    node_rank: int
+
+
 class Answer(Message, frozen=True):
     """Whether it will be done; ``text`` is for people."""
 

@@ -6,6 +6,7 @@ from megatron_elastic.cluster.messages import (
     Built,
     Committed,
     Damaged,
+    Drain,
     Failed,
     Finished,
     FromRank,
@@ -25,6 +26,7 @@ from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import (
     change,
     damage,
+    drain,
     ending,
     error,
     hang,
@@ -47,6 +49,7 @@ from megatron_elastic.cluster.protocol.events import (
     Event,
     Expired,
     Inspected,
+    Leaves,
     Led,
     News,
     NodeAbsent,
@@ -110,8 +113,13 @@ def _happened(turn: Turn, event: Event) -> None:
             loss.node_lost(turn, event)
         case Inspected():
             hang.inspected(turn, event)
+        case Leaves():
+            drain.leaves(turn, event)
         case Asked():
-            change.asked(turn, event)
+            if isinstance(event.request, Drain):
+                drain.asked(turn, event.person, event.request)
+            else:
+                change.asked(turn, event.person, event.request)
         case Begun():
             start.begun(turn, event)
         case Costed():
@@ -149,6 +157,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             recovery.recovered(turn, message, ranks)
         case Settled():
             change.settled(turn, message, ranks)
+            drain.finish(turn)
         case Suspect():
             loss.accused(turn, message)
         case Hello():
@@ -163,6 +172,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             change.ready(turn, message, ranks)
         case Switched():
             change.switched(turn, message)
+            drain.finish(turn)
         case Profile():
             change.profiled(turn, message)
         case Damaged():

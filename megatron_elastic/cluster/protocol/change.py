@@ -17,13 +17,13 @@ from megatron_elastic.cluster.messages import (
     Plan,
     Profile,
     Ready,
+    Scale,
     Settled,
     Switched,
 )
 from megatron_elastic.cluster.protocol import arrangement, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import Reply
-from megatron_elastic.cluster.protocol.events import Asked
 from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -45,8 +45,10 @@ def consider(turn: Turn) -> None:
     job, layout = turn.job, turn.job.layout
     if layout is None or not job.idle or job.unsettled or not all(job.ranks[rank].standby for rank in layout.spares):
         return
+    gone = leaving(job)
     newcomers = {rank: each.host for rank, each in sorted(job.ranks.items())
-                 if each.standby and each.hello and not each.lost and each.fenced is None and rank not in layout.spares}
+                 if each.standby and each.hello and not each.lost and each.fenced is None and rank not in layout.spares
+                 and rank not in gone}
     better = _improve(turn, layout, newcomers)
     if better is None:
         arrangement.reached(turn)
@@ -65,12 +67,22 @@ def consider(turn: Turn) -> None:
     announce_if_ready(turn)
 
 
+def leaving(job: Job) -> set[int]:
+    """Ranks of nodes that are to go, and those that are gone and still listed among the spares."""
+    assert job.layout is not None
+    there = {rank for node in job.nodes.values() if node.leaving for rank in node.ranks}
+    return there | {rank for rank in job.layout.spares if job.ranks[rank].lost}
+
+
 def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Layout, Layout | None] | None:
-    epoch = turn.job.newest_epoch + 1
+    epoch, gone = turn.job.newest_epoch + 1, leaving(turn.job)
     rearrange = arrangement.rearranging(turn, layout, bool(newcomers))
     try:
-        return improve(layout, newcomers, epoch, turn.job.goal, rearrange)
+        return improve(layout, newcomers, epoch, turn.job.goal, rearrange, gone)
     except NoLayout as error:
+        if not gone.isdisjoint(layout.ranks):
+            _stay(turn, str(error))
+            return None
         # Cells may have been lost since it was asked for.
         turn.record("refused", reason=str(error))
         turn.say(f"the number of stages stays as it is: {error}")
@@ -78,23 +90,31 @@ def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Lay
         return improve(layout, newcomers, epoch, turn.job.goal)
 
 
-def asked(turn: Turn, event: Asked) -> None:
+def _stay(turn: Turn, reason: str) -> None:
+    """Those who are to leave cannot: others have gone meanwhile. They are lost when their machines go."""
+    for number, node in turn.job.nodes.items():
+        turn.set(nodes=turn.job.nodes.set(number, replace(node, leaving=False)))
+    turn.record("refused", reason=reason)
+    turn.say(f"WARNING: nobody can leave: {reason}")
+
+
+def asked(turn: Turn, person: int, request: Scale) -> None:
     """Somebody asks for another number of stages. Says whether it will be made; that takes some steps."""
-    job, stages = turn.job, event.request.stages
+    job, stages = turn.job, request.stages
     if job.layout is None:
-        turn.do(Reply(event.person, Answer(ok=False, text="the job is not training yet")))
+        turn.do(Reply(person, Answer(ok=False, text="the job is not training yet")))
         return
     wanted = replace(job.arrangement, stages=stages)
     try:
         arrangement.arranged(replace(job, arrangement=wanted), job.layout)
     except NoLayout as error:
-        turn.do(Reply(event.person, Answer(ok=False, text=str(error))))
+        turn.do(Reply(person, Answer(ok=False, text=str(error))))
         return
     turn.set(arrangement=wanted)
     turn.record("asked", stages=stages)
     consider(turn)
     text = f"the pipeline will have {stages} stages, from {job.layout.pipeline_size}"
-    turn.do(Reply(event.person, Answer(ok=True, text=text)))
+    turn.do(Reply(person, Answer(ok=True, text=text)))
 
 
 def profiled(turn: Turn, message: Profile) -> None:
@@ -149,6 +169,9 @@ def switched(turn: Turn, message: Switched) -> None:
     use(turn, new)
     for rank in change.entrants:
         turn.set_rank(rank, standby=False, joined=True)
+    for rank in new.spares:  # who leaves may have been faster than this word
+        if job.settled.get(rank, -1) >= new.epoch:
+            turn.set_rank(rank, standby=True)
     enter = Enter(epoch=new.epoch, layout=encode(new), step=message.step, shapes=dict(job.shapes),
                   saved=job.trust.newest_save)
     turn.send(enter, sorted(change.entrants))
@@ -171,7 +194,7 @@ def settled(turn: Turn, message: Settled, ranks: Collection[int]) -> None:
     assert job.layout is not None
     members = [rank for rank in ranks if rank in job.layout.places]
     # The word that they have switched may come later than this one, from another node.
-    newest = {rank: max(epoch, job.settled.get(rank, -1)) for rank in members}
+    newest = {rank: max(epoch, job.settled.get(rank, -1)) for rank in ranks}
     done = members if epoch >= job.layout.epoch else ()
     turn.set(settled=job.settled.update(newest), unsettled=without(job.unsettled, done))
     if epoch == job.epoch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages import AgentHello, FromRank, RankNews, RankReading, Scale
+from megatron_elastic.cluster.messages import AgentHello, Drain, FromRank, RankNews, RankReading, Scale
 from megatron_elastic.plan import Costs
 
 
@@ -82,7 +82,13 @@ class Asked(Happened, frozen=True):
     """A person asks for something; ``person`` is whom the answer is for."""
 
     person: int
-    request: Scale
+    request: Scale | Drain
+
+
+class Leaves(Happened, frozen=True):
+    """The agent of a node says that its ranks are to leave."""
+
+    node: int
 
 
 class Expired(Happened, frozen=True):
@@ -160,6 +166,6 @@ class Ended(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Asked | Expired | Costed | Recorded
-    | Led | TookOver | Seated | Sent | Troubled | Ended
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Leaves | Asked | Expired | Costed
+    | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
 )

@@ -110,6 +110,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """What it has been asked to start, ever."""
     absent: float | None = None
     """Since when there is no connection."""
+    leaving: bool = False
+    """Whether its ranks are to leave (``protocol.drain``)."""
     strikes: int = 0
     """How many ranks in a row died here soon after they were started to join."""
 

@@ -55,7 +55,7 @@ def came(turn: Turn, event: NodeCame) -> None:
 def add(turn: Turn, node: int, hello: AgentHello) -> None:
     """An agent is there."""
     there = Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots, address=hello.address,
-                 member=hello.member)
+                 member=hello.member, leaving=hello.leaving)
     turn.set(nodes=turn.job.nodes.set(node, there))
 
 
