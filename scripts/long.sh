@@ -17,6 +17,9 @@ echo "== jobs in further combinations"
 timeout --kill-after 30 1200 python -m pytest -m long --ignore tests/test_lost_hosts.py \
     --numprocesses 2 --dist loadfile "$@"
 
+echo "== chaos: random faults, new with every commit"
+timeout --kill-after 30 900 megatron-elastic chaos --seed "$first" --minutes 2 --faults 20
+
 echo "== a Megatron-LM checkout"
 if [[ -z ${MEGATRON_LM_PATH:-} ]]; then
     echo "skipped: MEGATRON_LM_PATH names none (core_v0.16.1)"

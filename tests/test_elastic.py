@@ -24,7 +24,7 @@ PP4 = Grid(tp=1, pp=4, steps=5)
 PP2_DP4 = Grid(tp=1, pp=2, steps=9)
 
 STEP_POINTS = HOOK_POINTS[: HOOK_POINTS.index("commit") + 1]
-ELSEWHERE = {"checkpoint", "prepare", "switch", "reload", "backward_weight"}
+ELSEWHERE = {"checkpoint", "prepare", "switch", "reload", "backward_weight", "evaluate"}
 """Points with tests of their own: below, in ``test_join.py``, ``test_fallback.py`` and ``test_split_backward.py``."""
 
 # Slice k is owned by the k-th cell of its stage and replicated in the next one. So whatever dies in every other cell,
@@ -219,8 +219,8 @@ def test_evaluation(jobs: Jobs) -> None:
     """It reports the validation loss, does not disturb training, and gives the same number on fewer ranks."""
     flags = (*PP2_DP4.flags, "--eval-interval", "3", "--eval-iters", "2", "--split", "3,1,1")
     reference = jobs.run(*flags)
-    job = jobs.run(*flags, *inject("7@5:forward"))
-    assert_same_training(job, reference, [7])
+    job = jobs.run(*flags, *inject("7@5:forward", "2@7:evaluate"))
+    assert_same_training(job, reference, [2, 7])
     evaluated = [(event["step"], event["loss"]) for event in job.events("evaluated")]
     assert [step for step, _ in evaluated] == [3, 6, 9]
     assert evaluated == [(event["step"], event["loss"]) for event in reference.events("evaluated")]

@@ -60,3 +60,44 @@ def test_torchrun_compat(tmp_path: Path) -> None:
     assert given == ["run", "--nproc-per-node", "4", "--nnodes", "2", "--nproc-per-node", "8", "pretrain_gpt.py",
                      "--bf16", "--elastic", "--elastic-run-dir", "r"]
     assert launched("launch_torchrun_compat.sh", "x.py", folder=tmp_path, ELASTIC="0") == ["run", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("code", "steps", "before", "said"),
+    [
+        (0, 100, None, ""),
+        (0, 40, None, "stopped at step 40 of 100 (exit code 0): queued again"),
+        (1, 40, None, "stopped at step 40 of 100 (exit code 1): queued again"),
+        (2, 0, None, "the flags are wrong: not queued again"),
+        (1, 0, None, "stopped at step 0 of 100 (exit code 1): queued again"),
+        (1, 0, 0, "no step was done, this time and the time before: not queued again"),
+        (1, 0, 30, "stopped at step 0 of 100 (exit code 1): queued again"),
+    ],
+)
+def test_slurm_queues_again_what_a_restart_can_mend(
+    code: int, steps: int, before: int | None, said: str, tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's commands, and for the job: it exits with a code after some steps."""
+    attempt, runs = "0" if before is None else "1", tmp_path / "runs"
+    for name, text in {
+        "scontrol": 'if [ "$1" = show ]; then echo host0; else echo "$@" >> "$0.asked"; fi',
+        "srun": 'shift; SLURM_NODEID=0 exec "$@"',
+        "megatron-elastic": f"mkdir -p {runs}/{attempt}; "
+        + (f"""echo '{{"step": {steps}, "loss": 1.0}}' > {runs}/{attempt}/metrics.jsonl; """ if steps else "")
+        + f"exit {code}",
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    if before is not None:
+        (runs / "0").mkdir(parents=True)
+        (runs / "0" / "metrics.jsonl").write_text(f'{{"step": {before}}}\n' if before else "")
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), str(script), "--train-iters", "100"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NODELIST": "host0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": attempt, "RUNS": str(runs)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+    assert (tmp_path / "scontrol.asked").exists() == said.endswith("): queued again")
