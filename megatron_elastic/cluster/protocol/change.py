@@ -70,7 +70,7 @@ def consider(turn: Turn) -> None:
 def leaving(job: Job) -> set[int]:
     """Ranks of nodes that are to go, and those that are gone and still listed among the spares."""
     assert job.layout is not None
-    there = {rank for node in job.nodes.values() if node.leaving for rank in node.ranks}
+    there = {rank for node in job.leaving if node in job.nodes for rank in job.nodes[node].ranks}
     return there | {rank for rank in job.layout.spares if job.ranks[rank].lost}
 
 
@@ -92,8 +92,7 @@ def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Lay
 
 def _stay(turn: Turn, reason: str) -> None:
     """Those who are to leave cannot: others have gone meanwhile. They are lost when their machines go."""
-    for number, node in turn.job.nodes.items():
-        turn.set(nodes=turn.job.nodes.set(number, replace(node, leaving=False)))
+    turn.set(leaving=frozenset())
     turn.record("refused", reason=reason)
     turn.say(f"WARNING: nobody can leave: {reason}")
 

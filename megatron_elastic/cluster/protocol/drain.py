@@ -6,8 +6,6 @@ others go on without them. Then the node is told to stop. Nothing is computed ag
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from megatron_elastic.cluster.messages import Answer, Drain, Stop
 from megatron_elastic.cluster.protocol import change, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.effects import Reply
@@ -30,7 +28,7 @@ def asked(turn: Turn, person: int, request: Drain) -> None:
 def leaves(turn: Turn, event: Leaves) -> None:
     """An agent says that its machine will go. If its ranks cannot leave, they are lost when it does."""
     node = turn.job.nodes.get(event.node)
-    if node is None or node.leaving:
+    if node is None or event.node in turn.job.leaving:
         return
     problem = _problem(turn.job, event.node)
     if problem is None:
@@ -54,8 +52,8 @@ def _problem(job: Job, node: int) -> str | None:
 
 
 def _begin(turn: Turn, number: int) -> None:
-    node = replace(turn.job.nodes[number], leaving=True)
-    turn.set(nodes=turn.job.nodes.set(number, node))
+    node = turn.job.nodes[number]
+    turn.set(leaving=turn.job.leaving | {number})
     turn.record("leaving", node=node.node_rank, ranks=[rank for rank in node.ranks if not turn.job.ranks[rank].lost])
     turn.say(f"the ranks of node {node.node_rank} leave")
     change.consider(turn)
@@ -65,10 +63,11 @@ def _begin(turn: Turn, number: int) -> None:
 def finish(turn: Turn) -> None:
     """Let the nodes go whose ranks nobody needs any more."""
     layout = turn.job.layout
-    for number, node in list(turn.job.nodes.items()):
+    for number in sorted(number for number in turn.job.leaving if number in turn.job.nodes):
+        node = turn.job.nodes[number]
         ranks = [rank for rank in node.ranks if not turn.job.ranks[rank].lost]
         free = layout is not None and all(turn.job.ranks[rank].standby and rank not in layout.places for rank in ranks)
-        if not (node.leaving and free):
+        if not free:
             continue
         for rank in ranks:
             turn.set_rank(rank, lost=True)
@@ -77,4 +76,4 @@ def finish(turn: Turn) -> None:
         turn.record("left", node=node.node_rank, ranks=ranks)
         turn.say(f"ranks {ranks} of node {node.node_rank} have left")
         turn.tell(number, Stop(ok=True, reason="its ranks have left the job"))
-        turn.set(nodes=turn.job.nodes.delete(number))
+        turn.set(nodes=turn.job.nodes.delete(number), leaving=turn.job.leaving - {number})

@@ -110,8 +110,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """What it has been asked to start, ever."""
     absent: float | None = None
     """Since when there is no connection."""
-    leaving: bool = False
-    """Whether its ranks are to leave (``protocol.drain``)."""
     strikes: int = 0
     """How many ranks in a row died here soon after they were started to join."""
 
@@ -335,6 +333,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     serial: int = 0
     nodes: Map[int, Node] = Map()
     """Those whose agents are there."""
+    leaving: frozenset[int] = frozenset()
+    """Those whose ranks are to leave (``protocol.drain``)."""
     early: tuple[tuple[int, int], ...] = ()
     """Nodes that are to join and came before training began, with the ranks of each."""
     unplaced: int = 0

@@ -55,8 +55,10 @@ def came(turn: Turn, event: NodeCame) -> None:
 def add(turn: Turn, node: int, hello: AgentHello) -> None:
     """An agent is there."""
     there = Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots, address=hello.address,
-                 member=hello.member, leaving=hello.leaving)
+                 member=hello.member)
     turn.set(nodes=turn.job.nodes.set(node, there))
+    if hello.leaving:
+        turn.set(leaving=turn.job.leaving | {node})
 
 
 def given(turn: Turn, newest: int) -> None:
@@ -147,7 +149,7 @@ def respawn(turn: Turn, rank: int) -> None:
     job, ended = turn.job, turn.job.ranks[rank]
     node = None if ended.node is None else job.nodes.get(ended.node)
     wanted = job.settings.respawn and job.layout is not None and ended.fenced != "refused"
-    if node is None or ended.node is None or not wanted:
+    if node is None or ended.node is None or ended.node in job.leaving or not wanted:
         return
     young = not ended.joined or (ended.spawned is not None and turn.now - ended.spawned < _YOUNG)
     strikes = node.strikes + 1 if young else 0
@@ -165,7 +167,7 @@ def respawn(turn: Turn, rank: int) -> None:
 def replaced(turn: Turn, rank: int) -> None:
     """Start a rank in place of one that has died, if its node is there."""
     ended = turn.job.ranks[rank]
-    if ended.node in turn.job.nodes:
+    if ended.node in turn.job.nodes and ended.node not in turn.job.leaving:
         assert ended.node is not None
         new = spawn(turn, ended.node, [ended.local_rank], ended.host)
         turn.say(f"rank {new[0]} is started in place of rank {rank}")
