@@ -19,6 +19,7 @@ EVERYTHING = {
     "elastic_replicas": 2, "elastic_respawn": True, "elastic_verify_every": 5, "elastic_profile": "measured",
     "elastic_replay": "state", "elastic_background_mbps": 10.5, "elastic_inject": ["kill:rank=1,step=2,at=vote"],
     "elastic_start_timeout": 11, "elastic_suspect_timeout": 2, "elastic_heartbeat_timeout": 3,
+    "elastic_hang_timeout": 7,
     "elastic_report_timeout": 40, "elastic_wait_timeout": 200, "elastic_schedule": "split",
     "elastic_dataflow": "resize", "elastic_end_timeout": 30, "elastic_store": "etcd://localhost:2379",
     "elastic_tls_cert": PEM, "elastic_tls_key": PEM, "elastic_tls_ca": PEM, "elastic_redo": "step",

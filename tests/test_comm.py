@@ -385,6 +385,7 @@ class RaisedWhileWaiting:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.lost: frozenset[int] = frozenset()
         self.over = False
+        self.since = 0.0
         self.looks = 0
 
     @property

@@ -54,7 +54,10 @@ def assert_found(job: Job, ranks: list[int]) -> None:
     [
         (Grid(tp=1, pp=2, steps=22), hang("3@7:backward", "6@11:vote", "0@15:apply", "4@18:data"), [3, 6, 0, 4],
          [0, 3, 4, 6]),
-        (Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5], [0, 3, 5]),
+        pytest.param(
+            Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5],
+            [0, 3, 5], marks=pytest.mark.long,
+        ),
     ],
     ids=["PP2", "TP2"],
 )
@@ -68,6 +71,7 @@ def test_who_hangs_is_taken_out_and_replaced(
     assert "WARNING" not in job.output
 
 
+@pytest.mark.long
 def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
     """As when the disk with the data does not answer for a while. Who stands still for a short time stays, too."""
     grid = Grid(tp=1, pp=2, steps=10, ranks=4)
@@ -77,6 +81,7 @@ def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
     assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4))
 
 
+@pytest.mark.long
 def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     """Once; if that does not help, one of those that wait for each other is taken out."""
     grid = Grid(tp=1, pp=2, steps=12)
@@ -88,6 +93,18 @@ def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     assert [event["signal"] for event in job.events("fault")] == ["unreachable"]
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
     assert_exactly_once(job)
+
+
+@pytest.mark.long
+def test_a_message_that_is_lost_within_a_cell_keeps_nobody_from_being_interrupted(jobs: Jobs) -> None:
+    """A backward pass is finished although an interrupt has come, but not for ever."""
+    grid = Grid(tp=2, pp=1, steps=10)
+    job = jobs.run(*grid.flags, "--elastic-inject", "disconnect:rank=5,at=backward,peers=4,step=7,for=0.3", *SOON)
+    assert [event["step"] for event in job.events("tangle")] == [7]
+    assert not job.events("fenced")
+    (recovered,) = job.events("recovered")
+    assert recovered["interrupt_ms"] < 1e3 * (LIMIT + 2)
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
 
 
 # ---- what is decided ---------------------------------------------------------------------------

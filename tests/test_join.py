@@ -52,7 +52,8 @@ def finish(jobs: Jobs, grid: Grid, job: Job, lost: Sequence[int], width: int | N
         pytest.param(DP4, ["0@3:param_sync", "2@report"], marks=pytest.mark.long),  # both of one stage
         # Its cell mate becomes a spare, and forms a new cell with the newcomer.
         pytest.param(TP2, ["3@3:vote"], marks=pytest.mark.long),
-        (TP2, ["1@3:grad_sync"]),  # the spare has the lowest rank of all when it comes back
+        # The spare has the lowest rank of all when it comes back.
+        pytest.param(TP2, ["1@3:grad_sync"], marks=pytest.mark.long),
         (TP2, ["3@5:param_sync"]),  # the spare's weights were to be distributed, by a layout that it is not in
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
@@ -83,11 +84,12 @@ def test_a_newcomer_is_killed_and_replaced(jobs: Jobs, point: str) -> None:
 
 
 def test_a_newcomer_is_killed_before_it_is_let_in(jobs: Jobs) -> None:
-    """Nobody else notices, and it is not tried again."""
+    """Nobody else notices, and the next one is started a little later."""
     job = start(jobs, DP4, *inject("1@3:backward", "4@prepare"))
     assert "rank 4 ended (kill" in job.read_until("before it had joined")
-    finish(jobs, DP4, job, [1], width=3)
-    assert [event["ranks"] for event in job.events("spawned")] == [[4]]
+    finish(jobs, DP4, job, [1])
+    assert [event["ranks"] for event in job.events("spawned")] == [[4], [5]]
+    assert [event["seconds"] for event in job.events("left_out")] == [1.0]
     assert [event["ranks"] for event in job.events("recovered")] == [[1]]
 
 
@@ -147,7 +149,7 @@ def test_a_stopped_newcomer_is_replaced(jobs: Jobs) -> None:
 def test_a_newcomer_that_raises_does_not_end_the_job(jobs: Jobs) -> None:
     job = start(jobs, DP4, *inject("1@3:backward"), "--elastic-inject", "raise:rank=4,at=prepare")
     job.read_until("rank 4 ended (failed) before it had joined")
-    finish(jobs, DP4, job, [1], width=3)
+    finish(jobs, DP4, job, [1])
     (error,) = job.events("error")
     assert error["rank"] == 4
     assert "InjectedError" in error["traceback"]

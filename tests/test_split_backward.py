@@ -35,7 +35,7 @@ def test_killed(jobs: Jobs) -> None:
     [
         (PP4, "", OVERLAP),
         pytest.param(TP2_PP2, "", ("--recompute-granularity", "full"), marks=pytest.mark.long),
-        (TP2_PP2, MODERN, (*OVERLAP, "--recompute-granularity", "selective")),
+        pytest.param(TP2_PP2, MODERN, (*OVERLAP, "--recompute-granularity", "selective"), marks=pytest.mark.long),
     ],
     ids=["overlap", "recompute", "modern"],
 )

@@ -55,8 +55,15 @@ def test_the_minority_is_outvoted(copies: dict[int, int], bad: list[int]) -> Non
 def test_flips_name_what_they_damage() -> None:
     text = "flip:rank=5,step=4,at=backward,what=moments"
     assert str(Injection.parse(text)) == text
-    for wrong in ("flip:rank=5,at=vote", "flip:rank=5,at=vote,what=disk", "kill:rank=5,at=vote,what=weights"):
-        with pytest.raises(ValueError, match="which is one of weights, moments, replica"):
+    for wrong, why in {
+        "flip:rank=5,at=vote": "lacks what",
+        "flip:rank=5,at=vote,what=disk": "what=disk in .*: one of weights, moments, replica",
+        "kill:rank=5,at=vote,what=weights": "kill takes no what",
+        "slow:rank=5,at=vote": "lacks factor",
+        "hang:rank=5,at=vote,for=soon": "for=soon in .* is no number",
+        "disconnect:rank=5,at=vote,peers=1,for=0": "more than 0 seconds",
+    }.items():
+        with pytest.raises(ValueError, match=why):
             Injection.parse(wrong)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Addresses, Hello, RankExited, Reachable, Where
+from megatron_elastic.cluster.messages import Addresses, Hello, RankDying, Reachable, Where
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
 from megatron_elastic.cluster.protocol.effects import Send
 from megatron_elastic.cluster.protocol.job import Node, Rank
@@ -66,7 +66,7 @@ def test_from_another_host_the_answer_waits_until_all_are_reachable() -> None:
 def test_the_lost_are_left_out() -> None:
     job, sent = said(job_of(2), Where(rank=0, ask=1, ranks=[2]))
     assert sent == []
-    gone = events.News(now=1.0, node=1, news=RankExited(rank=2, returncode=-9, time=1.0))
+    gone = events.News(now=1.0, node=1, news=RankDying(rank=2, time=1.0))
     job, sent = answers(*advance(job, gone))
     assert sent == [(1, {}, (0,))]
 

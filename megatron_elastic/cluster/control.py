@@ -74,6 +74,8 @@ class InterruptFlag:
         self.epoch = 0
         self.lost: frozenset[int] = frozenset()
         self.layout = 0
+        self.since = 0.0
+        """When it was raised last, by ``time.monotonic()``."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._acknowledged = 0
         self._stopped: str | None = None
@@ -120,7 +122,10 @@ class InterruptFlag:
                 self.fd = -1
 
     def _update(self) -> None:
-        before, self.raised = self.raised, self._stopped is not None or self.epoch > self._acknowledged
+        raised = self._stopped is not None or self.epoch > self._acknowledged
+        if raised and not self.raised:
+            self.since = time.monotonic()
+        before, self.raised = self.raised, raised
         # Only after ``raised`` has changed: who is woken by the descriptor looks at ``raised`` next.
         if self.fd >= 0 and self.raised != before:
             if self.raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ class Interruptible(Protocol):
     """What a wait looks at besides its messages (``cluster.control.InterruptFlag``)."""
 
     raised: bool
+    since: float
     fd: int
     lost: frozenset[int]
 
@@ -34,10 +36,12 @@ class Interrupts:
     Args:
         flag: its ``check()`` raises to unwind the caller.
         peers: says who has ended.
+        patience: seconds that an interrupt may have to wait.
     """
 
-    def __init__(self, flag: Interruptible, peers: Peers) -> None:
+    def __init__(self, flag: Interruptible, peers: Peers, patience: float) -> None:
         self._flag = flag
+        self._patience = patience
         self._peers = peers
         self._whole: _Whole | None = None
         """What is computed, if it is to be finished."""
@@ -47,7 +51,11 @@ class Interrupts:
         suspects, flag, whole = self._peers.suspects, self._flag, self._whole
         if whole is not None:
             suspects = tuple(peer for peer in suspects if peer in whole.partners)
-        if flag.raised and (whole is None or flag.over or whole.partners & flag.lost or whole.alone()):
+        if flag.raised and (
+            whole is None or flag.over or whole.partners & flag.lost or whole.alone()
+            # A message that is lost never comes.
+            or time.monotonic() - flag.since > self._patience
+        ):  # fmt: skip
             flag.check()
         if suspects:
             raise Interrupted(0, suspects=suspects)

@@ -68,6 +68,7 @@ class Transport:
         refused: called when the first message over a link is refused, with the reason.
         lasts: told whom a wait waits for each time that it has lasted ``wait_timeout``; it goes on then.
         odometer: notes which wait lasts, and who has come out of one.
+        patience: seconds that an interrupt may have to wait for what is to be finished if it can be.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Transport:
         refused: Callable[[str], None] = lambda why: None,
         lasts: Callable[[list[int]], None] | None = None,
         odometer: Odometer | None = None,
+        patience: float = 5.0,
     ) -> None:
         if not 0 <= rank < RANKS:
             raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
@@ -97,7 +99,7 @@ class Transport:
         self._fabric = Fabric(rank, self._inbox, events, memory // _UNPROVED, find, refused)
         self._peers, self._outbox = self._fabric.peers, self._fabric.outbox
         self._progress = Progress(rank, self._fabric, events, self._lock)
-        self._interrupts = Interrupts(interrupt, self._peers)
+        self._interrupts = Interrupts(interrupt, self._peers, patience)
         self._aside: ThreadPoolExecutor | None = None
 
     # ---- peers ------------------------------------------------------------------------------
@@ -313,7 +315,8 @@ class Transport:
     def whole(self, partners: Sequence[int], alone: Callable[[], bool]) -> AbstractContextManager[None]:
         """Around what is to be finished if it can be: an interrupt has to wait.
 
-        Only if one of the ``partners`` that it takes is lost, or if they have left this rank ``alone``, a wait ends.
+        Only if one of the ``partners`` that it takes is lost, if they have left this rank ``alone``, or if the
+        interrupt has waited for too long, a wait ends.
         """
         return self._interrupts.whole(partners, alone)
 

@@ -74,6 +74,11 @@ class Injection:
         return cls(action, values["rank"], values.get("step"), values["at"], values.get("grain"), values.get("what"),
                    values.get("for"), values.get("factor"), values.get("peers", ()))
 
+    @property
+    def deadly(self) -> bool:
+        """Whether the rank does not go on after it."""
+        return self.action in ("kill", "raise", "stop", "hang") and self.seconds is None
+
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""
         return (self.at == at and self.rank == rank and self.step in (None, step)

@@ -87,6 +87,7 @@ class Trainer:
             self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
             refused=lambda why: self.event("refused_message", reason=why),
             lasts=lambda peers: self.event("waits", peers=peers, seconds=limit), odometer=self.odometer,
+            patience=self.config.hang_timeout,
         )
         stand_ins.apply()
         writer.apply()
@@ -244,8 +245,10 @@ class Trainer:
         """Have a line written for people and tools."""
         self.control.send(Event(rank=self.rank, epoch=self.layout.epoch, kind=kind, fields=fields))
 
-    def _announce(self, injection: object) -> None:
-        self.control.send(Injected(rank=self.rank, time=time.time(), spec=str(injection)))
+    def _announce(self, injection: Injection) -> None:
+        self.control.send(
+            Injected(rank=self.rank, time=time.time(), spec=str(injection), deadly=injection.deadly)
+        )
 
     def _harm(self, injection: Injection) -> None:
         """Do on purpose what an injection says."""

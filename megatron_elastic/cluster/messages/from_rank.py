@@ -201,6 +201,8 @@ class Injected(Message, frozen=True):
     rank: int
     time: float
     spec: str
+    deadly: bool = True
+    """Whether the sender does not go on after it."""
 
 
 class Event(Message, frozen=True):

@@ -178,7 +178,8 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
         case Damaged():
             recovery.damaged(turn, message)
         case Injected():
-            turn.set(injected=turn.job.injected.set(message.rank, message.time))
+            if message.deadly:
+                turn.set(injected=turn.job.injected.set(message.rank, message.time))
             turn.record("injected", rank=message.rank, spec=message.spec, injected_at=message.time)
         case Note():
             turn.record(message.kind, rank=message.rank, **message.fields)
