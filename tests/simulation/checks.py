@@ -188,7 +188,8 @@ class Checks:
         world = self._world
         for number, each in coordinator.job.ranks.items():
             rank = world.ranks.get(number)
-            if each.lost and each.node in coordinator.links and rank is not None and rank.waits(1.0):
+            told = each.node in coordinator.job.nodes and rank is not None and rank.agent.cut_until < world.now
+            if each.lost and told and rank is not None and rank.waits(1.0):
                 raise Violation("alive", f"rank {number} is lost, and waits for others")
         if not self._digested:
             raise Violation("digest", "the job ended well without a digest")

@@ -62,12 +62,13 @@ def _begin(turn: Turn, number: int) -> None:
 
 def finish(turn: Turn) -> None:
     """Let the nodes go whose ranks nobody needs any more."""
-    layout = turn.job.layout
+    layout, entrants = turn.job.layout, () if turn.job.change is None else turn.job.change.entrants
+    if layout is None:
+        return
     for number in sorted(number for number in turn.job.leaving if number in turn.job.nodes):
         node = turn.job.nodes[number]
         ranks = [rank for rank in node.ranks if not turn.job.ranks[rank].lost]
-        free = layout is not None and all(turn.job.ranks[rank].standby and rank not in layout.places for rank in ranks)
-        if not free:
+        if any(rank in layout.places or rank in entrants or not turn.job.ranks[rank].standby for rank in ranks):
             continue
         for rank in ranks:
             turn.set_rank(rank, lost=True)

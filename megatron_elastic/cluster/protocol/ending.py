@@ -5,7 +5,7 @@ from __future__ import annotations
 from immutables import Map
 
 from megatron_elastic.cluster.messages import Answer, Finished, Stop
-from megatron_elastic.cluster.protocol import ledger, recovery
+from megatron_elastic.cluster.protocol import ledger, recovery, suspicion
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteDigest
 from megatron_elastic.cluster.protocol.events import Asked, Event, NodeCame, Troubled
 from megatron_elastic.cluster.protocol.ledger import Diverged
@@ -42,10 +42,11 @@ def finished(turn: Turn, message: Finished) -> None:
 
 
 def late(turn: Turn) -> None:
-    """Some ranks have not finished in time."""
+    """Who has not finished in time is killed: what it had to do the others do."""
     limit = turn.job.settings.wait_timeout
-    turn.end(False, f"ranks {sorted(turn.job.unfinished)} did not finish within {limit:g} s of another "
-                    "(--elastic-wait-timeout); see their logs")
+    for rank in sorted(turn.job.unfinished):
+        suspicion.fence(turn, rank, "fenced", f"it did not finish within {limit:g} s of another "
+                                              "(--elastic-wait-timeout)")
 
 
 def troubled(turn: Turn, event: Troubled) -> None:

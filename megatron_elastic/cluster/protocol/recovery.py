@@ -160,10 +160,12 @@ def _decide(turn: Turn) -> None:
         return
     # Who has switched already may have dropped units that it is to have again.
     ahead = any(report.layout > old.epoch for report in at_work)
+    # A coordinator that has taken over does not know what weights a layout moved that they have not made true.
+    behind = recovery.decided is None and any(report.layout < old.epoch for report in at_work)
     decided = _resumed(turn, decided, layout)
     recovery = turn.job.recovery
     assert recovery is not None
-    gather = (recovery.gather or turn.job.trust.healing or ahead or any(report.stale for report in at_work)
+    gather = (recovery.gather or turn.job.trust.healing or ahead or behind or any(report.stale for report in at_work)
               or units_move(old, layout))
     turn.cancel_timer("report")
     turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
