@@ -28,6 +28,7 @@ def test_overlap_does_not_show(jobs: Jobs, replay: str, kills: tuple[str, ...]) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_and_evaluations_wait_for_parameters(jobs: Jobs) -> None:
     flags = (*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--split", "6,2,2")
     saves = "--save-interval", "3", "--save"

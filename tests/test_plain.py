@@ -60,7 +60,8 @@ def test_loss_falls(data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [
     pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", marks=pytest.mark.long),
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --bf16",
+    pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                 "--untie-embeddings-and-output-weights --bf16", marks=pytest.mark.long),
     pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:

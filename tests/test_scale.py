@@ -123,7 +123,7 @@ def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...
     ("first", "second", "outside"),
     [
         pytest.param("1@switch", "5@switch", 2, marks=pytest.mark.long),
-        ("0@replicate", "6@promote", 3),
+        pytest.param("0@replicate", "6@promote", 3, marks=pytest.mark.long),
         pytest.param("6@edit", "2@param_sync", 1, marks=pytest.mark.long),
     ],
     ids=["switch", "replicate-promote", "edit-param_sync"],

@@ -8,6 +8,7 @@ import secrets
 import time
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_elastic.cluster.agent import Agent
 from megatron_elastic.cluster.coordinator import Coordinator
@@ -73,7 +74,8 @@ class Uplink:
         """This process coordinates."""
         node = coordinator.name(agent)
         self._here, self._session = (coordinator, node), None
-        coordinator.post(NodeCame(now=time.time(), node=node, hello=self._hello(agent, secrets.token_hex(8))))
+        coordinator.post(NodeCame(now=time.time(), node=node,
+                                  hello=replace(self._hello(agent, secrets.token_hex(8)), here=True)))
         self.alone_since, self._resigned = None, False
 
     def detach(self) -> None:

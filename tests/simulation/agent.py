@@ -126,7 +126,7 @@ class Agent:
         self.link.tell(AgentHello(
             session="", node_rank=self.node_rank, slots=self.slots, host=self.host, heartbeat_timeout=2.5,
             address=self.address, member=self.member, running=self.post.running(self.slots_of), past=past,
-            leaving=self.leaving,
+            leaving=self.leaving, here=self.link.local,
         ))  # fmt: skip
 
     def hear_of(self, coordinator: Coordinator) -> None:

@@ -64,6 +64,8 @@ class AgentHello(Message, frozen=True):
     """What it knows of the job, if it has ranks already."""
     leaving: bool = False
     """Whether it has said before that its ranks are to leave."""
+    here: bool = False
+    """Whether the coordinator is in its process."""
 
 
 class Said(Message, frozen=True):

@@ -87,7 +87,7 @@ def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Lay
         turn.record("refused", reason=str(error))
         turn.say(f"the number of stages stays as it is: {error}")
         turn.set(arrangement=replace(turn.job.arrangement, stages=None))
-        return improve(layout, newcomers, epoch, turn.job.goal)
+        return improve(layout, newcomers, epoch, turn.job.goal, None, gone)
 
 
 def _stay(turn: Turn, reason: str) -> None:

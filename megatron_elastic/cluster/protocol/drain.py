@@ -41,6 +41,8 @@ def _problem(job: Job, node: int) -> str | None:
     """Why the ranks of a node cannot leave, for people."""
     if job.layout is None:
         return "the job is not training yet"
+    if node == job.here:
+        return f"node {job.nodes[node].node_rank} coordinates the job"
     mine = change.leaving(job) | set(job.nodes[node].ranks)
     if mine.isdisjoint(job.layout.ranks):
         return None

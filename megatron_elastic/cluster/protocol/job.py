@@ -333,6 +333,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     serial: int = 0
     nodes: Map[int, Node] = Map()
     """Those whose agents are there."""
+    here: int = 0
+    """The node whose process this coordinator is in; 0: none."""
     leaving: frozenset[int] = frozenset()
     """Those whose ranks are to leave (``protocol.drain``)."""
     early: tuple[tuple[int, int], ...] = ()

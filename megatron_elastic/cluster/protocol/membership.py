@@ -57,6 +57,8 @@ def add(turn: Turn, node: int, hello: AgentHello) -> None:
     there = Node(node_rank=hello.node_rank, host=hello.host, slots=hello.slots, address=hello.address,
                  member=hello.member)
     turn.set(nodes=turn.job.nodes.set(node, there))
+    if hello.here:
+        turn.set(here=node)
     if hello.leaving:
         turn.set(leaving=turn.job.leaving | {node})
 
