@@ -26,19 +26,31 @@ def finished(turn: Turn, message: Finished) -> None:
     turn.set(finished=job.finished.set(message.rank, message), unfinished=unfinished)
     if unfinished:
         turn.set_timer("finish", job.settings.wait_timeout)
-        return
+    else:
+        _finish(turn, message.step)
+
+
+def switched(turn: Turn) -> None:
+    """A layout came into force: those who had not finished may be in it no more."""
+    if turn.job.finished and not turn.job.unfinished and turn.job.outcome is None:
+        _finish(turn, max(message.step for message in turn.job.finished.values()))
+
+
+def _finish(turn: Turn, step: int) -> None:
+    layout = turn.job.layout
+    assert layout is not None
     recovery.over(turn)
     ledger.close(turn)  # all that anybody knows of steps has come before this
-    done = [turn.job.finished[rank] for rank in job.layout.ranks]
+    done = [turn.job.finished[rank] for rank in layout.ranks]
     steps = {each.step for each in done}
     if len(steps) > 1:
         raise Diverged(f"ranks finished at different steps {sorted(steps)}")
     try:
-        turn.do(WriteDigest(combine(job.layout, (item for each in done for item in each.digests), message.step)))
+        turn.do(WriteDigest(combine(layout, (item for each in done for item in each.digests), step)))
     except RecordsError as error:
-        turn.end(False, f"training finished at step {message.step}, but what it has made is not certain: {error}")
+        turn.end(False, f"training finished at step {step}, but what it has made is not certain: {error}")
         return
-    turn.end(True, f"training finished at step {message.step}")
+    turn.end(True, f"training finished at step {step}")
 
 
 def late(turn: Turn) -> None:
