@@ -168,8 +168,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "is killed (default: %(default)s)")
     group.add_argument("--elastic-heartbeat-timeout", type=float, metavar="S", default=d.heartbeat_timeout,
                        help="how long a node may be silent before its ranks count as lost, and a coordinator before a "
-                       "node looks for another; without a store (--elastic-store) a node without a word from it for "
-                       "four times as long ends its ranks (default: %(default)s)")
+                       "node looks for another; four times as long without a store (--elastic-store). Who was cut off "
+                       "comes again with new ranks (default: %(default)s)")
     group.add_argument("--elastic-hang-timeout", type=float, metavar="S", default=d.hang_timeout,
                        help="how long a rank may come no further while others wait for it before it is killed; three "
                        "times what a step usually takes if that is longer (default: %(default)s)")

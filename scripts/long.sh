@@ -11,7 +11,7 @@ timeout --kill-after 30 600 python -m tests.simulation --seeds "$first:$((first 
 echo "== hosts that are lost"
 export MEGATRON_ELASTIC_LONG=1
 # Longer than all of them take, so that nothing hangs for ever.
-timeout --kill-after 30 600 python -m pytest tests/test_lost_hosts.py -rP "$@"
+timeout --kill-after 30 900 python -m pytest tests/test_lost_hosts.py -rP "$@"
 
 echo "== jobs in further combinations"
 timeout --kill-after 30 1200 python -m pytest -m long --ignore tests/test_lost_hosts.py \

@@ -86,18 +86,20 @@ class LostHosts:
 
     Args:
         jobs: says how a job is started.
-        hosts: where; the first three are the job's.
+        hosts: where; the first ones are the job's.
         extra: further flags.
+        nodes: how many it begins with.
     """
 
-    def __init__(self, jobs: Jobs, hosts: Hosts, *extra: str) -> None:
+    def __init__(self, jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES) -> None:
         self.run_dir = jobs.folder / uuid.uuid4().hex[:8]
         self.nodes: list[Node] = []
         self._heard: queue.Queue[tuple[Node, str]] = queue.Queue()
         self._jobs = jobs
         self._hosts = hosts
         self._flags = (*FLAGS, *extra)
-        places = [hosts.add() for _ in range(NODES)]
+        self._begins_with = nodes
+        places = [hosts.add() for _ in range(nodes)]
         for place in places:
             self._start(place, places[0].address, 29500)
 
@@ -118,6 +120,19 @@ class LostHosts:
             if not missing:
                 return node
 
+    def cut_off(self, node: Node, seconds: float) -> float:
+        """Nothing gets to a node's host or from it for so long. Returns the time since when it does again."""
+        self._hosts.cut(node.address)
+        threading.Event().wait(seconds)  # the fault itself
+        self._hosts.cut(node.address, off=False)
+        return time.time()
+
+    def back_after(self, since: float) -> float:
+        """Seconds from then until ranks that had come took part."""
+        entered = (event["time"] for event in read_events(self.run_dir)
+                   if event["kind"] == "switched" and event["entered"] and event["time"] > since)
+        return next(entered) - since
+
     def losses(self, *killed: float) -> list[Loss]:
         """What each kill of a coordinator cost."""
         events = read_events(self.run_dir)
@@ -135,7 +150,7 @@ class LostHosts:
         """It trained bit for bit like ``reference``, each step once."""
         output = "".join(node.output for node in self.nodes)
         assert cli.main(["compare", str(self.run_dir), str(reference.run_dir)]) == 0, output
-        assert list(read_metrics(self.run_dir)) == list(range(1, GRID.steps + 1))
+        assert list(read_metrics(self.run_dir)) == list(read_metrics(reference.run_dir))
 
     def end(self) -> str:
         """Whatever is left ends; returns what all have printed."""
@@ -145,7 +160,8 @@ class LostHosts:
 
     def _start(self, host: Host, address: str, port: int) -> Node:
         rank = str(len(self.nodes))
-        launcher = ("--nnodes", str(NODES), "--node-rank", rank, "--master-addr", address, "--master-port", str(port))
+        launcher = ("--nnodes", str(self._begins_with), "--node-rank", rank, "--master-addr", address,
+                    "--master-port", str(port))
         command = self._jobs.command(*self._flags, run_dir=self.run_dir, ranks=2, launcher=launcher)
         process = subprocess.Popen(
             host.command(command), text=True,
@@ -157,9 +173,9 @@ class LostHosts:
 
 
 @contextmanager
-def lost_hosts(jobs: Jobs, hosts: Hosts, *extra: str) -> Iterator[LostHosts]:
-    """A job on three of ``hosts``; what it printed is printed in the end, and nothing of it left."""
-    job = LostHosts(jobs, hosts, *extra)
+def lost_hosts(jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES) -> Iterator[LostHosts]:
+    """A job on so many of ``hosts``; what it printed is printed in the end, and nothing of it left."""
+    job = LostHosts(jobs, hosts, *extra, nodes=nodes)
     try:
         yield job
     finally:

@@ -61,6 +61,11 @@ class Hosts:
         self._in(host.name, "link", "set", "lo", "up")
         return host
 
+    def cut(self, address: str, *, off: bool = True) -> None:
+        """Take a host's cable out, or put it in again."""
+        number = next(number for number, host in enumerate(self._hosts) if host.address == address)
+        self._in(self._all, "link", "set", f"p{number}", "down" if off else "up")
+
     def remove(self) -> None:
         """Take all away again; what runs there must have ended."""
         for name in (*(host.name for host in self._hosts), self._all):

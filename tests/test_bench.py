@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_elastic import bench
 from megatron_elastic.config import add_elastic_arguments
@@ -216,6 +217,32 @@ def test_dataflow_is_compared_after_the_loss(monkeypatch: pytest.MonkeyPatch) ->
     layout = Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0]], units=["a"], num_grains=3, num_slices=3, replicas=1,
                          samples=4)
     assert dataflow.samples_of_fullest(lose(layout, [2], everything(layout), 1), 4) == 6
+
+
+def test_consistency_is_held_against_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    consistency = _benchmark("consistency", monkeypatch)
+    assert consistency.kills(1, 4, 2) == ["kill:rank=5,step=5,at=vote", "kill:rank=2,step=9,at=forward"]
+    ours = consistency.Trained({4: 8.0, 5: 4.0, 6: 2.0}, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
+    theirs = consistency.Trained({4: 8.0, 5: 5.0, 6: 1.0}, {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0])})
+    found = consistency.deviation(ours, theirs)
+    assert found == {"final_loss": 0.5, "loss": 0.375, "weights": pytest.approx(0.2)}
+    half = {name: value / 2 for name, value in found.items()}
+    assert consistency.figures({"fast": [half, half], "usual": [found, found]})["less_than_usual"] == {
+        "fast": {name: pytest.approx(0.5) for name in found}}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_fast_deviates_less_than_the_usual_way_and_bitwise_not_at_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_elastic.cli", "bench", "consistency", "--repeat", "1", "--steps", "12",
+               "--faults", "1", "--nproc-per-node", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False,
+                          env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["deviation"]
+    assert not any(found["bitwise"].values())
+    assert 0 < found["fast"]["weights"] < 0.01 * found["usual"]["weights"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_control_is_measured_with_the_real_coordinator(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ pytestmark = [
 ]
 
 
+LAYOUTS = [(2, 1, 2), (2, 2, 1), (3, 1, 1)]
+"""Hosts of two ranks each, tensor-parallel and pipeline-parallel size."""
+
+
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     with namespaces.hosts() as made:
@@ -42,6 +46,41 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> N
         for loss in job.losses(*killed):
             print("measured:", loss)
     job.assert_same(jobs.undisturbed(*FLAGS, ranks=6))
+
+
+def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts) -> None:
+    """Nobody starts anything: a host without a cable for six seconds is back soon, and so is who coordinated."""
+    steps = ("--train-iters", "500")
+    with lost_hosts(jobs, hosts, *steps) as job:
+        first = job.until(LED)
+        job.until(EVEN.format(6))
+        mended = []
+        for node, texts in ((job.nodes[2], ()), (first, (COORDINATES,))):
+            mended.append(job.cut_off(node, 6.0))
+            job.until(*texts, FOLLOW, EVEN.format(6))
+        for node in job.nodes:
+            node.finish()
+        for since in mended:
+            print(f"measured: back {job.back_after(since):.2f} s after the link")
+            assert job.back_after(since) < 5.0
+    job.assert_same(jobs.undisturbed(*FLAGS, *steps, ranks=6))
+
+
+@pytest.mark.parametrize(("nodes", "tp", "pp"), LAYOUTS, ids=lambda value: str(value))
+def test_a_host_that_is_cut_off_comes_again_in_other_layouts(
+    jobs: Jobs, hosts: Hosts, nodes: int, tp: int, pp: int
+) -> None:
+    flags = ("--train-iters", "300", "--tensor-model-parallel-size", str(tp),
+             "--pipeline-model-parallel-size", str(pp), "--micro-batch-size", "1")  # fmt: skip
+    with lost_hosts(jobs, hosts, *flags, nodes=nodes) as job:
+        job.until("step    40/300")
+        since = job.cut_off(job.nodes[-1], 6.0)
+        job.until(FOLLOW, EVEN.format(2 * nodes))
+        for node in job.nodes:
+            node.finish()
+        print(f"measured: back {job.back_after(since):.2f} s after the link")
+        assert job.back_after(since) < 5.0
+    job.assert_same(jobs.undisturbed(*FLAGS, *flags, ranks=2 * nodes))
 
 
 def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_path: Path) -> None:

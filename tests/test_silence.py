@@ -162,6 +162,23 @@ def test_a_silent_node_is_lost_and_ends_when_it_goes_on(launch: Launch) -> None:
     assert launch.processes() == []
 
 
+def test_a_silent_node_comes_again_with_new_ranks(launch: Launch) -> None:
+    first, second = start_nodes(launch, "0:2:begin:tell", "0:2:begin:wait", "0:3:begin:wait", ranks=1)
+    launch.hear(1)
+    node = family(second.process.pid)
+    for pid in node:
+        os.kill(pid, signal.SIGSTOP)
+    first.read_until("recovered from the loss of ranks [1]")
+    for pid in node:
+        os.kill(pid, signal.SIGCONT)
+    first.read_until("ranks [2] are started on a node that has come")
+    second.read_until("it comes again with new ranks")
+    launch.go()
+    first.finish()
+    second.finish()
+    assert first.steps() == [1, 2, 3, 4]
+
+
 def test_a_stopped_agent_loses_its_rank_although_it_runs(launch: Launch) -> None:
     first, second = start_nodes(launch, "0:2:begin:tell", "0:2:begin:wait", ranks=1)
     launch.hear(1)
@@ -194,10 +211,10 @@ def test_a_coordinator_that_stood_still_takes_nobody_for_lost(launch: Launch) ->
 
 def test_a_node_without_a_coordinator_ends(launch: Launch) -> None:
     first, second = start_nodes(launch, "0:2:begin:tell", "0:2:begin:wait", ranks=1,
-                                extra=("--elastic-heartbeat-timeout", "0.5"))
+                                extra=("--elastic-heartbeat-timeout", "0.5", "--elastic-start-timeout", "6"))
     launch.hear(1)
     stop_child(first.process.pid)
-    assert "the coordinator was silent for 2 s" in second.finish(code=1)
+    assert "nobody coordinates for 6 s" in second.finish(code=1)
     os.kill(first.process.pid, signal.SIGCONT)
     first.finish()
     assert [fault["rank"] for fault in first.events("fault")] == [1]

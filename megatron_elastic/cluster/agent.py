@@ -28,6 +28,7 @@ from megatron_elastic.cluster.messages import (
     FromAgent,
     FromRank,
     Heartbeat,
+    Hello,
     Inspect,
     Inspected,
     Launch,
@@ -249,6 +250,20 @@ class Agent:
         if not self.over.done():
             self.over.set_result(message)
 
+    async def begin_again(self) -> None:
+        """End all ranks, whose part in the job others have taken over, and be ready to start new ones. Raises
+        AgentError.
+        """
+        await self._wait_idle(_PATIENCE)
+        self.kill_all()
+        await self._wait_idle(END_LIMIT)
+        if self._running:
+            raise AgentError(f"ranks {sorted(self._running)} do not end")
+        self.over = asyncio.get_running_loop().create_future()
+        self._post = Post(self._lines.send, self._tell, asyncio.get_running_loop().call_later)
+        self._slots.clear()
+        self._torch_port = 0
+
     def _launch(self, message: Launch) -> None:
         job = self.job
         if message.world_size != job.world_size:
@@ -264,6 +279,8 @@ class Agent:
     def _heard(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Committed):
             self._gauge.committed(message)
+        if isinstance(message, Hello) and self.over.done():  # it has only begun when the others were told
+            self._lines.send(rank, wire.encode(self.over.result()))
         self._post.heard(rank, message)
 
     def _closed(self, rank: int) -> None:

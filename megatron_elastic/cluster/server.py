@@ -109,7 +109,8 @@ class Server:
 
         def silent() -> None:
             agent.obey(Stop(ok=False, reason=f"this node was silent for {limit:g} s and counts as lost "
-                                             "(--elastic-heartbeat-timeout); its ranks must end"))
+                                             "(--elastic-heartbeat-timeout); its ranks must end",
+                            again=self._config.elastic))
             coordinator.post(NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} silent",
                                       since=pulse.heard_at))
             wire.close()

@@ -51,6 +51,10 @@ class Station:
         """Where the coordinator is that this node has been in touch with last."""
         self._leader = ""
         """Where that one is, if this node has not been in touch with it."""
+        self._alone_since = time.time()
+        """Since when this node has come again, if it has, and has had no coordinator."""
+        self._gone = False
+        """Whether the only process that can coordinate has ended."""
 
     async def run(self) -> Outcome:
         """Take part. Raises CancelledError when this process is to end."""
@@ -86,23 +90,32 @@ class Station:
                 return outcome
         assert self._agent is not None
         agent = self._agent
-        while not agent.over.done():
-            if office.coordinator is not None:
+        while True:
+            if agent.over.done():
+                stop = agent.over.result()
+                if not stop.again or agent.leaving:
+                    return Outcome(stop.ok, stop.reason)
+                self._note(f"{stop.reason}; it comes again with new ranks")
+                await agent.begin_again()
+                self._uplink.forget()
+                if office.coordinator is not None:
+                    self._uplink.attach(office.coordinator, agent)
+                self._alone_since, self._leader = time.time(), self._leader or self._followed
+            elif office.coordinator is not None:
                 await race(office.coordinator.outcome, agent.over, office.change())
                 if office.coordinator is not None and office.coordinator.outcome.done():
                     return office.coordinator.outcome.result()
-            elif part.choice.kind == "alone" or not agent.members.done():
+            elif self._gone or not (config.elastic and agent.members.done()):
                 return Outcome(False, f"lost the coordinator at {part.agent.host}:{part.port}")
             elif self._leader and self._leader != self._uplink.address:
                 leader, self._leader = self._leader, ""
                 await self._follow(leader)
-            elif not await self._look():
-                since = self._uplink.alone_since or time.time()
+            elif part.choice.kind == "alone" or not await self._look():
+                since = self._uplink.alone_since or self._alone_since
                 if time.time() - since > config.start_timeout:
                     return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
                                           "(--elastic-start-timeout); ending this node's ranks")
                 self._leader = self._followed  # it may still be there, and has something to say to this node
-        return Outcome(agent.over.result().ok, agent.over.result().reason)
 
     async def _join(self) -> Outcome | None:
         """Another node: come to the first one, and do what it says. An outcome if the job is over with it."""
@@ -119,7 +132,7 @@ class Station:
             wire.close()
             raise
         why = await self._follow(f"{host}:{port}", wire)
-        if agent.over.done() or (part.choice.kind != "alone" and agent.members.done()):
+        if agent.over.done() or (self._config.elastic and agent.members.done()):
             return None
         return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
 
@@ -167,6 +180,7 @@ class Station:
                 why = await self._uplink.follow(wire, host, int(port), agent)
             except (TimeoutError, WireError) as error:
                 why = str(error)
+                self._gone = self._part.choice.kind == "alone" and isinstance(error.__cause__, ConnectionRefusedError)
 
         self._following = asyncio.create_task(follow(wire))
         await race(self._following, agent.over, self._another(address))

@@ -82,6 +82,10 @@ class Uplink:
         """It does so no longer."""
         self._here, self.alone_since, self._resigned = None, time.time(), True
 
+    def forget(self) -> None:
+        """This node comes again as one that has never had a coordinator."""
+        self.alone_since, self._resigned = None, False
+
     # ---- over connections --------------------------------------------------------------------
 
     async def connect(self, host: str, port: int, limit: float) -> AsyncWire[Letter]:

@@ -6,18 +6,14 @@ import heapq
 from collections.abc import Sequence
 
 
-def reroute(
-    grains: Sequence[Sequence[int]], num_grains: int, idle: Sequence[float] | None = None
-) -> list[tuple[int, ...]]:
+def reroute(grains: Sequence[Sequence[int]], num_grains: int) -> list[tuple[int, ...]]:
     """All grains 0..num_grains-1 over the cells of a stage, balanced to within one, ascending in each.
 
-    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must. ``idle``: how long
-    each cell waits in a step; where grains do not come out even, those that wait longest take one more.
+    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must.
     """
-    waits = [0.0] * len(grains) if idle is None else idle
     low, extra = divmod(num_grains, len(grains))
     # The fullest cells may keep one more than the others: then as few grains as possible move.
-    order = sorted(range(len(grains)), key=lambda index: (-len(grains[index]), -waits[index], index))
+    order = sorted(range(len(grains)), key=lambda index: (-len(grains[index]), index))
     room = {index: low + (place < extra) for place, index in enumerate(order)}
     kept = [list(share[: room[index]]) for index, share in enumerate(grains)]
     emptiest = [(len(share), index) for index, share in enumerate(kept) if len(share) < room[index]]

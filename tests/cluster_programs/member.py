@@ -145,7 +145,9 @@ class Member:
         self.last, self.vote, self.step = self.vote, None, self.step + 1
 
     def recover(self) -> None:
-        self.options.at = [act for act in self.options.at if not act.endswith(":wait")]
+        past = {f"{self.rank}:{step}" for step in ("*", self.step)}
+        self.options.at = [act for act in self.options.at
+                           if not act.endswith(":wait") or act.rsplit(":", 2)[0] not in past]
         while True:
             flag = self.control.interrupt
             epoch = flag.epoch

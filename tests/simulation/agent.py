@@ -188,7 +188,10 @@ class Agent:
             case Members():
                 self.elects = bool(self.world.leadership.kind != "alone")
             case Stop():
-                self.end()
+                if message.again and not self.leaving:
+                    self.begin_again()
+                else:
+                    self.end()
             case Heartbeat():
                 pass
 
@@ -209,6 +212,16 @@ class Agent:
         self.over = True
         for rank in self.running:
             self.world.after(self.world.delay(0.2), self.world.kill, rank)
+
+    def begin_again(self) -> None:
+        """Others have taken over what its ranks did: it comes again as if it were new, when they have ended."""
+        for rank in self.running:
+            self.world.kill(rank)
+        self.leave()
+        self.alone_since, self.followed = None, ""
+        self.post = ModelPost(lambda rank, frame: None, self.tell, self.world.after)
+        self.launched, self.slots_of, self._torch_port = set(), {}, 0
+        self.world.after(self.world.spawn_delay(), self.introduce)
 
     def die(self) -> None:
         """The machine is gone, with all that runs on it."""

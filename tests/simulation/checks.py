@@ -71,7 +71,7 @@ class Checks:
         self._fenced.add(rank)
         if (there := self._world.ranks.get(rank)) is not None and there.waits_for_a_decision(30.0):
             raise Violation("fenced", f"rank {rank} is killed, which has reported and waits for a decision")
-        away = {"stop", "busy", "hang", "partition", "suspect", "node lost", "coordinator", "depose"}
+        away = {"stop", "busy", "hang", "partition", "suspect", "node lost", "coordinator", "depose", "fail"}
         quiet = not self._world.kinds.keys() & away
         if quiet and len(self._links) == 1 and self._links[0] <= self._fenced:
             raise Violation("both ends", f"both ends of a bad link are killed, ranks {sorted(self._links[0])}")

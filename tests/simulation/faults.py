@@ -36,7 +36,7 @@ def happen(world: World, fault: Fault) -> None:
         case "stop":
             world.stop(rank, seconds)
         case "busy":
-            rank.busy_until = world.now + seconds
+            rank.busy_until = max(rank.busy_until, world.now + seconds)
         case "hang":
             rank.busy_until = world.now + 400.0
             world.last_fault = rank.busy_until

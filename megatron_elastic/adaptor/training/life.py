@@ -78,6 +78,8 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     """Report what the model has become, and stay until everybody has."""
     trainer.hooks.step = trainer.standing.step
     done, layout = trainer.standing.step - 1, tenure.layout
+    if trainer.standing.stale:
+        tenure.reduction.gather_parameters()
     intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)

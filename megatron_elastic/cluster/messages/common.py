@@ -57,3 +57,5 @@ class Stop(Message, frozen=True):
 
     ok: bool
     reason: str
+    again: bool = False
+    """Whether it goes on without this node, which may come again, with new ranks."""

@@ -276,6 +276,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that nodes have to come, once it is known that some rank lives."""
     long: bool = False
     """Whether nobody who has come within that has a rank that lives, so that others are waited for."""
+    needed: bool = False
+    """Whether those who had not come within that have longer, because without them state is lost."""
     running: Map[int, Rank] = Map()
     layout: Layout | None = None
     newest: int = -1

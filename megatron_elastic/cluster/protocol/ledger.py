@@ -30,16 +30,25 @@ def note(turn: Turn, vote: VoteResult, epoch: int) -> None:
     with ``fast`` sums, and when what it was computed with turned out to be damaged.)
     """
     known = _of(turn).votes.get(vote.step)
-    if known is None or known.epoch < epoch:
+    if known is None:
         _remember(turn, Told(vote, epoch, epoch))
-        return
-    if known.epoch > epoch:
-        return
-    for name in ("loss", "grad_norm"):
+    elif (name := _differing(known.vote, vote)) is None:
+        # Who has switched to a later layout since tells of it from there, perhaps before the others do.
+        _remember(turn, Told(known.vote, max(known.epoch, epoch), min(known.cast, epoch)))
+    elif known.epoch < epoch:
+        _remember(turn, Told(vote, epoch, epoch))
+    elif known.epoch == epoch:
         ours, theirs = getattr(known.vote, name), getattr(vote, name)
-        if ours.hex() != theirs.hex():
-            raise Diverged(f"step {vote.step} was reported twice with different {name.replace('_', ' ')}: "
-                           f"{ours!r} ({ours.hex()}) and {theirs!r} ({theirs.hex()})")
+        raise Diverged(f"step {vote.step} was reported twice with different {name.replace('_', ' ')}: "
+                       f"{ours!r} ({ours.hex()}) and {theirs!r} ({theirs.hex()})")
+
+
+def _differing(one: VoteResult, other: VoteResult) -> str | None:
+    """What two results of a step differ in, bit for bit, if in anything."""
+    for name in ("loss", "grad_norm"):
+        if getattr(one, name).hex() != getattr(other, name).hex():
+            return name
+    return None
 
 
 def commit(turn: Turn, vote: VoteResult, epoch: int, world_size: int, time: float) -> None:

@@ -34,7 +34,7 @@ def came(turn: Turn, event: NodeCame) -> None:
     job, hello = turn.job, event.hello
     if hello.running:
         # Others have taken over what its ranks did, while it had no coordinator.
-        turn.do(Tell(event.node, Stop(ok=False, reason="its ranks are no longer part of the job")))
+        turn.do(Tell(event.node, Stop(ok=False, reason="its ranks are no longer part of the job", again=True)))
         return
     add(turn, event.node, hello)
     ours = job.settings.heartbeat_timeout

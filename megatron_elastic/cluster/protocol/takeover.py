@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Damaged, Fence
+from megatron_elastic.cluster.messages import Damaged, Fence, Stop
 from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Layout, decode
+from megatron_elastic.layout import Holdings, Layout, decode
+from megatron_elastic.plan import NoLayout, lose
 
 
 def took_over(turn: Turn, event: TookOver) -> None:
@@ -78,7 +79,7 @@ def remembered(before: Job, after: Job) -> tuple[Said | News, ...]:
 
 
 def late(turn: Turn) -> None:
-    """Whoever has not come is lost; but if nobody has who could go on, the others have longer."""
+    """Whoever has not come is lost; but if those who have cannot go on, the others have longer."""
     known = turn.job.gathering
     assert known is not None
     if known.layout is None or turn.job.first is None:
@@ -88,8 +89,22 @@ def late(turn: Turn) -> None:
             return
         turn.end(False, "no node that knows the job has come to its new coordinator; restart the job from its newest "
                         "checkpoint")
+    elif not known.needed and not _enough(known, known.layout):
+        # They may be as slow to come as they may be silent.
+        turn.set(gathering=replace(known, needed=True))
+        turn.set_timer("gather", turn.job.settings.heartbeat_timeout)
     else:
         _go_on(turn, known, known.layout)
+
+
+def _enough(known: Gathering, layout: Layout) -> bool:
+    """Whether those who have come have all state that the layout asks for, and can go on."""
+    missing = [rank for rank in layout.ranks if rank not in known.running]
+    try:
+        lose(layout, missing, Holdings.of(layout), layout.epoch)
+    except NoLayout:
+        return False
+    return True
 
 
 def _go_on_if_complete(turn: Turn) -> None:
@@ -129,9 +144,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
-    for rank in layout.lost:
-        if rank in known.running:  # cut off, and taken for dead meanwhile
-            turn.tell(turn.job.ranks[rank].node or 0, Fence(rank=rank))
+    _send_away(turn, layout)
     since = turn.now if known.since is None else known.since
     if missing:
         loss.lose(turn, missing, f"node {layout.host_of(missing[0])} lost", since)
@@ -146,6 +159,18 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for node, slots in early:
         if node in turn.job.nodes:
             membership.join(turn, node, slots)
+
+
+def _send_away(turn: Turn, layout: Layout) -> None:
+    """Some run that were cut off, and taken for dead meanwhile. A node of which all were comes again."""
+    for number, node in turn.job.nodes.items():
+        cut_off = [rank for rank in node.ranks if rank in layout.lost]
+        if cut_off and len(cut_off) == len(node.ranks):
+            turn.tell(number, Stop(ok=False, reason="its ranks are no longer part of the job", again=True))
+            turn.set(nodes=turn.job.nodes.delete(number))
+        else:
+            for rank in cut_off:
+                turn.tell(number, Fence(rank=rank))
 
 
 def _ranks(known: Gathering, layout: Layout, hosts: Mapping[int | None, int]) -> Iterable[tuple[int, Rank]]:

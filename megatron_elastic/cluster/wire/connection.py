@@ -45,7 +45,7 @@ class AsyncWire(Generic[T]):
         """Connect to the coordinator; try again for ``limit`` seconds while nobody answers or too many others ask.
 
         The connection breaks when the other machine is gone for ``silence`` seconds. Raises WireError if who answers
-        is not this job's coordinator, TimeoutError if nobody does.
+        is not this job's coordinator, TimeoutError if nobody does, from what went wrong last.
         """
         context = client_context(credentials.certificates)
         last: OSError | None = None
@@ -61,7 +61,7 @@ class AsyncWire(Generic[T]):
                     await asyncio.sleep(_PAUSE * random.uniform(0.5, 1.5))
         except TimeoutError:
             raise TimeoutError(f"no coordinator at {host}:{port} within {limit:g} s"
-                               + (f": {last}" if last is not None else "")) from None
+                               + (f": {last}" if last is not None else "")) from last
 
     @classmethod
     async def _connect(cls, host: str, port: int, context: ssl.SSLContext, token: str, silence: float,

@@ -63,6 +63,7 @@ def _stand_by(rank: Rank) -> Waits:
 def _finish(rank: Rank, tenure: Tenure) -> Waits:
     """Report what the model has become, and stay until everybody has."""
     done, layout = rank.standing.step - 1, tenure.layout
+    yield from parameters.gather(rank, tenure, done)
     yield from intermission.hold(rank, tenure, done)
     yield from parameters.await_all(rank, tenure)
     digests = []
@@ -71,7 +72,7 @@ def _finish(rank: Rank, tenure: Tenure) -> Waits:
         if state is None or state.step != done:
             raise Violation("invented", f"rank {rank.rank} digests slice {unit, k}: "
                                         f"{'nothing' if state is None else state.step} at {done}")
-        if weights not in (done, None) or (weights is None and not rank.standing.stale):
+        if weights != done:
             raise Violation("wrong weights", f"rank {rank.rank} digests unit {unit} of {weights}")
         digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(rank.rank), sha256=f"{unit}-{k}-{done}"))
     rank.control.send(Finished(rank=rank.rank, step=done, digests=digests))

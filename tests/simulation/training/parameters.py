@@ -43,6 +43,13 @@ class Parameters:
                                                  f"{self.steps[unit]} steps")
 
 
+def gather(rank: Rank, tenure: Tenure, done: int) -> Waits:
+    """Have everybody's as after ``done`` steps, if some may be of other ones."""
+    if rank.standing.stale:
+        yield rank.transport.meeting(tenure.layout, "gather", done + 1)
+        rank.parameters.gathered(done)
+
+
 def await_all(rank: Rank, tenure: Tenure) -> Waits:
     """Return when all are here that are on their way."""
     now = rank.standing

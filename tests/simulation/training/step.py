@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 def take(rank: Rank, tenure: Tenure) -> Waits:
     """Do the step in progress, or what is missing of it. Until the vote is over nothing is applied."""
     world, layout, step = rank.world, tenure.layout, rank.standing.step
-    if rank.standing.stale:
-        yield rank.transport.meeting(layout, "gather", step)
-        rank.parameters.gathered(step - 1)
+    yield from parameters.gather(rank, tenure, step - 1)
     yield from intermission.hold(rank, tenure, step - 1)
     tenure.store.drop_gradients()
     yield world.delay(0.02)
