@@ -21,24 +21,31 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.namespaces import Host, Hosts
+
 PATIENCE = 60.0
 """Seconds after which something that must happen counts as not happening, on a busy machine too."""
 TOKEN = "a token of the tests that is long enough"
 
 
 class Candidate:
-    """One process that runs ``cluster_programs/candidate.py``."""
+    """One process that runs ``cluster_programs/candidate.py``, on this machine or on a host of its own."""
 
-    def __init__(self, store: str, nodes: int, address: str, limit: float, token: str = TOKEN) -> None:
+    def __init__(self, store: str, nodes: int, address: str, limit: float, token: str = TOKEN,
+                 host: Host | None = None) -> None:
         self.address = address
+        self.host = host
         self.told: list[dict[str, Any]] = []
-        given = {"store": store, "nodes": nodes, "job": "test", "limit": limit, "address": address, "token": token}
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.cluster_programs.candidate", json.dumps(given)],
+        where = "127.0.0.1" if host is None else host.address
+        given = {"store": store, "nodes": nodes, "job": "test", "limit": limit, "address": address, "token": token,
+                 "host": where}
+        command = [sys.executable, "-m", "tests.cluster_programs.candidate", json.dumps(given)]
+        self._process = subprocess.Popen(command if host is None else host.command(command),
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._rest = b""
         self.raft = ""
         if store == "embedded":
-            self.raft = f"127.0.0.1:{self.hear(lambda told: 'port' in told)['port']}"
+            self.raft = f"{where}:{self.hear(lambda told: 'port' in told)['port']}"
 
     def order(self, what: Any) -> None:
         assert self._process.stdin is not None
@@ -106,8 +113,8 @@ class Candidate:
 class Group:
     """Candidates for the leadership of one job."""
 
-    def __init__(self, store: str, nodes: int, limit: float) -> None:
-        self._store, self._nodes, self._limit = store, nodes, limit
+    def __init__(self, store: str, nodes: int, limit: float, hosts: Hosts | None) -> None:
+        self._store, self._nodes, self._limit, self._hosts = store, nodes, limit, hosts
         self.all: list[Candidate] = []
         self.members: list[str] = []
 
@@ -122,7 +129,8 @@ class Group:
             candidate.hear(lambda told: "opened" in told)
 
     def candidate(self, token: str = TOKEN) -> Candidate:
-        candidate = Candidate(self._store, self._nodes, f"node{len(self.all)}:1", self._limit, token)
+        candidate = Candidate(self._store, self._nodes, f"node{len(self.all)}:1", self._limit, token,
+                              None if self._hosts is None else self._hosts.add())
         self.all.append(candidate)
         return candidate
 
@@ -144,9 +152,9 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(store: str, nodes: int, limit: float, members: int = 3) -> Iterator[Group]:
-    """Start candidates, and kill those that are left."""
-    group = Group(store, nodes, limit)
+def group(store: str, nodes: int, limit: float, members: int = 3, hosts: Hosts | None = None) -> Iterator[Group]:
+    """Start candidates, each on one of ``hosts`` if there are some, and kill those that are left."""
+    group = Group(store, nodes, limit, hosts)
     try:
         group.start(members)
         yield group

@@ -35,6 +35,7 @@ from megatron_elastic.cluster.leadership import (
 )
 from megatron_elastic.cluster.leadership.raft import Book, Raft, password
 from megatron_elastic.config import UsageError
+from tests import namespaces
 from tests.candidates import TOKEN, Candidate, EtcdServer, Group, KubernetesApi, group
 
 LIMIT = 1.0
@@ -327,6 +328,26 @@ def test_a_stopped_leader_that_comes_back_can_decide_nothing() -> None:
         assert_recalls(new, term, 1)
         leader.hear(lambda told: told.get("follows", 0) >= later)
         assert_terms_grow(agents.terms())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+def test_a_member_that_was_cut_off_disturbs_nobody() -> None:
+    """It has heard of no leader, but the others have."""
+    with namespaces.hosts() as hosts, group("embedded", 3, LIMIT, hosts=hosts) as agents:
+        term, leader = agents.followed(by=agents.all[0])
+        back, other = (agent for agent in agents.all if agent is not leader)
+        assert back.host is not None
+        hosts.cut(back.host.address)
+        threading.Event().wait(5 * LIMIT)  # the fault itself: time enough for some elections
+        hosts.cut(back.host.address, off=False)
+        assert back.ask("recall")["found"] is None
+        record(leader, term, 1)
+        # It has a voice again: without it none could lead.
+        leader.kill()
+        later, _ = agents.followed(by=other, after=term)
+        assert_recalls(back, term, 1)
+        assert agents.terms() == [term, later]
 
 
 @pytest.mark.slow

@@ -121,6 +121,25 @@ def test_who_breaks_off_has_not_resigned(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_who_is_cut_off_is_let_go_at_once(tmp_path: Path) -> None:
+    """Another coordinates: nobody waits until the one before says that it has heard the last word."""
+    async def test(node: Node) -> None:
+        first = node.server.coordinator = Heard(1)
+        following = asyncio.create_task(node.follow())
+        await first.hellos.get()
+        (remote,) = node.server._agents.values()
+        assert remote._wire is not None
+        cable = remote._wire._writer.transport._ssl_protocol._transport  # type: ignore[attr-defined]
+        cable.pause_reading()
+        cable.write = lambda data: None
+        began = time.monotonic()
+        following.cancel()
+        await asyncio.wait([following])
+        assert time.monotonic() - began < CONFIG.suspect_timeout
+
+    run(tmp_path, test)
+
+
 def test_who_does_not_coordinate_is_asked_now_and_then_and_not_for_ever(tmp_path: Path) -> None:
     async def test(node: Node) -> None:
         node.uplink.alone_since = 1.0

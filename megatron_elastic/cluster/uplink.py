@@ -151,6 +151,9 @@ class Uplink:
                     agent.obey(message)
         except WireError as error:
             return str(error)
+        except asyncio.CancelledError:
+            wire.abort()  # to say farewell to a host that is cut off takes seconds
+            raise
         finally:
             pulse.stop()
             session.transmit = None

@@ -3,7 +3,8 @@
 Orders are JSON objects, one a line. So is what happens: ``port`` first, then ``opened``, ``led``, ``follows``,
 ``deposed``, ``did``, each with the system's monotonic clock (``at``).
 
-    python -m tests.cluster_programs.candidate '{"store": "auto", "nodes": 1, "job": "a", "limit": 1, "address": "a:1"}'
+    python -m tests.cluster_programs.candidate '{"store": "auto", "nodes": 1, "job": "a", "limit": 1, "address": "a:1",
+        "host": "127.0.0.1"}'
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def main(given: dict[str, Any]) -> None:
         port = listening.getsockname()[1]
         tell(port=port)
         members = tuple(json.loads(await orders.readline()))
-        me = f"127.0.0.1:{port}"
+        me = f"{given['host']}:{port}"
         if me in members:
             place = Place(members, given["token"], me, listening)
         else:

@@ -1,9 +1,13 @@
-"""Door: pysyncobj's transport, hardened against strangers.
+"""Door: pysyncobj's transport, hardened against strangers, and against members that were cut off.
 
 pysyncobj authenticates every message (Fernet, under a key from the job's token) before it unpickles it, and ties it to
 its connection by random keys of both ends. What it does not do is bound what a stranger costs before that: idle
 connections are kept for ever, a failed ``accept`` closes the listening socket for good, and up to 2 GB are read for a
 message that then turns out to be none. Here they are few and small.
+
+A member that hears nobody would stand for election again and again, each time in a higher term, and depose the leader
+with that when it is back. Here it asks first, as the pre-vote of Raft does (Ongaro's thesis, 9.6): all tell each other,
+all the time, whether they hear a leader.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ _INTRODUCTION = 4096
 """Bytes that may come before that; it takes some hundred."""
 _BACKLOG = 128
 _KEEPALIVE = (1, 1, 3)
+_ALIVE = "alive"
+"""A type of message that pysyncobj does not know."""
+_FRESH = 4
+"""Periods of the leader's heartbeats for which it holds what a member has said of itself."""
 
 
 def reserve(port: int = 0) -> socket.socket:
@@ -94,15 +102,26 @@ class Door:
 
 class Transport(TCPTransport):
     """pysyncobj's TCP transport behind a ``Door``. All connections carry something often enough to be known alive:
-    pysyncobj gives up those that were silent, also where, as between two followers, there was nothing to say.
+    pysyncobj gives up those that were silent, also where, as between two followers, there was nothing to say. What they
+    carry is whether the sender hears a leader.
     """
 
     def __init__(self, listening: socket.socket, raft: Any, me: Node, others: Iterable[Node]) -> None:
         self._listening = listening
         self._callers: dict[TcpConnection, _Caller] = {}
-        self._alive_every = raft.conf.connectionTimeout / 4
+        self._alive_every = raft.conf.appendEntriesPeriod
         self._alive_next = 0.0
+        self._led_until = 0.0
+        """When this member has heard no leader for so long that one would count as deposed."""
+        self._leaderless: dict[Node, float] = {}
+        """Until when it holds that a member has said that it hears none."""
         super().__init__(raft, me, others)
+
+    def may_stand(self) -> bool:
+        """Whether a majority, this member included, hears no leader now."""
+        others, now = self._syncObj.otherNodes, time.monotonic()
+        leaderless = sum(self._leaderless.get(node, 0.0) > now for node in others)
+        return 2 * (1 + leaderless) > 1 + len(others)
 
     def _createServer(self) -> None:
         conf = self._syncObj.conf
@@ -130,12 +149,22 @@ class Transport(TCPTransport):
         self._callers.pop(conn, None)
         super()._onDisconnected(conn)
 
+    def _onMessageReceived(self, node: Node, message: Any) -> None:
+        now = time.monotonic()
+        if message["type"] == _ALIVE:
+            self._leaderless[node] = 0.0 if message["led"] else now + _FRESH * self._alive_every
+        elif message["type"] == "append_entries" and message["term"] >= self._syncObj.raftCurrentTerm:
+            self._led_until = now + self._syncObj.conf.leaderFallbackTimeout
+        super()._onMessageReceived(node, message)
+
     def _onTick(self) -> None:
         super()._onTick()
-        if time.monotonic() > self._alive_next:
-            self._alive_next = time.monotonic() + self._alive_every
+        now = time.monotonic()
+        if now > self._alive_next:
+            self._alive_next = now + self._alive_every
+            led = self._syncObj._isLeader() or self._led_until > now
             for node in filter(self._syncObj.isNodeConnected, self._nodes):
-                self.send(node, {"type": "alive"})  # no message that pysyncobj knows, so it does nothing with it
+                self.send(node, {"type": _ALIVE, "led": led})
 
     def destroy(self) -> None:
         super().destroy()

@@ -75,6 +75,12 @@ class Book(SyncObjConsumer):
         self._changed()
 
 
+class _Group(SyncObj):
+    def _SyncObj__connectedToAnyone(self) -> bool:
+        """pysyncobj asks this before it stands for election."""
+        return bool(self._SyncObj__transport.may_stand())
+
+
 def password(token: str) -> str:
     """What members prove to each other: from the job's token, for this use alone."""
     return hmac.new(token.encode(), b"megatron-elastic leadership", hashlib.sha256).hexdigest()
@@ -119,8 +125,8 @@ class Raft:
             logCompactionMinEntries=64,  # entries can hold a layout
             onStateChanged=self._state_changed,
         )
-        self._sync = SyncObj(me, list(others), conf, consumers=[self.book],
-                             transportClass=functools.partial(Transport, listening))
+        self._sync = _Group(me, list(others), conf, consumers=[self.book],
+                            transportClass=functools.partial(Transport, listening))
         self._sync._SyncObj__transport.setOnUtilityMessageCallback(ASK, self._asked)
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
         self._thread.start()
