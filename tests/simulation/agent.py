@@ -175,7 +175,7 @@ class Agent:
                 self.launched.update(message.ranks.values())
                 for slot, rank in message.ranks.items():
                     self.slots_of[rank] = slot
-                    self.world.after(self.world.spawn_delay(), self._start, rank)
+                    self.world.after(self.world.spawn_delay(), self._start, rank, self.link)
             case Fence():
                 if message.rank in self.ranks:
                     self.world.kill(self.ranks[message.rank])
@@ -233,11 +233,15 @@ class Agent:
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def _start(self, number: int) -> None:
-        if not self.alive or self.over:
+    def _start(self, number: int, link: Link | None) -> None:
+        if not self.alive or self.over or number not in self.slots_of:  # it has begun again meanwhile
             return
         rank = Rank(self.world, self, number, self.world.first)
-        self.ranks[number] = self.world.ranks[number] = rank
+        self.ranks[number] = rank
+        # Somebody who does not know yet that another coordinates can give the same id as that one: to nobody's rank.
+        if link is not None and link.coordinator is self.world.leadership.coordinator:
+            self.world.ranks[number] = rank
+        self.world.ranks.setdefault(number, rank)
         if number in self.world.doomed:
             self.world.kill(rank)
             return
