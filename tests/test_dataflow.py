@@ -91,11 +91,51 @@ def test_resize_is_even_to_within_a_sample_and_moves_few(at: list[int], width: i
     sizes = [samples * len(whole) + sum(part.size for part in parts) for whole, parts in new]
     assert max(sizes) - min(sizes) <= 1
     assert all(len(parts) <= 2 for _, parts in new)
-    low = len(at) // width
-    for was, (whole, _) in zip(old, new, strict=True):
-        assert len(whole) == low
-        assert len(set(was) & set(whole)) == min(low, len(was)), "whole grains stay where they are"
+    for was, (whole, _), size in zip(old, new, sizes, strict=True):
+        assert len(whole) == size // samples
+        assert len(set(was) & set(whole)) == min(len(whole), len(was)), "whole grains stay where they are"
     assert resize([whole for whole, _ in new], len(at), samples) == new, "what is even stays as it is"
+
+
+paces = st.lists(st.sampled_from((0.5, 1.0, 1.25, 2.0, 3.7, 20.0)), min_size=6, max_size=6)
+
+
+def optimal(total: int, slow: list[float]) -> float:
+    """The earliest end of all that can be had when each cell has at least one."""
+    cells = range(len(slow))
+    ends = sorted(n * slow[index] for index in cells for n in range(1, total + 1))
+    return next(end for end in ends if all(slow[index] <= end for index in cells)
+                and sum(int(end / slow[index] + 1e-9) for index in cells) >= total)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(at=st.lists(st.integers(-1, 5), min_size=6, max_size=24), width=st.integers(1, 6), slow=paces)
+def test_slower_cells_get_fewer_grains(at: list[int], width: int, slow: list[float]) -> None:
+    old = [tuple(grain for grain, cell in enumerate(at) if cell == index) for index in range(width)]
+    new = reroute(old, len(at), slow[:width])
+    assert sorted(grain for share in new for grain in share) == list(range(len(at)))
+    assert all(new), "a cell without a grain would be a shadow"
+    ends = [len(share) * pace for share, pace in zip(new, slow, strict=False)]
+    assert max(ends) <= optimal(len(at), slow[:width]) + 1e-9
+    for was, now in zip(old, new, strict=True):
+        assert len(set(was) & set(now)) == min(len(was), len(now)), "grains stay where they are"
+    assert reroute(new, len(at), slow[:width]) == new, "what is shared out so stays as it is"
+
+
+@settings(max_examples=2000, deadline=None)
+@given(grains=st.integers(6, 24), width=st.integers(1, 6), samples=st.integers(1, 9), slow=paces)
+def test_slower_cells_get_fewer_samples(grains: int, width: int, samples: int, slow: list[float]) -> None:
+    old = [tuple(range(index, grains, width)) for index in range(width)]
+    new = resize(old, grains, samples, slow[:width])
+    done = [part for _, parts in new for part in parts] + [Part(g, 0, samples) for whole, _ in new for g in whole]
+    assert sorted((part.grain, sample) for part in done for sample in range(part.start, part.stop)) == [
+        (grain, sample) for grain in range(grains) for sample in range(samples)
+    ]
+    ends = [(samples * len(whole) + sum(part.size for part in parts)) * pace
+            for (whole, parts), pace in zip(new, slow, strict=False)]
+    assert max(ends) <= optimal(grains * samples, slow[:width]) + 1e-9
+    assert all(len(parts) <= 2 for _, parts in new)
+    assert resize([whole for whole, _ in new], grains, samples, slow[:width]) == new
 
 
 @settings(max_examples=500, deadline=None)

@@ -2,30 +2,35 @@
 
 Where grains stay whole (``reroute``), cells come out even to within one grain, and a run stays the same bit for bit.
 Where they can be cut (``Layout.samples``), the grains that do not come out even are: the cells of the stage compute
-consecutive samples of them, and are even to within one sample. All other grains stay whole. Each stage does this for
-itself; a cell sends to whom it has samples in common with. Gradients are sums over samples, so global batch, gradient
-scale and sample order stay what they were either way.
+consecutive samples of them, and are even to within one sample. All other grains stay whole. Cells that are slower than
+others get less to do, so that all are done at the same time (``quotas``). Each stage does this for itself; a cell sends
+to whom it has samples in common with. Gradients are sums over samples, so global batch, gradient scale and sample order
+stay what they were either way.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_elastic.layout import Cell, Layout, Part
+from megatron_elastic.plan.quotas import quotas
 from megatron_elastic.plan.reroute import reroute
 
 
-def share(layout: Layout, cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """``cells``, all that are to compute a stage of ``layout``, with all grains shared out evenly; nothing is incoming.
+def share(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | None = None) -> tuple[Cell, ...]:
+    """``cells``, all that are to compute a stage of ``layout``, with all grains shared out so that they are done at the
+    same time, as far as can be; nothing is incoming.
 
-    Grains move only where they must.
+    Grains move only where they must. ``paces``: how many times as long as usual a grain takes in a cell, by its leader;
+    1 for those that are not named.
     """
     held = [cell.grains for cell in cells]
+    slow = [(paces or {}).get(cell.leader, 1.0) for cell in cells]
     if layout.samples == 1:
-        grains = reroute(held, layout.num_grains)
+        grains = reroute(held, layout.num_grains, slow)
         return tuple(_given(cell, whole, ()) for cell, whole in zip(cells, grains, strict=True))
-    shares = resize(held, layout.num_grains, layout.samples)
+    shares = resize(held, layout.num_grains, layout.samples, slow)
     return tuple(_given(cell, whole, parts) for cell, (whole, parts) in zip(cells, shares, strict=True))
 
 
@@ -35,28 +40,33 @@ def _given(cell: Cell, whole: tuple[int, ...], parts: tuple[Part, ...]) -> Cell:
 
 
 def resize(
-    grains: Sequence[Sequence[int]], num_grains: int, samples: int
+    grains: Sequence[Sequence[int]], num_grains: int, samples: int, paces: Sequence[float] | None = None
 ) -> list[tuple[tuple[int, ...], tuple[Part, ...]]]:
     """Whole grains and parts for each cell of a stage: all samples of grains 0..num_grains-1, balanced to within one.
 
-    ``grains``: those that each cell computes whole now. All cells get the same number of whole grains, kept where they
-    were as far as possible. The grains that are left over, the last ones, are laid in a row and cut as often as there
-    are cells, so that a cell has parts of two of them at most.
+    ``grains``: those that each cell computes whole now. All cells get as many whole grains as they can, kept where they
+    were as far as possible; the same number if they are equally fast. The grains that are left over, the last ones, are
+    laid in a row and cut as often as there are cells, so that a cell has parts of two of them at most. ``paces``: what
+    a sample takes in each cell.
     """
-    low, extra = divmod(num_grains, len(grains))
-    whole = [list(kept[:low]) for kept in grains]
+    sizes = quotas(num_grains * samples, paces or [1.0] * len(grains), [0] * len(grains))
+    room = [size // samples for size in sizes]
+    whole = [list(kept[:most]) for kept, most in zip(grains, room, strict=True)]
     free = sorted(set(range(num_grains)).difference(*whole))
-    cut = free[len(free) - extra :]
-    emptiest = [(len(kept), index) for index, kept in enumerate(whole)]
+    uncut = sum(room) - sum(map(len, whole))
+    cut = free[uncut:]
+    emptiest = [(len(kept), index) for index, kept in enumerate(whole) if len(kept) < room[index]]
     heapq.heapify(emptiest)
-    for grain in free[: len(free) - extra]:
+    for grain in free[:uncut]:
         _, index = emptiest[0]
         whole[index].append(grain)
-        heapq.heapreplace(emptiest, (len(whole[index]), index))
-    least, more = divmod(extra * samples, len(grains))
+        if len(whole[index]) < room[index]:
+            heapq.heapreplace(emptiest, (len(whole[index]), index))
+        else:
+            heapq.heappop(emptiest)
     shares, start = [], 0
-    for index, kept in enumerate(whole):
-        stop = start + least + (index < more)
+    for kept, size in zip(whole, sizes, strict=True):
+        stop = start + size - samples * len(kept)
         row = (
             Part(cut[at], max(start - at * samples, 0), min(stop - at * samples, samples))
             for at in range(start // samples, -(-stop // samples))

@@ -58,15 +58,16 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int, leaving: Col
     return new
 
 
-def even(layout: Layout, epoch: int) -> Layout:
-    """The layout of ``epoch`` in which the cells share the grains and slices of their stage evenly, shadows too.
+def even(layout: Layout, epoch: int, paces: Mapping[int, float] | None = None) -> Layout:
+    """The layout of ``epoch`` in which the cells share the grains and slices of their stage evenly, shadows too; grains
+    by ``paces``, as ``dataflow.share`` has them.
 
     A replica is in another cell of its unit's home stage, or of any stage where that one has too few, or all of its
     cells are on one host and others are not: then one replica of each slice is on another. Few things move; what is
     even stays as it is.
     """
     goal = _goal(layout)
-    stages = tuple(Stage(stage.units, share(layout, stage.cells)) for stage in layout.stages)
+    stages = tuple(Stage(stage.units, share(layout, stage.cells, paces)) for stage in layout.stages)
     new = replace(layout, epoch=epoch, stages=stages, owners=goal.owners, replicas=goal.replicas)
     new.validate()
     return new
@@ -110,12 +111,13 @@ def improve(
     goal: Layout | None = None,
     rearrange: Callable[[Layout], Layout] | None = None,
     leaving: Collection[int] = (),
+    paces: Mapping[int, float] | None = None,
 ) -> tuple[Layout, Layout | None] | None:
     """The layout of ``epoch`` that is next on the way to a good one over all ranks there are; None if this one is.
 
     All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
     to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
-    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. Raises NoLayout if they cannot,
+    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. ``paces`` as in ``even``. Raises NoLayout if they cannot,
     and if stages cannot be as they are to be.
     """
     if goal is None and not set(leaving).isdisjoint(layout.ranks):
@@ -127,7 +129,7 @@ def improve(
         grown = admit(layout, newcomers, epoch, leaving)
         if grown.ranks != layout.ranks:
             layout = grown
-        goal = even(layout if rearrange is None else rearrange(layout), epoch)
+        goal = even(layout if rearrange is None else rearrange(layout), epoch, paces)
         on_the_way = approach(layout, goal, epoch)
         if layout is grown or _differs(on_the_way, layout):
             return on_the_way, goal if _differs(goal, on_the_way) else None

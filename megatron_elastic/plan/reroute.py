@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from megatron_elastic.plan.quotas import quotas
 
-def reroute(grains: Sequence[Sequence[int]], num_grains: int) -> list[tuple[int, ...]]:
+
+def reroute(
+    grains: Sequence[Sequence[int]], num_grains: int, paces: Sequence[float] | None = None
+) -> list[tuple[int, ...]]:
     """All grains 0..num_grains-1 over the cells of a stage, balanced to within one, ascending in each.
 
-    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must.
+    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must. ``paces``: what a
+    grain takes in each cell; without it they are equally fast.
     """
-    low, extra = divmod(num_grains, len(grains))
-    # The fullest cells may keep one more than the others: then as few grains as possible move.
-    order = sorted(range(len(grains)), key=lambda index: (-len(grains[index]), index))
-    room = {index: low + (place < extra) for place, index in enumerate(order)}
+    room = quotas(num_grains, paces or [1.0] * len(grains), [len(share) for share in grains])
     kept = [list(share[: room[index]]) for index, share in enumerate(grains)]
     emptiest = [(len(share), index) for index, share in enumerate(kept) if len(share) < room[index]]
     heapq.heapify(emptiest)
