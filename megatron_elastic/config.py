@@ -34,6 +34,7 @@ class ElasticConfig:
     verify_every: int = 0
     redo: str = "lost"
     on_error: str = "recover"
+    slow: str | None = None
     log_mb: float = 4096.0
     profile: str | None = None
     replay: str = "gradient"
@@ -152,6 +153,11 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-on-error", choices=("recover", "stop"), default=d.on_error,
                        help="when the program raises on a rank while it trains: recover: that rank leaves, and the "
                        "others go on, unless they raise as well; stop: the job ends (default: %(default)s)")
+    group.add_argument("--elastic-slow", choices=("share", "evict", "off"), default=d.slow,
+                       help="when ranks are slower than others that do the same: share: they get fewer micro-batches; "
+                       "evict: those without whom the others are faster are taken out, too; off: nothing (default: "
+                       "share on nodes where every rank has a processor of its own, off on others, where it would "
+                       "be noise)")
     group.add_argument("--elastic-redo", choices=("lost", "step"), default=d.redo,
                        help="what is computed again after a loss in mid-step: lost: what the lost cells had done; "
                        "step: all of the step (default: %(default)s)")

@@ -46,6 +46,7 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
 )
 from megatron_elastic.cluster.relay import Post
+from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.cluster.stack import save_stack
 from megatron_elastic.cluster.standstill import standstill
 from megatron_elastic.cluster.zygote import (
@@ -89,6 +90,8 @@ class Job:
     """Seconds that ranks have to end once the job is over, before they are killed."""
     look_every: float
     """Seconds between two looks for ranks that are at a standstill which no signal caused."""
+    tells_paces: bool = False
+    """Whether the coordinator is told how fast ranks are."""
 
     @property
     def world_size(self) -> int:
@@ -151,6 +154,7 @@ class Agent:
         self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(job.ranks_per_node)
         self._gauge = Gauge(job.ranks_per_node, job.look_every)
+        self._speedometer = Speedometer(self._gauge.odometers) if job.tells_paces else None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -205,6 +209,8 @@ class Agent:
     ) -> AgentHello:
         """How this agent introduces itself; ``alone_since`` unless it has had no coordinator before."""
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
+        if self._speedometer is not None:
+            self._speedometer.forget()
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
@@ -403,6 +409,9 @@ class Agent:
 
     def _look_for_standstills(self) -> None:
         self._gauge.look(self._pids, self._slots)
+        if self._speedometer is not None:
+            for paced in self._speedometer.look({rank: self._slots[rank] for rank in self._pids}):
+                self._tell(paced)
         for rank, pid in self._pids.items():
             how = standstill(pid)
             if how is not None and rank not in self._still:

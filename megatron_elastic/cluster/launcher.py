@@ -306,8 +306,16 @@ def _part(command: _Command, run_dir: Path) -> Part:
         program=command.program, nodes=command.nodes, node_rank=command.node_rank,
         ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host,
         heartbeat_timeout=config.heartbeat_timeout, grace=config.end_timeout, look_every=config.suspect_timeout / 4,
+        tells_paces=_tells_paces(config, command.ranks_per_node),
     )  # fmt: skip
     return Part(job, config, command.credentials, command.choice, command.port)
+
+
+def _tells_paces(config: ElasticConfig, ranks: int) -> bool:
+    """Ranks that share a processor are slow or fast by chance."""
+    if config.slow is None:
+        return config.elastic and ranks <= len(os.sched_getaffinity(0))
+    return config.elastic and config.slow != "off"
 
 
 def _say(line: str) -> None:

@@ -284,7 +284,7 @@ class Office:
 def _settings(config: ElasticConfig) -> Settings:
     return Settings(
         elastic=config.elastic, respawn=config.respawn, replay=config.replay, redo=config.redo,
-        on_error=config.on_error, profile=config.profile,
+        on_error=config.on_error, slow=config.slow or "share", profile=config.profile,
         start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
         heartbeat_timeout=config.heartbeat_timeout, hang_timeout=config.hang_timeout,

@@ -16,6 +16,7 @@ from megatron_elastic.cluster.messages import (
     Heartbeat,
     Inspected,
     Leaving,
+    Paced,
     Resigned,
     Said,
     Scale,
@@ -25,6 +26,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol.events import Asked, Leaves, News, NodeAbsent, NodeBack, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
+from megatron_elastic.cluster.protocol.events import Paced as RanksPaced
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.session import Letter, Session
@@ -180,6 +182,8 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
         case Inspected():
             coordinator.post(RanksInspected(now=time.time(), node=node, readings=tuple(message.readings),
                                             usual=message.usual))
+        case Paced():
+            coordinator.post(RanksPaced(now=time.time(), node=node, epoch=message.epoch, paces=message.paces))
         case Leaving():
             coordinator.post(Leaves(now=time.time(), node=node))
         case AgentHello():

@@ -1,7 +1,7 @@
 """Odometer: how far a rank has come, in memory that its agent reads without asking.
 
 A rank counts the hook points that it passes and the waits that it comes out of, and notes where it is and whom it waits
-for. Who hangs counts no more, and need not be able to say so.
+for. Who hangs counts no more, and need not be able to say so. After each step it notes what its share of it has taken.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ODOMETER_VARIABLE = "MEGATRON_ELASTIC_ODOMETER"
 """Environment variable with the memory's path and this rank's slot in it, with a colon between."""
 COORDINATOR, DISK = -1, -2
 """What a rank may wait for besides other ranks."""
-_WORDS = 8
-_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT = range(6)
+_WORDS = 16
+_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _BUSY, _GRAINS = range(9)
 _NOBODY = min(COORDINATOR, DISK) - 1
 _POINTS = {point: number for number, point in enumerate(HOOK_POINTS, start=1)}
 
@@ -37,6 +37,15 @@ class Reading(NamedTuple):
     """The rank that is waited for, ``COORDINATOR`` or ``DISK``; None for who does not wait, or not for long."""
     patient: bool
     """Whether what it does may take long: it begins, or builds."""
+
+
+class Work(NamedTuple):
+    """What the steps have taken that a rank has done in a layout."""
+
+    epoch: int
+    busy: float
+    """Seconds in which it has not waited."""
+    grains: float
 
 
 class Odometer:
@@ -101,6 +110,11 @@ class Odometer:
             self._words[_PATIENT] = before
             self.moved()
 
+    def worked(self, work: Work) -> None:
+        """A step is done. ``work``: of all steps since the rank has built its stage."""
+        words = self._words
+        words[_EPOCH], words[_BUSY], words[_GRAINS] = work.epoch, round(work.busy * 1e9), round(work.grains * 1e3)
+
     def settle(self) -> None:
         """From now on nothing takes long that it does not say so of."""
         self._words[_PATIENT] = 0
@@ -136,6 +150,11 @@ class Odometers:
             grain=None if grain < 0 or not point else grain, waits=waits + _NOBODY if waits else None,
             patient=bool(words[_PATIENT]),
         )  # fmt: skip
+
+    def work(self, slot: int) -> Work:
+        """What a rank has worked. (Of a step that ends meanwhile there may be only a part.)"""
+        words = self._of(slot)
+        return Work(words[_EPOCH], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
 
     def _of(self, slot: int) -> memoryview:
         return self._words[slot * _WORDS : (slot + 1) * _WORDS]

@@ -99,7 +99,8 @@ class Executor:
                 self._transport.look()
                 sends = [send for send in (*sends, *self._do(leg, model, work)) if not send.done]
                 self._lockstep.next()
-            self._transport.wait(*sends)
+            with self._meter.waiting():
+                self._transport.wait(*sends)
 
     def _do(self, leg: Leg, model: StageModel, work: Work) -> list[Send]:
         """Execute an operation; returns what is sent of its result."""
@@ -210,7 +211,8 @@ class Executor:
             buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
             where = at_grain(common.grain, position)
             recvs.append(self._transport.recv(self._rank_in(leader), channel, where, buffers[-1]))
-        self._transport.wait(*recvs)
+        with self._meter.waiting():
+            self._transport.wait(*recvs)
         return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
 
     def _send(
@@ -245,7 +247,8 @@ class Executor:
         ]
         if not recvs:
             return None
-        self._transport.wait(*recvs)
+        with self._meter.waiting():
+            self._transport.wait(*recvs)
         own = model.tokens(part.grain)
         total = own + sum(recv.buffer.item() for recv in recvs)
         # A mean over no tokens is taken over one.

@@ -44,6 +44,10 @@ class Meter:
         self._unit = ""
         self._mark = 0.0
         self._begun, self._pipeline, self._steps = time.perf_counter(), 0.0, 0
+        self._waited, self._passed = 0.0, 0.0
+        """Of the step in progress: seconds of waits, and half of the grains that have passed either way."""
+        self.busy, self.grains = 0.0, 0.0
+        """Seconds of all steps that were not waited, and the grains that they were for."""
 
     # ---- what is measured --------------------------------------------------------------------
 
@@ -51,9 +55,13 @@ class Meter:
     def pipeline(self) -> Iterator[None]:
         """Around all the passes of a step."""
         begun = time.perf_counter()
+        self._waited, self._passed = 0.0, 0.0
         yield
-        self._pipeline += time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self._pipeline += took
         self._steps += 1
+        self.busy += took - self._waited
+        self.grains += self._passed
 
     @contextmanager
     def forward(self, grains: float = 1.0) -> Iterator[None]:
@@ -97,7 +105,9 @@ class Meter:
         """Around a wait that no unit is to be charged for."""
         begun = time.perf_counter()
         yield
-        self._mark += time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self._mark += took
+        self._waited += took
 
     # ---- what was measured -------------------------------------------------------------------
 
@@ -130,6 +140,7 @@ class Meter:
                 self._charge(self._unit)
             self._pass = None
             self._grains[which] += grains
+            self._passed += grains / 2
 
     def _charge(self, unit: str) -> None:
         assert self._pass is not None

@@ -117,8 +117,8 @@ def improve(
 
     All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
     to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
-    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. ``paces`` as in ``even``. Raises NoLayout if they cannot,
-    and if stages cannot be as they are to be.
+    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. ``paces`` as in ``even``. Raises
+    NoLayout if they cannot, and if stages cannot be as they are to be.
     """
     if goal is None and not set(leaving).isdisjoint(layout.ranks):
         goal = release(layout, leaving, epoch)

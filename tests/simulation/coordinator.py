@@ -15,6 +15,7 @@ from megatron_elastic.cluster.messages import (
     Inspected,
     Leaving,
     Members,
+    Paced,
     Report,
     ToRank,
 )
@@ -102,6 +103,8 @@ class Coordinator:
                 link.node = self.name()
                 self.links[link.node] = link
                 self.post(events.NodeCame(now=now, node=link.node, hello=message))
+            case Paced():
+                self.post(events.Paced(now=now, node=link.node, epoch=message.epoch, paces=message.paces))
             case Leaving():
                 self.post(events.Leaves(now=now, node=link.node))
             case Inspected():

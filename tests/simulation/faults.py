@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.messages import Failed
+from megatron_elastic.cluster.messages import Failed, Paced
 from tests.simulation.agent import Agent
 from tests.simulation.link import Link
 from tests.simulation.rank import Rank
@@ -12,6 +12,10 @@ from tests.simulation.scenario import SAYINGS, Fault
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+
+
+_PACES = (9.0, 10.0, 11.0, 21.0, 400.0)
+"""Milliseconds that a grain takes on some rank."""
 
 
 def happen(world: World, fault: Fault) -> None:
@@ -64,6 +68,8 @@ def happen(world: World, fault: Fault) -> None:
             world.after(0.0, agent.introduce)
         case "drain":
             rank.agent.drain()
+        case "pace":
+            _pace(world, fault.more)
         case "scale":
             world.ask(1 + fault.more % 3)
         case "flip":
@@ -77,6 +83,16 @@ def happen(world: World, fault: Fault) -> None:
             world.kill(rank, fault.more % 2)
         case "fail":
             _fail(world, rank, fault.more % 4 == 0)
+
+
+def _pace(world: World, dice: int) -> None:
+    """Ranks have become slow, or fast again; their agents notice."""
+    for agent in world.agents:
+        paces: dict[int, dict[int, float]] = {}
+        for rank in agent.running:
+            paces.setdefault(rank.standing.epoch, {})[rank.rank] = _PACES[(rank.rank + dice) % len(_PACES)]
+        for epoch, told in paces.items():
+            agent.tell(Paced(epoch=epoch, paces=told))
 
 
 def _fail(world: World, rank: Rank, hopeless: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 KINDS = {
     "kill": 30, "kill two": 8, "kill newcomer": 10, "stop": 8, "busy": 3, "hang": 6, "link": 12, "suspect": 4,
-    "node lost": 7, "partition": 9, "join": 12, "drain": 6, "scale": 6, "flip": 9, "clock": 3,
+    "node lost": 7, "partition": 9, "join": 12, "drain": 6, "pace": 9, "scale": 6, "flip": 9, "clock": 3,
     "trouble": 1, "exit": 1, "fail": 4,
     "coordinator": 25, "depose": 25,
 }

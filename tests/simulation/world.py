@@ -309,7 +309,8 @@ class World:
 
     def new_job(self) -> Job:
         """The job as it begins for a coordinator."""
-        settings = replace(_SETTINGS, respawn=self.scenario.respawn, replay=self.scenario.replay)
+        settings = replace(_SETTINGS, respawn=self.scenario.respawn, replay=self.scenario.replay,
+                           slow=("share", "evict")[self.scenario.seed % 2])
         return Job.new(settings, self.scenario.size)
 
     def disk(self, place: Agent | None) -> Disk:

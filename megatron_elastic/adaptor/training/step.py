@@ -11,6 +11,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, Profile, Settled, VoteResult
 from megatron_elastic.config import MEASURED
+from megatron_elastic.faults import odometer
 from megatron_elastic.layout import decode
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.state.verification import Verification
@@ -90,6 +91,7 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     trainer.work = tenure.remainder = None
     trainer.committed(result)
     trainer.odometer.settle()
+    trainer.odometer.worked(odometer.Work(tenure.layout.epoch, trainer.stage.meter.busy, trainer.stage.meter.grains))
     if trainer.config.profile == MEASURED and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
     tenure.store.settle()

@@ -141,6 +141,15 @@ class Inspected(Message, frozen=True):
     """Seconds that a step usually takes, if that is known on this node."""
 
 
+class Paced(Message, frozen=True):
+    """What a grain takes on ranks of this node, if that is new."""
+
+    epoch: int
+    """Of the layout in which it was measured."""
+    paces: dict[int, float]
+    """Rank -> milliseconds in which it does not wait, forward and backward together."""
+
+
 class Leaving(Message, frozen=True):
     """This node's ranks are to leave: its machine is about to be taken away. ``Stop`` says that they have."""
 
@@ -219,7 +228,7 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankNews | Inspected | Leaving | Heartbeat
+FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Leaving | Heartbeat
 Order = Launch | Fence | Inspect | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

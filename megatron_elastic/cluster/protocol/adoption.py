@@ -5,6 +5,7 @@ from __future__ import annotations
 from immutables import Map
 from msgspec.structs import replace
 
+from megatron_elastic.cluster.protocol import pace
 from megatron_elastic.cluster.protocol.effects import WriteLayout
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout
@@ -25,4 +26,5 @@ def use(turn: Turn, layout: Layout) -> None:
         layout=layout, since=since, epoch=layout.epoch, unsettled=unsettled, unfinished=unfinished,
         arrangement=replace(job.arrangement, samples=Map()),
     )  # fmt: skip
+    pace.forget(turn)
     turn.do(WriteLayout(layout))

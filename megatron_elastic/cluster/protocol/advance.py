@@ -56,6 +56,7 @@ from megatron_elastic.cluster.protocol.events import (
     NodeBack,
     NodeCame,
     NodeLost,
+    Paced,
     Recorded,
     Said,
     Seated,
@@ -113,6 +114,8 @@ def _happened(turn: Turn, event: Event) -> None:
             loss.node_lost(turn, event)
         case Inspected():
             hang.inspected(turn, event)
+        case Paced():
+            change.paced(turn, event)
         case Leaves():
             drain.leaves(turn, event)
         case Asked():
@@ -151,6 +154,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             recovery.committed(turn, message)
             error.committed(turn, message.vote.step)
             watch.anew(turn)
+            change.stepped(turn)
         case Report():
             recovery.reported(turn, message, ranks)
         case Recovered():
@@ -223,6 +227,8 @@ def _expired(turn: Turn, name: str) -> None:
             error.stays(turn, int(rank))
         case "absent":
             loss.absent_for_good(turn, int(rank))
+        case "evicted":
+            change.let_back(turn, int(rank))
         case "gather":
             takeover.late(turn)
         case "store":

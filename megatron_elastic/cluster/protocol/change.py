@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
@@ -21,9 +22,10 @@ from megatron_elastic.cluster.messages import (
     Settled,
     Switched,
 )
-from megatron_elastic.cluster.protocol import arrangement, suspicion
+from megatron_elastic.cluster.protocol import arrangement, pace, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.effects import Reply
+from megatron_elastic.cluster.protocol.events import Paced
 from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -33,7 +35,10 @@ from megatron_elastic.plan import NoLayout, improve
 
 def overtaken(turn: Turn) -> None:
     """A loss has come first."""
-    turn.set(change=None, goal=None, told=False, arrangement=replace(turn.job.arrangement, fits=False))
+    job = turn.job
+    # Whoever was slow may be needed now.
+    turn.set(change=None, goal=None, told=False, arrangement=replace(job.arrangement, fits=False),
+             pace=replace(job.pace, evicted=Map()))
     turn.cancel_timer("ready")
 
 
@@ -54,7 +59,8 @@ def consider(turn: Turn) -> None:
         arrangement.reached(turn)
         if not job.told:
             turn.set(told=True)
-            turn.say(f"slices and grains are even over {len(layout.ranks)} ranks, and all copies are there")
+            what = "slices are even, and grains shared by speed," if pace.paces(job) else "slices and grains are even"
+            turn.say(f"{what} over {len(layout.ranks)} ranks, and all copies are there")
         return
     new, goal = better
     turn.new_epoch()
@@ -68,17 +74,19 @@ def consider(turn: Turn) -> None:
 
 
 def leaving(job: Job) -> set[int]:
-    """Ranks of nodes that are to go, and those that are gone and still listed among the spares."""
+    """Ranks of nodes that are to go, those that are slow and taken out, and those that are gone and still listed among
+    the spares.
+    """
     assert job.layout is not None
     there = {rank for node in job.leaving if node in job.nodes for rank in job.nodes[node].ranks}
-    return there | {rank for rank in job.layout.spares if job.ranks[rank].lost}
+    return there | set(job.pace.evicted) | {rank for rank in job.layout.spares if job.ranks[rank].lost}
 
 
 def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Layout, Layout | None] | None:
-    epoch, gone = turn.job.newest_epoch + 1, leaving(turn.job)
+    epoch, gone, paces = turn.job.newest_epoch + 1, leaving(turn.job), pace.paces(turn.job)
     rearrange = arrangement.rearranging(turn, layout, bool(newcomers))
     try:
-        return improve(layout, newcomers, epoch, turn.job.goal, rearrange, gone)
+        return improve(layout, newcomers, epoch, turn.job.goal, rearrange, gone, paces)
     except NoLayout as error:
         if not gone.isdisjoint(layout.ranks):
             _stay(turn, str(error))
@@ -87,12 +95,12 @@ def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Lay
         turn.record("refused", reason=str(error))
         turn.say(f"the number of stages stays as it is: {error}")
         turn.set(arrangement=replace(turn.job.arrangement, stages=None))
-        return improve(layout, newcomers, epoch, turn.job.goal, None, gone)
+        return improve(layout, newcomers, epoch, turn.job.goal, None, gone, paces)
 
 
 def _stay(turn: Turn, reason: str) -> None:
     """Those who are to leave cannot: others have gone meanwhile. They are lost when their machines go."""
-    turn.set(leaving=frozenset())
+    turn.set(leaving=frozenset(), pace=replace(turn.job.pace, evicted=Map()))
     turn.record("refused", reason=reason)
     turn.say(f"WARNING: nobody can leave: {reason}")
 
@@ -120,6 +128,30 @@ def profiled(turn: Turn, message: Profile) -> None:
     """A rank has measured its stage."""
     if arrangement.measured(turn, message):
         consider(turn)
+
+
+def paced(turn: Turn, event: Paced) -> None:
+    """A node has told how fast its ranks are."""
+    if pace.paced(turn, event):
+        replan(turn)
+
+
+def stepped(turn: Turn) -> None:
+    """A step has been committed."""
+    if pace.stepped(turn):
+        replan(turn)
+
+
+def let_back(turn: Turn, leader: int) -> None:
+    """A cell that was taken out because it is slow is tried again."""
+    pace.let_back(turn, leader)
+    replan(turn)
+
+
+def replan(turn: Turn) -> None:
+    """Work may be better off elsewhere."""
+    turn.set(told=False)
+    consider(turn)
 
 
 # ---- on the way ----------------------------------------------------------------------------

@@ -78,6 +78,15 @@ class Inspected(Happened, frozen=True):
     """Seconds that a step usually takes, if that is known there."""
 
 
+class Paced(Happened, frozen=True):
+    """The agent of a node tells how fast its ranks are, as far as that is new."""
+
+    node: int
+    epoch: int
+    paces: dict[int, float]
+    """Milliseconds that a grain takes, in the layout of ``epoch``."""
+
+
 class Asked(Happened, frozen=True):
     """A person asks for something; ``person`` is whom the answer is for."""
 
@@ -166,6 +175,6 @@ class Ended(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Leaves | Asked | Expired | Costed
-    | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Paced | Leaves | Asked | Expired
+    | Costed | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
 )

@@ -63,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout: float = 5.0
     redo: str = "lost"
     on_error: str = "recover"
+    slow: str = "share"
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,6 +306,21 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     """Step in which all waited for each other last, and were interrupted."""
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast cells are (``protocol.pace``). Cells are named by their leaders."""
+
+    measured: Map[int, float] = Map()
+    """Milliseconds that a grain takes on each rank, in the present layout."""
+    believed: Map[int, float] = Map()
+    """How many times as long as usual a grain takes in cells where that is not once."""
+    better: Map[int, int] = Map()
+    """Cells that have been faster than was believed, since which step."""
+    strikes: Map[int, int] = Map()
+    """How often each has become slow."""
+    evicted: Map[int, int] = Map()
+    """Ranks that were taken out because they are slow, with the cell of each."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All that the coordinator knows."""
 
@@ -384,6 +400,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     settled: Map[int, int] = Map()
     """Newest epoch for which all is live at a rank."""
     arrangement: Arrangement = Arrangement()
+    pace: Pace = Pace()
     finished: Map[int, Finished] = Map()
     unfinished: Map[int, None] = Map()
     """Ranks of the layout that have not finished, once one has."""
