@@ -142,10 +142,13 @@ class Jobs:
     def command(
         self, *flags: str, run_dir: Path, ranks: int = RANKS, launcher: tuple[str, ...] = (), script: Path | None = None
     ) -> list[str]:
-        """Command line of an elastic job; ``flags`` come last, so they win. ``script``: instead of the usual one."""
+        """Command line of an elastic job; ``flags`` come last, so they win. ``script``: instead of the usual one.
+
+        Nobody is slow: ranks of all nodes share this machine's processors.
+        """
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
-            str(script or SCRIPT), "--elastic", "--elastic-run-dir", str(run_dir),
+            str(script or SCRIPT), "--elastic", "--elastic-slow", "off", "--elastic-run-dir", str(run_dir),
             "--data-path", str(self.data), *MODEL.split(), *flags,
         ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Cell, Stage
 from megatron_elastic.plan.quotas import quotas
 
-_SAME = 1.2
+_SAME = 1.25
 """How many times as long a grain may take as it is believed to take: what differs by less is noise."""
 _STEPS = 3
 """For which a cell has to be faster than was believed, the first time; twice as many after each time it was slow."""
@@ -52,9 +52,10 @@ def paced(turn: Turn, event: Paced) -> bool:
 def stepped(turn: Turn) -> bool:
     """A step has been committed. Returns whether something else is believed now."""
     job, layout = turn.job, turn.job.layout
-    if layout is None or not job.pace.better:
+    if layout is None:
         return False
-    return _judge(turn, {layout.stage_of(rank) for rank in job.pace.better if rank in layout.cells})
+    pending = {*job.pace.better, *(job.pace.believed if job.settings.slow == "evict" else ())}
+    return bool(pending) and _judge(turn, {layout.stage_of(rank) for rank in pending if rank in layout.cells})
 
 
 def let_back(turn: Turn, rank: int) -> None:
@@ -77,7 +78,8 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
         for cell in layout.stages[index].cells:
             if cell.leader in took:
                 changed |= _believe(turn, index, cell, took[cell.leader] / usual)
-        if turn.job.settings.slow == "evict":
+        # To take it out takes a while, so first it gets less.
+        if job.settings.slow == "evict" and job.idle and not job.unsettled and not changed:
             changed |= _evict(turn, index, layout.stages[index])
     return changed
 
@@ -136,10 +138,7 @@ def _evict(turn: Turn, index: int, stage: Stage) -> bool:
     if without_it > _WORTH * with_it:
         return False
     leader, strikes = slowest.leader, min(pace.strikes.get(slowest.leader, 1), _OFTEN)
-    turn.set(pace=replace(
-        pace, believed=without(pace.believed, [leader]),
-        evicted=pace.evicted.update(dict.fromkeys(slowest.ranks, leader)),
-    ))  # fmt: skip
+    turn.set(pace=replace(pace, evicted=pace.evicted.update(dict.fromkeys(slowest.ranks, leader))))
     again = _AGAIN * 2 ** (strikes - 1)
     turn.set_timer(f"evicted {leader}", again)
     turn.record("evicted", ranks=list(slowest.ranks), stage=index, times=round(pace.believed[leader], 3),

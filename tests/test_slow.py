@@ -1,0 +1,190 @@
+"""Ranks that are slower than others that do the same: they get less to do, and bits do not differ."""
+
+from __future__ import annotations
+
+import pytest
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic import cli
+from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
+from megatron_elastic.cluster.protocol import change
+from megatron_elastic.cluster.protocol.effects import WriteEvent
+from megatron_elastic.cluster.protocol.events import Paced
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.cluster.speedometer import Speedometer
+from megatron_elastic.faults.odometer import Odometer, Odometers, Work
+from tests.jobs import Grid, Job, Jobs
+from tests.play import SETTINGS, Play
+
+# ---- real ranks ------------------------------------------------------------------------------
+
+
+SLOW = "rank=1,step=15,at=data,factor=5,for=3"
+
+
+def slowed(jobs: Jobs, grid: Grid, way: str, spec: str, *flags: str) -> Job:
+    """A job in which a rank is slowed down, and which is the same as one without."""
+    reference = jobs.undisturbed(*grid.flags, *flags, ranks=grid.ranks)
+    job = jobs.run(*grid.flags, *flags, "--elastic-slow", way, "--elastic-inject", f"slow:{spec}", ranks=grid.ranks)
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert not job.events("recovered")
+    return job
+
+
+@pytest.mark.slow
+def test_a_slow_rank_gets_less_to_do_and_then_as_much_as_before(jobs: Jobs) -> None:
+    job = slowed(jobs, Grid(tp=1, pp=1, steps=100, ranks=2), "share", SLOW)
+    assert_shared(job)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_micro_batches_are_cut_for_slow_ranks_too(jobs: Jobs) -> None:
+    """Those that are cut differ by rounding: there is nothing to compare."""
+    flags = Grid(tp=1, pp=1, steps=100, ranks=2).flags
+    assert_shared(jobs.run(*flags, "--elastic-dataflow", "resize", "--micro-batch-size", "2", "--elastic-slow", "share",
+                           "--elastic-inject", f"slow:{SLOW}", ranks=2))
+
+
+def assert_shared(job: Job) -> None:
+    """It was found that rank 1 is slow, and that it is no longer; meanwhile it had less than half as much to do."""
+    (slow, *_) = [event for event in job.events("slow") if event["ranks"] == [1] and event["times"] > 2]
+    assert [event for event in job.events("well") if event["ranks"] == [1] and event["step"] > slow["step"]]
+    loads = [[layout.load(cell) for cell in layout.stages[0].cells] for layout in job.layouts()]
+    assert any(mine < others / 2 for others, mine in loads)
+    assert all(mine for _, mine in loads)
+
+
+@pytest.mark.slow
+def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None:
+    job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", "rank=1,step=10,at=data,factor=40")
+    (slow, *_), (evicted, *_) = job.events("slow"), job.events("evicted")
+    assert slow["ranks"] == evicted["ranks"] == [1]
+    assert any(layout.spares == (1,) for layout in job.layouts())
+
+
+# ---- what is believed ------------------------------------------------------------------------
+
+
+def paced(play: Play, *ms: float) -> None:
+    play.happens(Paced(now=1.0, node=1, epoch=play.job.layout.epoch if play.job.layout else 0,
+                       paces=dict(enumerate(ms))))
+
+
+def later(play: Play, steps: int) -> None:
+    """So many steps have been committed, with the last of which the coordinator looks again."""
+    ledger = play.job.ledger
+    assert ledger is not None
+    turn = Turn(replace(play.job, ledger=replace(ledger, written=ledger.written + steps)), 1.0)
+    change.stepped(turn)
+    play.job, play.effects = turn.job, turn.effects
+
+
+def events(play: Play) -> list[str]:
+    return [effect.kind for effect in play.effects if isinstance(effect, WriteEvent)]
+
+
+def test_slow_at_once_and_well_after_some_steps_and_more_of_them_each_time() -> None:
+    play = Play()
+    for patience in (3, 6, 12):
+        paced(play, 10.0, 20.0)
+        assert events(play) == ["slow"]
+        assert dict(play.job.pace.believed) == {1: 2.0}
+        paced(play, 10.0, 22.0)
+        assert events(play) == [], "that is noise"
+        paced(play, 10.0, 10.5)
+        later(play, patience - 1)
+        assert events(play) == []
+        later(play, 1)
+        assert events(play) == ["well"]
+        assert not play.job.pace.believed
+
+
+def test_what_was_not_for_long_does_not_count() -> None:
+    play = Play()
+    paced(play, 10.0, 20.0)
+    for _ in range(3):
+        paced(play, 10.0, 10.0)
+        later(play, 2)
+        paced(play, 10.0, 20.0)
+        later(play, 2)
+    assert dict(play.job.pace.believed) == {1: 2.0}
+
+
+def switch(play: Play, number: int) -> None:
+    """The planned layout comes into force, and all that it asks for is there."""
+    epoch = play.job.newest_epoch
+    play.say(Switched(rank=0, epoch=epoch, step=number), *(Settled(rank=rank, epoch=epoch) for rank in (0, 1)))
+
+
+def test_less_to_do_first_then_taken_out_then_tried_again() -> None:
+    play = Play(settings=replace(SETTINGS, slow="evict"))
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    assert play.job.idle
+    paced(play, 10.0, 400.0)
+    assert events(play) == ["slow"]
+    switch(play, 2)
+    assert play.job.layout is not None
+    assert [len(cell.grains) for cell in play.job.layout.stages[0].cells] == [3, 1]
+    paced(play, 10.0, 390.0)
+    assert events(play) == ["evicted"]
+    switch(play, 3)
+    assert play.job.layout.spares == (1,)
+    assert not play.job.pace.believed
+    play.expires("evicted 1")
+    assert play.sent(Invite).keys() == {1}
+
+
+def test_a_loss_lets_those_who_were_taken_out_back() -> None:
+    play = Play(settings=replace(SETTINGS, slow="evict"))
+    play.job = replace(play.job, pace=replace(play.job.pace, evicted=Map({1: 1})))
+    play.news(RankExited(rank=0, returncode=-9, time=1.0))
+    assert not play.job.pace.evicted
+
+
+def test_slow_enough_to_get_less_and_not_to_be_taken_out() -> None:
+    play = Play(settings=replace(SETTINGS, slow="evict"))
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    paced(play, 10.0, 20.0)
+    switch(play, 2)
+    paced(play, 10.0, 20.0)
+    assert events(play) == []
+    assert not play.job.pace.evicted
+
+
+@pytest.mark.parametrize(("slow", "epoch", "node"), [("off", 0, 1), ("share", 7, 1), ("share", 0, 2)])
+def test_what_does_not_count(slow: str, epoch: int, node: int) -> None:
+    """It is not wanted; of another layout; of ranks of another node."""
+    play = Play(settings=replace(SETTINGS, slow=slow))
+    play.happens(Paced(now=1.0, node=node, epoch=epoch, paces={0: 10.0, 1: 90.0}))
+    assert not play.job.pace.believed and not play.job.pace.measured
+
+
+# ---- what is measured ------------------------------------------------------------------------
+
+
+def test_what_is_new_is_told() -> None:
+    odometers = Odometers(1)
+    odometer = Odometer.of(odometers.environment(0))
+    speedometer = Speedometer(odometers)
+    busy = grains = 0.0
+
+    def looks(seconds: float, epoch: int = 0) -> list[dict[int, float]]:
+        """Two grains take so long."""
+        nonlocal busy, grains
+        busy, grains = busy + seconds, grains + 2.0
+        odometer.worked(Work(epoch, busy, grains))
+        return [{rank: round(ms) for rank, ms in each.paces.items()} for each in speedometer.look({7: 0})]
+
+    assert [looks(0.2) for _ in range(4)] == [[], [], [{7: 100}], []]
+    assert looks(0.6) == [], "one that was slow by chance"
+    assert [looks(0.2) for _ in range(2)] == [[], []]
+    assert [looks(0.6) for _ in range(2)] == [[], [{7: 300}]]
+    assert not speedometer.look({7: 0}), "nothing was done meanwhile"
+    assert [looks(0.6, epoch=1) for _ in range(3)] == [[], [], [{7: 300}]], "of another layout"
+    speedometer.forget()
+    assert looks(0.6, epoch=1) == [{7: 300}], "to somebody else"
+    assert not speedometer.look({})
