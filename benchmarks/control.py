@@ -76,7 +76,7 @@ class Bench:
                 self._commit(None)
         with self._phase("idle"):
             time.sleep(IDLE)
-        return {"ranks": self.size, "nodes": self._nodes, **self.phases}
+        return {"ranks": self.size, "nodes": self._nodes, **besides_heartbeats(self.phases)}
 
     def close(self) -> None:
         """End all processes."""
@@ -150,6 +150,17 @@ class Bench:
         passed = [sum(each) for each in zip(*(process.ask("passed") for process in self._guests), strict=True)]
         return {"processor_s": self._coordinator.processor_s, "loop_s": self._coordinator.loop_s,
                 **dict(zip(("messages_in", "messages_out", "bytes_in", "bytes_out"), passed, strict=True))}
+
+
+def besides_heartbeats(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The same with ``own_bytes_in``: what came in besides the heartbeats of the seconds that a phase took.
+
+    Those are the machine's, which emulates all ranks besides: they say nothing about what the phase itself costs.
+    """
+    idle = phases["idle"]
+    rate = idle["bytes_in"] / idle["elapsed_s"]
+    return {name: {**phase, "own_bytes_in": round(max(phase["bytes_in"] - rate * phase["elapsed_s"], 0.0))}
+            for name, phase in phases.items()}
 
 
 def growth(small: dict[str, Any], large: dict[str, Any]) -> dict[str, dict[str, float]]:

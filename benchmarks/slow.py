@@ -24,7 +24,7 @@ from recovery import add_model_flags, flags_of_job
 from megatron_elastic.observe.records import read_digest, read_events
 
 WAYS = ("off", "share", "evict")
-_PERIOD = 0.02
+_PERIOD = 0.1
 """Seconds of which a rank may compute a part."""
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -96,7 +96,7 @@ def train(root: Path, way: str, options: argparse.Namespace) -> tuple[Course, Pa
                     quotas.admit(rank, pid_of(run_dir, rank), options.quota)
             if not words or words[0] != "step":
                 if "slow" in line or "faster" in line or "taken out" in line:
-                    progress(line)
+                    progress(line.rstrip())
                 continue
             now = time.monotonic()
             course.steps[int(words[1].partition("/")[0])] = now

@@ -57,6 +57,7 @@ def assert_shared(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None:
     job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", "rank=1,step=10,at=data,factor=40")
     (slow, *_), (evicted, *_) = job.events("slow"), job.events("evicted")
