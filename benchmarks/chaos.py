@@ -47,8 +47,8 @@ from megatron_elastic.observe.records import read_events, read_metrics
 IN_STEP = ("data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit")
 IN_RECOVERY = ("interrupt", "report", "edit", "promote", "replicate", "resume")
 KINDS = {
-    "kill": 6, "raise": 2, "hang": 1, "pause": 2, "slow": 1, "disconnect": 1, "flip": 2, "kill outside": 4,
-    "stop outside": 2, "scale": 1,
+    "kill": 6, "raise": 2, "hang": 1, "pause": 2, "slow": 1, "disconnect": 1, "disk": 1, "flip": 2,
+    "kill outside": 4, "stop outside": 2, "scale": 1,
 }  # fmt: skip
 """How often each kind is drawn. ``pause``: a hang that ends in time."""
 DEADLY = frozenset({"kill", "raise", "hang", "kill outside"})
@@ -87,6 +87,7 @@ class Fault:
             "pause": ("hang", f",for={0.2 + 0.5 * HANG * self.number:.2f}"),
             "slow": ("slow", f",factor={1.5 + 3 * self.number:.1f},for=3"),
             "disconnect": ("disconnect", f",for=0.5,peers={'+'.join(str(p) for p in peers if p != self.rank)}"),
+            "disk": ("disk", f",what={'full' if self.number < 0.5 else 'slow'},for={0.1 + 0.4 * self.number:.2f}"),
             "flip": ("flip", f",what={('weights', 'moments', 'replica')[int(3 * self.number)]}"),
         }.get(self.kind, ("", ""))  # fmt: skip
         return f"{action}:rank={self.rank},step={self.step},at={self.at}{more}" if action else None

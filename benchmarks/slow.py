@@ -95,7 +95,7 @@ def train(root: Path, way: str, options: argparse.Namespace) -> tuple[Course, Pa
                 for rank in range(options.nproc_per_node):
                     quotas.admit(rank, pid_of(run_dir, rank), options.quota)
             if not words or words[0] != "step":
-                if "slow" in line or "faster" in line or "taken out" in line:
+                if "have become" in line or "taken out" in line:
                     progress(line.rstrip())
                 continue
             now = time.monotonic()
@@ -155,16 +155,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--elastic-slow; a run stays the same bit for bit. Needs a cgroup that it can write.")
     parser.add_argument("--nproc-per-node", type=int, default=4, metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="slow ones (default: %(default)s)")
-    parser.add_argument("--quota", type=float, default=0.4, metavar="X",
+    parser.add_argument("--quota", type=float, default=0.25, metavar="X",
                         help="part of a processor that a rank has (default: %(default)s)")
     parser.add_argument("--factor", type=float, default=2.0, metavar="X",
                         help="by how much that becomes less (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for so long (default: %(default)s)")
     parser.add_argument("--first", type=int, default=15, metavar="N",
                         help="steps before that (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=80, metavar="N", help="default: %(default)s")
     add_model_flags(parser)
-    parser.set_defaults(seq_length=128, global_batch_size=48)
+    parser.set_defaults(seq_length=128, global_batch_size=24)
     options = parser.parse_args(argv)
     if not 0 < options.ranks < options.nproc_per_node:
         parser.error(f"--ranks must be at least 1 and less than --nproc-per-node, got {options.ranks}")

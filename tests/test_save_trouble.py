@@ -76,6 +76,18 @@ def test_checkpoints_that_never_fit(jobs: Jobs, tmp_path: Path, flags: tuple[str
 
 
 @pytest.mark.slow
+def test_disks_that_are_full_and_slow_on_purpose(jobs: Jobs, tmp_path: Path) -> None:
+    """Rank 1's, until it dies, and rank 2's for a moment."""
+    disks = ("--elastic-inject", "disk:rank=1,step=3,at=data,what=full",
+             "--elastic-inject", "disk:rank=2,step=7,at=data,what=slow,for=0.5")  # fmt: skip
+    job = jobs.run(*PP2_DP2.flags, *saving(tmp_path, 2), *disks, *inject("1@5:backward"), ranks=4)
+    assert_same_training(job, jobs.undisturbed(*PP2_DP2.flags, ranks=4), [1])
+    assert "rank 1: No space left on device (injected)" in job.output
+    assert steps(job, "save_failed") == [4]
+    assert steps(job, "saved")[0] == 2 and steps(job, "saved")[-1] == 8
+
+
+@pytest.mark.slow
 def test_a_disk_that_stands_still_can_be_interrupted(jobs: Jobs, tmp_path: Path) -> None:
     """All wait for it; a rank that dies meanwhile is recovered from at once."""
     with freezer(tmp_path / "disk") as disk:

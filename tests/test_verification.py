@@ -59,6 +59,7 @@ def test_flips_name_what_they_damage() -> None:
         "flip:rank=5,at=vote": "lacks what",
         "flip:rank=5,at=vote,what=disk": "what=disk in .*: one of weights, moments, replica",
         "kill:rank=5,at=vote,what=weights": "kill takes no what",
+        "disk:rank=5,at=vote,what=weights": "what=weights in .*: one of full, slow",
         "slow:rank=5,at=vote": "lacks factor",
         "hang:rank=5,at=vote,for=soon": "for=soon in .* is no number",
         "disconnect:rank=5,at=vote,peers=1,for=0": "more than 0 seconds",

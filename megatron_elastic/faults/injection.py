@@ -13,16 +13,20 @@ HOOK_POINTS = (
 )
 """Where faults can be injected and detectors attach, in the order of a step and a recovery; then those of some jobs."""
 
-ACTIONS = ("kill", "raise", "stop", "hang", "slow", "disconnect", "flip")
+ACTIONS = ("kill", "raise", "stop", "hang", "slow", "disconnect", "disk", "flip")
 FLIPS = ("weights", "moments", "replica")
 """What a bit can be flipped in: the model's weights, an optimizer moment of a slice owned, or of one replicated."""
+DISKS = ("full", "slow")
+"""What a disk can be."""
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "rank": int, "step": int, "at": str, "grain": int, "what": str, "for": float, "factor": float,
     "peers": lambda text: tuple(map(int, text.split("+"))),
 }  # fmt: skip
-_OWN = {"what": ("flip",), "for": ("hang", "slow", "disconnect"), "factor": ("slow",), "peers": ("disconnect",)}
+_OWN = {"what": ("flip", "disk"), "for": ("hang", "slow", "disconnect", "disk"), "factor": ("slow",),
+        "peers": ("disconnect",)}
 """Fields that only some actions take."""
-_NEEDED = {"flip": ("what",), "slow": ("factor",), "disconnect": ("peers",)}
+_NEEDED = {"flip": ("what",), "disk": ("what",), "slow": ("factor",), "disconnect": ("peers",)}
+_WHAT = {"flip": FLIPS, "disk": DISKS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,9 @@ class Injection:
     at: str
     grain: int | None = None
     what: str | None = None
-    """One of ``FLIPS``, for the action ``flip``."""
+    """One of ``FLIPS`` or of ``DISKS``, for the actions ``flip`` and ``disk``."""
     seconds: float | None = None
-    """How long a ``hang``, ``slow`` or ``disconnect`` lasts; None: for ever."""
+    """How long a ``hang``, ``slow``, ``disconnect`` or ``disk`` lasts; None: for ever."""
     factor: float | None = None
     """How many times as long computing takes from then on, for ``slow``."""
     peers: tuple[int, ...] = ()
@@ -67,8 +71,8 @@ class Injection:
             raise ValueError(f"{text!r}: {action} takes no {', '.join(foreign)}")
         if values["at"] not in HOOK_POINTS:
             raise ValueError(f"at={values['at']} in {text!r} is no hook point: one of {', '.join(HOOK_POINTS)}")
-        if values.get("what", FLIPS[0]) not in FLIPS:
-            raise ValueError(f"what={values['what']} in {text!r}: one of {', '.join(FLIPS)}")
+        if "what" in values and values["what"] not in _WHAT[action]:
+            raise ValueError(f"what={values['what']} in {text!r}: one of {', '.join(_WHAT[action])}")
         if values.get("factor", 1.0) < 1 or values.get("for", 1.0) <= 0:
             raise ValueError(f"{text!r}: factor= is at least 1, and for= more than 0 seconds")
         return cls(action, values["rank"], values.get("step"), values["at"], values.get("grain"), values.get("what"),

@@ -12,6 +12,8 @@ A checkpoint that a rank cannot write is given up, and the next one is tried whe
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import shutil
 import threading
@@ -37,6 +39,24 @@ class Outcome(NamedTuple):
     step: int
     problem: str | None
     """Why it could not be written; None if it is complete."""
+
+
+class DiskFault(NamedTuple):
+    """A fault on purpose (``--elastic-inject disk``): ``full``, what is to be written ``until`` then cannot be;
+    ``slow``, it waits until then.
+    """
+
+    what: str
+    until: float
+    """By ``time.monotonic()``."""
+
+    def meet(self) -> None:
+        """Something is to be written. Raises OSError."""
+        left = self.until - time.monotonic()
+        if self.what == "slow":
+            threading.Event().wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
+        elif left > 0:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
 
 
 class Saving:
@@ -67,6 +87,8 @@ class Saving:
         """Step of the newest complete checkpoint that this rank knows of; 0 without one."""
         self.failed = 0
         """Step of the one that was given up last under this layout; 0 without one."""
+        self.fault = DiskFault("full", 0.0)
+        """What is wrong with the disk on purpose."""
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is to be begun after ``done`` steps: now, or since one that was lost to a fault.
@@ -87,7 +109,7 @@ class Saving:
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)  # no leftovers of another job are in the way
         partial = self._directory / f"{step_folder(self._directory, step).name}.partial-{epoch}-{token[0]}"
-        self._begun = _Write(self._rank, step, partial, prepare(partial))
+        self._begun = _Write(self._rank, step, partial, prepare(partial), self.fault)
 
     def written(self) -> bool:
         """Whether a checkpoint is begun, and all ranks have written their parts. Asked of all ranks of the layout."""
@@ -189,12 +211,13 @@ class _Errand:
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, rank: int, step: int, partial: Path, part: Part) -> None:
+    def __init__(self, rank: int, step: int, partial: Path, part: Part, fault: DiskFault) -> None:
         self.step = step
         self.abandoned = False
         """There is another layout, and others may be on their way by now."""
         self._written: Written = []
         self._rank, self._partial, self._part, self._first = rank, partial, part, dist.get_rank() == 0
+        self._fault = fault
         self.errand = _Errand(self._write)
         """Ends when this rank's part is written, or it is known that it cannot be."""
 
@@ -223,6 +246,7 @@ class _Write:
             if not self.abandoned:  # else there may be newer ones among them
                 for folder in older:
                     shutil.rmtree(folder, ignore_errors=True)
+        self._fault.meet()
         self._written = self._part.write()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_elastic.adaptor.checkpoints import folder, writer
-from megatron_elastic.adaptor.checkpoints.saving import Saving
+from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
 from megatron_elastic.adaptor.model import groups, linear, random
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
@@ -252,10 +252,14 @@ class Trainer:
 
     def _harm(self, injection: Injection) -> None:
         """Do on purpose what an injection says."""
+        seconds = float("inf") if injection.seconds is None else injection.seconds
         if injection.action == "disconnect":
-            self.transport.cut(injection.peers, float("inf") if injection.seconds is None else injection.seconds)
+            self.transport.cut(injection.peers, seconds)
+            return
+        assert injection.what is not None
+        if injection.action == "disk":
+            self.saving.fault = DiskFault(injection.what, time.monotonic() + seconds)
         else:
-            assert injection.what is not None
             self._flip(injection.what)
 
     def _flip(self, what: str) -> None:

@@ -111,15 +111,11 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
     turn.set(pace=replace(
         pace, better=without(pace.better, [leader]),
         believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
-        strikes=pace.strikes.set(leader, strikes + 1) if slower else pace.strikes,
+        strikes=pace.strikes.set(leader, strikes + 1) if slower and before <= 1.0 else pace.strikes,
     ))  # fmt: skip
     turn.record("slow" if slower else "well", ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
-    if slower:
-        turn.say(f"ranks {list(cell.ranks)} are slow: a micro-batch takes {now:.1f} times as long as on others of "
-                 f"stage {stage}; they get fewer")
-    else:
-        turn.say(f"ranks {list(cell.ranks)} are faster again: a micro-batch takes {now:.1f} times as long as on others "
-                 f"of stage {stage}")
+    turn.say(f"ranks {list(cell.ranks)} have become {'slower' if slower else 'faster'}: a micro-batch takes {now:.1f} "
+             f"times as long as on others of stage {stage}; they get {'fewer' if slower else 'more'}")
     return True
 
 
