@@ -48,11 +48,11 @@ def test_micro_batches_are_cut_for_slow_ranks_too(jobs: Jobs) -> None:
 
 
 def assert_shared(job: Job) -> None:
-    """It was found that rank 1 is slow, and that it is no longer; meanwhile it had less than half as much to do."""
-    (slow, *_) = [event for event in job.events("slow") if event["ranks"] == [1] and event["times"] > 2]
+    """It was found that rank 1 is slow, and that it is no longer; meanwhile it had less to do."""
+    (slow, *_) = [event for event in job.events("slow") if event["ranks"] == [1]]
     assert [event for event in job.events("well") if event["ranks"] == [1] and event["step"] > slow["step"]]
     loads = [[layout.load(cell) for cell in layout.stages[0].cells] for layout in job.layouts()]
-    assert any(mine < others / 2 for others, mine in loads)
+    assert any(0 < mine < others for others, mine in loads)
     assert all(mine for _, mine in loads)
 
 
