@@ -23,7 +23,7 @@ EVERYTHING = {
     "elastic_report_timeout": 40, "elastic_wait_timeout": 200, "elastic_schedule": "split",
     "elastic_dataflow": "resize", "elastic_end_timeout": 30, "elastic_store": "etcd://localhost:2379",
     "elastic_tls_cert": PEM, "elastic_tls_key": PEM, "elastic_tls_ca": PEM, "elastic_redo": "step",
-    "elastic_on_error": "stop", "elastic_log_mb": 7.5,
+    "elastic_on_error": "stop", "elastic_slow": "evict", "elastic_log_mb": 7.5,
 }  # fmt: skip
 """A value that is not the default for each of our flags."""
 

@@ -76,6 +76,7 @@ def test_checkpoints_that_never_fit(jobs: Jobs, tmp_path: Path, flags: tuple[str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_disks_that_are_full_and_slow_on_purpose(jobs: Jobs, tmp_path: Path) -> None:
     """Rank 1's, until it dies, and rank 2's for a moment."""
     disks = ("--elastic-inject", "disk:rank=1,step=3,at=data,what=full",
@@ -119,7 +120,7 @@ def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> No
         disk.thaw()
         job.finish()
         assert_same_training(job, jobs.undisturbed(*LONG.flags, ranks=4), [3])
-        first, last = steps(job, "saved")
+        first, *_, last = steps(job, "saved")  # how many are between depends on how far it is when the disk goes on
         assert first < 12
         assert last == 30
         assert steps(job, "save_failed") == []
