@@ -92,13 +92,15 @@ def test_killed(jobs: Jobs, grid: Grid, kills: Sequence[str]) -> None:
 
 def _possible(ranks: Sequence[int], kills: Sequence[str]) -> set[tuple[int, str]]:
     """(step, decision) that a recovery from the loss of ``ranks`` may have, given what killed the first of them."""
-    first = next(kill for kill in kills if int(kill[0]) in ranks)
+    own = next(kill for kill in kills if int(kill[0]) in ranks)
+    first = next(kill for kill in kills if kill[2] == own[2])  # who dies in a recovery dies of its step
     step, point = int(first[2]), first[4:]
     anew = {(step, "back"), (step, "resume")}
+    if point == "commit" or (point in ("apply", "param_sync") and own != first):
+        # The others may be done with the step as well, and have begun the next one.
+        return {(step, "forward"), (step + 1, "back"), (step + 1, "resume")}
     if point in ("apply", "param_sync"):
         return {(step, "forward")}
-    if point == "commit":  # the others may be done with the step as well, and have begun the next one
-        return {(step, "forward"), (step + 1, "back"), (step + 1, "resume")}
     if point == "vote":
         return {(step, "resume")}
     return {*anew, (step - 1, "forward")}  # another column may still be gathering the last step's parameters

@@ -67,10 +67,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.5 --decoupled-lr 2e-3 "
          "--decoupled-min-lr 1e-3 --lr-decay-style linear --untie-embeddings-and-output-weights", 1e-3),
         ("--optimizer sgd --no-use-distributed-optimizer --lr 0.1 --weight-decay 0.1", 1e-3),
-        # A weight that is rounded the other way is one unit of bf16 off.
-        ("--bf16", 0.4),
+        # Some weights are rounded the other way, which is as far as they move in some steps.
+        ("--bf16", 0.05),
         # And so are gradients here, which Megatron on a CPU has in fp32 only.
-        ("--bf16 --main-grads-dtype bf16 --elastic", 0.4),
+        ("--bf16 --main-grads-dtype bf16 --elastic", 0.05),
     ],
     ids=["adam", "groups", "sgd", "bf16", "bf16-gradients"],
 )  # fmt: skip

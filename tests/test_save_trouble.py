@@ -120,9 +120,10 @@ def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> No
         disk.thaw()
         job.finish()
         assert_same_training(job, jobs.undisturbed(*LONG.flags, ranks=4), [3])
-        first, *_, last = steps(job, "saved")  # how many are between depends on how far it is when the disk goes on
-        assert first < 12
-        assert last == 30
+        saved = steps(job, "saved")  # how many depends on how far it is when the disk goes on
+        assert saved == sorted(set(saved))
+        assert saved[0] < 12
+        assert saved[-1] >= 28, "that of step 28 is begun when the one before is written"
         assert steps(job, "save_failed") == []
 
 
