@@ -6,13 +6,16 @@ training. Then the coordinator's function alone, with more ranks (``--pure``).
 
 Phases: ``start`` (from the first connection until all ranks train and all is settled), ``rank_lost`` and ``node_lost``
 (until a step commits again), ``..._even`` (until the layout is as good as it can be), ``node_joins`` (until it has its
-even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats).
+even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats). ``own_...`` is what comes in besides the
+heartbeats of the time that a phase takes on a machine that emulates all ranks besides. Each size is measured
+``--repeat`` times in alternation; a figure is the median.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +38,8 @@ _LOOK = 0.02
 LEAST = 32
 """Ranks, so that two nodes can be hit and every slice lives on."""
 STEPS = 100
+PASSED = ("messages_in", "messages_out", "own_messages_in", "own_bytes_in", "bytes_in", "bytes_out")
+"""What goes over the connections of the coordinator: in ``own_bytes_in`` before encryption, else with it."""
 IDLE = 5.0
 """Seconds in which each end of a connection sends two heartbeats."""
 
@@ -76,7 +81,7 @@ class Bench:
                 self._commit(None)
         with self._phase("idle"):
             time.sleep(IDLE)
-        return {"ranks": self.size, "nodes": self._nodes, **besides_heartbeats(self.phases)}
+        return {"ranks": self.size, "nodes": self._nodes, **self.phases}
 
     def close(self) -> None:
         """End all processes."""
@@ -149,18 +154,17 @@ class Bench:
     def _costs(self) -> dict[str, float]:
         passed = [sum(each) for each in zip(*(process.ask("passed") for process in self._guests), strict=True)]
         return {"processor_s": self._coordinator.processor_s, "loop_s": self._coordinator.loop_s,
-                **dict(zip(("messages_in", "messages_out", "bytes_in", "bytes_out"), passed, strict=True))}
+                **dict(zip(PASSED, passed, strict=True))}
 
 
-def besides_heartbeats(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The same with ``own_bytes_in``: what came in besides the heartbeats of the seconds that a phase took.
-
-    Those are the machine's, which emulates all ranks besides: they say nothing about what the phase itself costs.
-    """
-    idle = phases["idle"]
-    rate = idle["bytes_in"] / idle["elapsed_s"]
-    return {name: {**phase, "own_bytes_in": round(max(phase["bytes_in"] - rate * phase["elapsed_s"], 0.0))}
-            for name, phase in phases.items()}
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure of each phase."""
+    first = runs[0]
+    return {
+        name: {key: statistics.median(each[name][key] for each in runs) for key in value}
+        if isinstance(value, dict) else value
+        for name, value in first.items()
+    }
 
 
 def growth(small: dict[str, Any], large: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -170,6 +174,15 @@ def growth(small: dict[str, Any], large: dict[str, Any]) -> dict[str, dict[str, 
         for phase, figures in large.items()
         if isinstance(figures, dict)
     }
+
+
+def _measure(run_dir: Path, ranks: int, processes: int) -> dict[str, Any]:
+    bench = Bench(run_dir, ranks, processes)
+    try:
+        return bench.run()
+    finally:
+        bench.close()
+        shutil.rmtree(run_dir)
 
 
 def _sizes(text: str) -> list[int]:
@@ -185,19 +198,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pure", type=_sizes, default=[1000, 10_000, 100_000], metavar="N,...",
                         help="sizes for the coordinator's function alone (default: 1000,10000,100000)")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that nodes are in (default: 2)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N",
+                        help="times that each size is measured (default: 3)")
     options = parser.parse_args(argv)
-    if min([*options.ranks, *options.pure], default=LEAST) < LEAST or options.processes < 1:
-        parser.error(f"--ranks and --pure must be at least {LEAST}, --processes at least 1")
+    if min([*options.ranks, *options.pure], default=LEAST) < LEAST or min(options.processes, options.repeat) < 1:
+        parser.error(f"--ranks and --pure must be at least {LEAST}, --processes and --repeat at least 1")
     load = load_average()
-    sizes = []
     with run_root() as root:
-        for ranks in options.ranks:
-            bench = Bench(root / str(ranks), ranks, options.processes)
-            try:
-                sizes.append(bench.run())
-            finally:
-                bench.close()
-            shutil.rmtree(root / str(ranks))
+        rounds = [[_measure(root / str(ranks), ranks, options.processes) for ranks in options.ranks]
+                  for _ in range(options.repeat)]
+    sizes = [medians(runs) for runs in zip(*rounds, strict=True)]
     pure = [measure(ranks) for ranks in options.pure]
     emit("control", argv, {
         "sizes": sizes, "growth": growth(sizes[0], sizes[-1]) if len(sizes) > 1 else {},

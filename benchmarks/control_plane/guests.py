@@ -34,22 +34,36 @@ class Wire(AsyncWire[Letter]):
 
     sent = 0
     received = 0
+    own_sent = 0
+    """Besides heartbeats."""
+    own_bytes = 0
+    """Of those, before encryption."""
 
     def send_encoded(self, encoded: bytes) -> Broken | None:
         self.sent += 1
+        self.own_sent += 1
+        self.own_bytes += len(encoded)
         return super().send_encoded(encoded)
+
+    def beat(self, session: Session) -> None:
+        """Send a heartbeat of ``session``, which this is the connection of."""
+        own = self.own_sent, self.own_bytes
+        session.beat(Heartbeat())
+        self.own_sent, self.own_bytes = own
 
     async def receive(self) -> Letter | None:
         letter = await super().receive()
         self.received += letter is not None
         return letter
 
-    def bytes(self) -> tuple[int, int]:
-        """Sent and received, as TCP counts them: with what encryption adds."""
+    def passed(self) -> tuple[int, ...]:
+        """Messages sent and received, those sent besides heartbeats, their bytes; bytes sent and received, as TCP
+        counts them: with what encryption adds, and once they are acknowledged.
+        """
         sock = self._writer.get_extra_info("socket")
         info = sock.getsockopt(IPPROTO_TCP, TCP_INFO, 256)
         acked, received = struct.unpack_from("QQ", info, _TCP_INFO_BYTES)
-        return acked, received
+        return self.sent, self.received, self.own_sent, self.own_bytes, acked, received
 
 
 async def begin(world_size: int, port: int, credentials: Credentials) -> Guests:
@@ -71,7 +85,7 @@ class Guests:
         self._nodes: dict[int, Node] = {}
         self._wires: dict[int, Wire] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._gone = [0, 0, 0, 0]
+        self._gone = [0] * 6
         """What has passed over connections that have ended."""
 
     async def come(self, numbers: Sequence[int]) -> None:
@@ -89,7 +103,7 @@ class Guests:
         wire.send(Letter(0, 0, msgspec.Raw(hello)))
 
     async def _serve(self, node: Node, wire: Wire, session: Session) -> None:
-        pulse = Pulse(lambda: session.beat(Heartbeat()), SETTINGS.heartbeat_timeout, _LIMIT, wire.abort)
+        pulse = Pulse(lambda: wire.beat(session), SETTINGS.heartbeat_timeout, _LIMIT, wire.abort)
         try:
             while (letter := await wire.receive()) is not None:
                 pulse.heard()
@@ -114,7 +128,7 @@ class Guests:
         """A node is lost, if it is here."""
         if number in self._nodes:
             wire = self._wires.pop(number)
-            self._gone = [a + b for a, b in zip(self._gone, (wire.sent, wire.received, *wire.bytes()), strict=True)]
+            self._gone = [a + b for a, b in zip(self._gone, wire.passed(), strict=True)]
             self._nodes.pop(number).vanish()
             wire.abort()
 
@@ -135,8 +149,8 @@ class Guests:
         return {"started": ranks.started, "back": ranks.back, "informed": ranks.informed.get(epoch, 0)}
 
     def passed(self) -> list[int]:
-        """Messages sent and received, and bytes sent and received, since the beginning."""
-        each = ((wire.sent, wire.received, *wire.bytes()) for wire in self._wires.values())
+        """What has passed over all connections since the beginning."""
+        each = (wire.passed() for wire in self._wires.values())
         return [sum(column) for column in zip(self._gone, *each, strict=True)]
 
     async def end(self) -> None:
