@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from tests.namespaces import Host, Hosts
+from namespaces import Host, Hosts
 
 PATIENCE = 60.0
 """Seconds after which something that must happen counts as not happening, on a busy machine too."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import subprocess
 import threading
@@ -13,13 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher import Heard, Launcher
+from namespaces import Host, Hosts
+
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.wire.address import read_address
 from megatron_elastic.observe.records import read_events, read_metrics
 from tests.jobs import ROOT, Grid, Job, Jobs
 from tests.launches import TOKEN
-from tests.namespaces import Host, Hosts
 
 NODES = 3
 GRID = Grid(tp=1, pp=2, steps=220, ranks=2 * NODES)
@@ -45,42 +46,6 @@ class Loss:
         return f"election {self.election:.2f} s, next committed step after {self.commit:.2f} s"
 
 
-class Node:
-    """One launcher, and what it has printed."""
-
-    def __init__(self, process: subprocess.Popen[str], address: str, heard: queue.Queue[tuple[Node, str]]) -> None:
-        self.process = process
-        self.address = address
-        self.output = ""
-        self._heard = heard
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def finish(self) -> None:
-        """It ends well."""
-        assert self.process.wait(_LIMIT) == 0, self.output
-
-    def kill(self) -> float:
-        """SIGKILL the launcher, and all that runs on its host with it. Returns when."""
-        now = time.time()
-        self.process.kill()
-        self.process.wait()
-        return now
-
-    def end(self) -> None:
-        """End it, however it is, and read the rest."""
-        self.kill()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            self._heard.put((self, line))
-
-
 class LostHosts:
     """One job on hosts that can be killed.
 
@@ -93,8 +58,8 @@ class LostHosts:
 
     def __init__(self, jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES) -> None:
         self.run_dir = jobs.folder / uuid.uuid4().hex[:8]
-        self.nodes: list[Node] = []
-        self._heard: queue.Queue[tuple[Node, str]] = queue.Queue()
+        self.nodes: list[Launcher] = []
+        self._heard: Heard = queue.Queue()
         self._jobs = jobs
         self._hosts = hosts
         self._flags = (*FLAGS, *extra)
@@ -103,12 +68,12 @@ class LostHosts:
         for place in places:
             self._start(place, places[0].address, 29500)
 
-    def come(self) -> Node:
+    def come(self) -> Launcher:
         """A node comes to the running job, on a host that is new."""
         where = read_address(self.run_dir)
         return self._start(self._hosts.add(), where.host, where.port)
 
-    def until(self, *texts: str) -> Node:
+    def until(self, *texts: str) -> Launcher:
         """Wait until nodes have printed lines with all ``texts``, in any order; return who printed the last."""
         limit, missing = time.monotonic() + _LIMIT, set(texts)
         while True:
@@ -120,7 +85,11 @@ class LostHosts:
             if not missing:
                 return node
 
-    def cut_off(self, node: Node, seconds: float) -> float:
+    def finish(self, node: Launcher) -> None:
+        """It ends well."""
+        assert node.process.wait(_LIMIT) == 0, node.output
+
+    def cut_off(self, node: Launcher, seconds: float) -> float:
         """Nothing gets to a node's host or from it for so long. Returns the time since when it does again."""
         self._hosts.cut(node.address)
         threading.Event().wait(seconds)  # the fault itself
@@ -158,17 +127,13 @@ class LostHosts:
             node.end()
         return "\n".join(f"---- node {number}\n{node.output}" for number, node in enumerate(self.nodes))
 
-    def _start(self, host: Host, address: str, port: int) -> Node:
+    def _start(self, host: Host, address: str, port: int) -> Launcher:
         rank = str(len(self.nodes))
         launcher = ("--nnodes", str(self._begins_with), "--node-rank", rank, "--master-addr", address,
                     "--master-port", str(port))
         command = self._jobs.command(*self._flags, run_dir=self.run_dir, ranks=2, launcher=launcher)
-        process = subprocess.Popen(
-            host.command(command), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), wire.TOKEN_VARIABLE: TOKEN},
-        )  # fmt: skip
-        self.nodes.append(Node(process, host.address, self._heard))
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), wire.TOKEN_VARIABLE: TOKEN}
+        self.nodes.append(Launcher(command, self._heard, env, host))
         return self.nodes[-1]
 
 

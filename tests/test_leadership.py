@@ -15,6 +15,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import namespaces
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +36,6 @@ from megatron_elastic.cluster.leadership import (
 )
 from megatron_elastic.cluster.leadership.raft import Book, Raft, password
 from megatron_elastic.config import UsageError
-from tests import namespaces
 from tests.candidates import TOKEN, Candidate, EtcdServer, Group, KubernetesApi, group
 
 LIMIT = 1.0

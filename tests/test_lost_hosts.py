@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import namespaces
 import pytest
+from namespaces import Hosts
 
-from tests import namespaces
 from tests.jobs import Jobs
 from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
-from tests.namespaces import Hosts
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,7 +42,7 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> N
         killed.append(second.kill())
         for node in job.nodes:
             if node not in (first, second):
-                node.finish()
+                job.finish(node)
         for loss in job.losses(*killed):
             print("measured:", loss)
     job.assert_same(jobs.undisturbed(*FLAGS, ranks=6))
@@ -59,7 +59,7 @@ def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts) -> None:
             mended.append(job.cut_off(node, 6.0))
             job.until(*texts, FOLLOW, EVEN.format(6))
         for node in job.nodes:
-            node.finish()
+            job.finish(node)
         for since in mended:
             print(f"measured: back {job.back_after(since):.2f} s after the link")
             assert job.back_after(since) < 5.0
@@ -77,7 +77,7 @@ def test_a_host_that_is_cut_off_comes_again_in_other_layouts(
         since = job.cut_off(job.nodes[-1], 6.0)
         job.until(FOLLOW, EVEN.format(2 * nodes))
         for node in job.nodes:
-            node.finish()
+            job.finish(node)
         print(f"measured: back {job.back_after(since):.2f} s after the link")
         assert job.back_after(since) < 5.0
     job.assert_same(jobs.undisturbed(*FLAGS, *flags, ranks=2 * nodes))
@@ -101,7 +101,7 @@ def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_pa
                 job.until(EVEN.format(4))
                 killed.append(third.kill())
                 (last,) = (node for node in job.nodes if node not in (second, third))
-                last.finish()
+                job.finish(last)
             assert first in job.nodes
             for loss in job.losses(*killed):
                 print("measured:", loss)

@@ -1,7 +1,8 @@
 """Namespaces: hosts on this machine, each a network namespace of its own on one bridge.
 
 What is started on a host has its own process ids, too: ranks of different hosts see nothing of each other but what goes
-over the bridge, as on machines of their own; they share only the disk. Needs root and ``ip`` (Debian: ``iproute2``).
+over the bridge, as on machines of their own; they share only the disk. Needs root, ``ip`` and ``tc`` (Debian:
+``iproute2``), and ``nft`` (``nftables``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Hosts:
         """Tests that run at the same time must not mix up their addresses when they read each other's output."""
         self._hosts: list[Host] = []
         self._all = f"{name}sw"
-        _ip("netns", "add", self._all)
+        _run("ip", "netns", "add", self._all)
         # The bridge has a namespace of its own, so that nothing of this machine's own network changes.
         self._in(self._all, "link", "add", "br0", "type", "bridge")
         self._in(self._all, "link", "set", "br0", "up")
@@ -53,7 +54,7 @@ class Hosts:
         host = Host(f"{self._name}{number}", _NET.format(self._net, number + 1))
         self._hosts.append(host)
         port = f"p{number}"
-        _ip("netns", "add", host.name)
+        _run("ip", "netns", "add", host.name)
         self._in(self._all, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
         self._in(self._all, "link", "set", port, "master", "br0", "up")
         self._in(host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
@@ -66,27 +67,66 @@ class Hosts:
         number = next(number for number, host in enumerate(self._hosts) if host.address == address)
         self._in(self._all, "link", "set", f"p{number}", "down" if off else "up")
 
+    def deafen(self, address: str, source: str | None = None) -> None:
+        """Nothing gets to a host, from another one or from any; what it sends still arrives."""
+        self._filter(address, hears="drop" if source is None else f"ip saddr {source} drop")
+
+    def mute(self, address: str) -> None:
+        """Nothing that a host sends arrives; it still hears the others."""
+        self._filter(address, says="drop")
+
+    def part(self, one: str, other: str) -> None:
+        """Two hosts hear nothing of each other; others hear both."""
+        self._filter(one, hears=f"ip saddr {other} drop", says=f"ip daddr {other} drop")
+
+    def lose_packets(self, address: str, percent: int) -> None:
+        """So many of all packets do not get to a host, by chance."""
+        self._filter(address, hears=f"numgen random mod 100 < {percent} drop")
+
+    def slow_down(self, address: str, megabits: float) -> None:
+        """What a host sends passes at so many megabits a second, and waits meanwhile, up to 400 ms."""
+        limits = ("tbf", "rate", f"{megabits:g}mbit", "burst", "32kb", "latency", "400ms")
+        _run("tc", "-n", self._name_of(address), "qdisc", "add", "dev", "eth0", "root", *limits)
+
+    def mend(self, address: str) -> None:
+        """A host's link is as it was."""
+        name = self._name_of(address)
+        self.cut(address, off=False)
+        for command in (("ip", "netns", "exec", name, "nft", "flush", "ruleset"),
+                        ("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "noqueue")):
+            _run(*command)
+
     def remove(self) -> None:
         """Take all away again; what runs there must have ended."""
         for name in (*(host.name for host in self._hosts), self._all):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
+    def _filter(self, address: str, hears: str = "accept", says: str = "accept") -> None:
+        chains = (("input", f'iifname "eth0" {hears}'), ("output", f'oifname "eth0" {says}'))
+        rules = "\n".join(
+            f"chain {hook} {{ type filter hook {hook} priority 0; {rule}; }}" for hook, rule in chains
+        )
+        _run("ip", "netns", "exec", self._name_of(address), "nft", f"table inet trouble {{\n{rules}\n}}")
+
+    def _name_of(self, address: str) -> str:
+        return next(host.name for host in self._hosts if host.address == address)
+
     def _in(self, namespace: str, *arguments: str) -> None:
-        _ip("-netns", namespace, *arguments)
+        _run("ip", "-netns", namespace, *arguments)
 
 
 def why_not() -> str:
     """Why there can be no namespaces here; empty if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "nft", "unshare") if shutil.which(tool) is None]
     if missing:
-        return f"needs {' and '.join(missing)} (Debian: iproute2, util-linux)"
+        return f"needs {' and '.join(missing)} (Debian: iproute2, nftables, util-linux)"
     name = f"mt{os.getpid()}"
     tried = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
     if tried.returncode:
         return f"this machine allows no network namespaces: {tried.stderr.strip()}"
-    _ip("netns", "delete", name)
+    _run("ip", "netns", "delete", name)
     return ""
 
 
@@ -100,7 +140,7 @@ def hosts() -> Iterator[Hosts]:
         made.remove()
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,1 @@
+"""Under fire: jobs that random faults happen to: ``megatron-elastic chaos``."""
