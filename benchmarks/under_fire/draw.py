@@ -34,7 +34,7 @@ HANG = 2.0
 """``--elastic-hang-timeout``, in seconds: less than a user's, as steps take so little here."""
 _FIRST, _LAST, _SAVE_EVERY = 14, 25, 6
 """Steps without faults at the beginning, when there is no checkpoint yet, and at the end; and between checkpoints."""
-_PER_HOST, _LAST_ON_HOSTS = 80, 250
+_PER_HOST, _LAST_ON_HOSTS = 40, 80
 """Steps that it takes until another host is there, and at the end of a job on hosts. Both are seconds."""
 
 
