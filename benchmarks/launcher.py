@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from common import CHECKOUT
 from namespaces import Host
 
 Heard: TypeAlias = "queue.Queue[tuple[Launcher, str]]"
@@ -31,7 +32,7 @@ class Launcher:
         self.host = host
         self.output = ""
         self.process = subprocess.Popen(
-            command if host is None else host.command(command), text=True, env={**os.environ, **env},
+            command if host is None else host.command(command), text=True, cwd=CHECKOUT, env={**os.environ, **env},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._heard = heard

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Launch, RankDying, RankExited
@@ -10,6 +14,7 @@ from tests.jobs import ROOT, Grid, Jobs, assert_same_training
 from tests.play import SETTINGS, Play
 
 EARLY = ROOT / "tests" / "megatron_programs" / "dies_early.py"
+WAITING = ROOT / "tests" / "megatron_programs" / "waits_for_data.py"
 GRID = Grid(tp=1, pp=2, steps=4)
 
 
@@ -24,6 +29,22 @@ def test_who_dies_before_training_begins_is_started_again(jobs: Jobs) -> None:
 def test_who_dies_again_and_again_before_training_begins_ends_the_job(jobs: Jobs) -> None:
     job = jobs.start(*GRID.flags, script=EARLY, env={"EARLY_DEATHS": "9"})
     assert "rank 3 died before training began (kill -9), 3 times; see its log" in job.finish(code=1)
+
+def test_who_makes_the_indices_of_data_answers_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
+    """Making them takes longer than an answer may: nobody is lost but who was killed."""
+    pipe, grid = tmp_path / "pipe", Grid(tp=1, pp=2, steps=4, ranks=4)
+    os.mkfifo(pipe)
+    job = jobs.start(*grid.flags, "--elastic-report-timeout", "5", ranks=4, script=WAITING,
+                     env={"DATA_PIPE": str(pipe)})
+    with pipe.open("w"):  # as soon as somebody reads from it
+        makes = int(pipe.with_suffix(".rank").read_text())
+        job.kill((makes + 1) % 4)
+        deadline = time.monotonic() + 30
+        while not (job.run_dir / "layouts" / "1.json").exists():  # who makes them has told where it is
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    job.finish()
+    assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4), [(makes + 1) % 4])
 
 
 def test_a_node_whose_newcomers_die_is_left_out_longer_and_longer() -> None:

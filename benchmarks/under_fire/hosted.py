@@ -28,7 +28,8 @@ class HostedJob(Job):
     """
 
     def __init__(self, round_: Round, run_dir: Path, flags: Sequence[str], hosts: Hosts) -> None:
-        super().__init__(round_, run_dir, [*flags, "--elastic-slow", "off"])  # all hosts share this machine's processors
+        # Nobody is slow: all hosts share this machine's processors.
+        super().__init__(round_, run_dir, [*flags, "--elastic-slow", "off"])
         self._hosts = hosts
         self._token = make_token()
         self._in: set[Launcher] = set()

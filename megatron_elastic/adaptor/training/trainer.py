@@ -119,7 +119,7 @@ class Trainer:
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
         self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, limit, self.odometer,
                              control.interrupt.check)
-        self.batches = Batches(args, datasets_provider)
+        self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
         self.tenure: Tenure | None = None
