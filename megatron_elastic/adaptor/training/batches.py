@@ -7,6 +7,7 @@ on while its rank answers what happens to others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import threading
@@ -106,18 +107,21 @@ class _Making:
         self.result: Future[tuple[Any, Any, Any]] = Future()
         self.ended = threading.Event()
         self._make = make
-        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-        self._thread.start()
+        self._clock: int | None = None
+        """Of the thread's processor time, once it runs."""
         self._used = 0.0
+        threading.Thread(target=self._run, name="data", daemon=True).start()
 
     def works(self) -> bool:
         """Whether it has used a processor since the last call."""
         before = self._used
-        if self._thread.ident is not None and self._thread.is_alive():
-            self._used = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        if self._clock is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                self._used = time.clock_gettime(self._clock)
         return self._used > before
 
     def _run(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.result.set_result(self._make())
         except BaseException as error:
