@@ -19,11 +19,6 @@ timeout --kill-after 30 1200 python -m pytest -m long --ignore tests/test_lost_h
 
 echo "== chaos: random faults, new with every commit"
 timeout --kill-after 30 900 megatron-elastic chaos --seed "$first" --minutes 2 --faults 20
-if why=$(PYTHONPATH=benchmarks python -c 'import namespaces; exit(namespaces.why_not() or 0)' 2>&1); then
-    timeout --kill-after 30 900 megatron-elastic chaos --seed "$first" --nodes 3 --jobs 1
-else
-    echo "skipped on several hosts: $why"
-fi
 
 echo "== a Megatron-LM checkout"
 if [[ -z ${MEGATRON_LM_PATH:-} ]]; then
