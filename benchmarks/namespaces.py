@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 _NET = "10.77.{}.{}"
+_ETC = Path("/etc/netns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,14 @@ class Hosts:
         self._in(host.name, "link", "set", "lo", "up")
         return host
 
+    def know(self, names: Mapping[str, str]) -> None:
+        """What is started on a host from now on finds these names' addresses."""
+        text = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names.items())
+        for host in self._hosts:
+            # ``ip netns exec`` mounts what lies there over /etc.
+            (folder := _ETC / host.name).mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(text)
+
     def cut(self, address: str, *, off: bool = True) -> None:
         """Take a host's cable out, or put it in again."""
         number = next(number for number, host in enumerate(self._hosts) if host.address == address)
@@ -100,6 +110,7 @@ class Hosts:
         """Take all away again; what runs there must have ended."""
         for name in (*(host.name for host in self._hosts), self._all):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(_ETC / name, ignore_errors=True)
 
     def _filter(self, address: str, hears: str = "accept", says: str = "accept") -> None:
         chains = (("input", f'iifname "eth0" {hears}'), ("output", f'oifname "eth0" {says}'))

@@ -2,7 +2,7 @@
 
 Short jobs of plain Megatron over gloo and of the elastic trainer, ``fast`` and ``bitwise`` with replicas, and without
 the log that resumed steps need, take turns: what else the machine does then hits all of them. The order rotates from
-round to round.
+round to round. One more job tells what it costs that ranks are watched (``watching``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import watching
 from common import emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
 
 from megatron_elastic.observe.records import read_metrics
@@ -126,8 +127,11 @@ def main(argv: Sequence[str]) -> int:
             run_job(run_dir, options.nproc_per_node, [*flags, *VARIANTS[name]])
             times[name].append(step_times(read_metrics(run_dir)))
             progress(f"job {number}/{len(jobs)}: {name} {statistics.median(times[name][-1]):.0f} ms a step")
+        run_job(root / "watched", options.nproc_per_node, [*flags, *VARIANTS["bitwise"]], watching.SCRIPT)
+        watched = watching.watching(root / "watched", options.nproc_per_node, medians(times)["bitwise"])
     emit("overhead", argv, {
         **figures(times),
+        "watching": watched,
         **circumstances(options),
         "load_before": load,
     })

@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import signal
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newest, step_folder
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
-from megatron_elastic.support import check_virtual_stages
+from megatron_elastic.plan.split import split
+from megatron_elastic.support import check_experts, check_split
 
 _UNSUPPORTED = {
     "--context-parallel-size": "context parallelism is not supported yet; leave it out or use 1",
-    "--expert-model-parallel-size": "mixture of experts is not supported yet; leave it out or use 1",
-    "--num-experts": "mixture of experts is not supported yet; leave it out",
     "--fp16": "fp16 needs a loss scaler, which is not supported yet; use --bf16 or neither",
 }
 """Megatron-LM's flags that people will try, and what to do instead."""
@@ -35,8 +35,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
     """Parse and check the flags; defaults come from ``sys.argv`` and ``WORLD_SIZE``.
 
-    Besides the flags the namespace carries ``world_size``, ``data_parallel_size``, ``num_grains`` (micro-batches in
-    the global batch), ``vocab_size`` and ``padded_vocab_size``. Raises UsageError, whose one line names flag and fix.
+    Besides the flags the namespace carries ``world_size``, ``data_parallel_size``, ``num_grains`` (of the global
+    batch), ``vocab_size`` and ``padded_vocab_size``. Raises UsageError, whose one line names flag and fix.
     """
     parser = _build_parser()
     args, unknown = parser.parse_known_args(argv)
@@ -70,6 +70,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Pretrain a GPT on megatron.core; flags as in Megatron-LM.", allow_abbrev=False,
                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     _add_model(parser.add_argument_group("model"))
+    _add_experts(parser.add_argument_group("experts"))
     _add_parallelism(parser.add_argument_group("parallelism"))
     _add_training(parser.add_argument_group("training"))
     _add_data(parser.add_argument_group("data, checkpoints and logging"))
@@ -116,6 +117,17 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
                        help="stages have chunks of so many layers, which grains pass in turn")
     group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, metavar="N",
                        help="the same, given as the number of chunks")
+    group.add_argument("--pipeline-model-parallel-layout", metavar="TEXT",
+                       help="what each stage (and chunk) has: E the embedding, t a layer, L the loss; | ends a stage, "
+                            "*N repeats, as in 'Et*3|(tt|)*2L'")
+    group.add_argument("--decoder-first-pipeline-num-layers", type=int, metavar="N",
+                       help="layers of the first stage; the others share the rest")
+    group.add_argument("--decoder-last-pipeline-num-layers", type=int, metavar="N",
+                       help="layers of the last stage; the others share the rest")
+    group.add_argument("--account-for-embedding-in-pipeline-split", action="store_true",
+                       help="count the embedding as a layer where layers are split over stages")
+    group.add_argument("--account-for-loss-in-pipeline-split", action="store_true",
+                       help="count the loss as a layer where layers are split over stages")
     group.add_argument("--sequence-parallel", action="store_true",
                        help="tensor-parallel ranks share the sequence between layers; no effect without such ranks")
     group.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, default=True,
@@ -164,10 +176,21 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last one at the end")
     group.add_argument("--save-interval", type=int, metavar="STEPS")
     group.add_argument("--async-save", action="store_true", help="go on training while a checkpoint is written")
-    group.add_argument("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    group.add_argument("--exit-signal-handler", action="store_true",
+                       help="at --exit-signal save and end training, as before a scheduler takes the machines away")
+    group.add_argument("--exit-signal", type=_signal, default=signal.SIGTERM, metavar="NAME")
+    group.add_argument("--load", type=Path, metavar="DIR",
+                       help="go on from the newest checkpoint there; an empty folder is the beginning")
     group.add_argument("--eval-interval", type=int, default=1000, metavar="STEPS")
     group.add_argument("--eval-iters", type=int, default=100, help="0 does not evaluate")
     group.add_argument("--log-interval", type=int, default=100, metavar="STEPS")
+
+
+def _signal(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"no signal {name}: SIGTERM, SIGUSR1...") from None
 
 
 def _check_parallelism(args: argparse.Namespace) -> None:
@@ -179,6 +202,13 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"the world size {world}: start a multiple of {tp * pp} processes, or change the sizes"
         )
     args.data_parallel_size = world // (tp * pp)
+    ep = args.expert_model_parallel_size
+    _at_least(1, expert_model_parallel_size=ep)
+    if args.data_parallel_size % ep:
+        raise UsageError(
+            f"--expert-model-parallel-size {ep} does not divide the data-parallel size {args.data_parallel_size}: "
+            f"start a multiple of {tp * pp * ep} processes, or change the sizes"
+        )
     args.sequence_parallel = args.sequence_parallel and tp > 1
     if args.sequence_parallel:
         _divides("--seq-length", args.seq_length, "--tensor-model-parallel-size", tp)
@@ -198,16 +228,54 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
             f"use {-(-args.global_batch_size // at_once) * at_once}"
         )
-    args.num_grains = args.global_batch_size // args.micro_batch_size
+    args.num_grains = args.global_batch_size // (args.micro_batch_size * args.expert_model_parallel_size)
+
+
+def _add_experts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-experts", type=int, metavar="N", help="of each layer's feed-forward (default: none)")
+    group.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N",
+                       help="ranks that share a layer's experts, and compute a micro-batch each at the same time")
+    group.add_argument("--moe-ffn-hidden-size", type=int, help="of an expert (default: --ffn-hidden-size)")
+    group.add_argument("--moe-router-topk", type=int, default=2, metavar="K", help="experts that a token goes to")
+    group.add_argument("--moe-shared-expert-intermediate-size", type=int, metavar="SIZE",
+                       help="of an expert that all tokens go to (default: none)")
+    group.add_argument("--moe-router-load-balancing-type", choices=("aux_loss", "seq_aux_loss", "none"),
+                       default="aux_loss")
+    group.add_argument("--moe-router-score-function", choices=("softmax", "sigmoid"), default="softmax")
+    group.add_argument("--moe-router-enable-expert-bias", action="store_true",
+                       help="choose experts with a bias, which moves to those that get few tokens")
+    group.add_argument("--moe-router-bias-update-rate", type=float, default=1e-3)
+    group.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
+    group.add_argument("--moe-z-loss-coeff", type=float)
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    if args.num_experts is None:
+        if args.expert_model_parallel_size > 1:
+            raise UsageError("--expert-model-parallel-size needs --num-experts: add it")
+        return
+    tp, size = args.tensor_model_parallel_size, args.moe_ffn_hidden_size or args.ffn_hidden_size
+    args.moe_ffn_hidden_size = size
+    _at_least(1, num_experts=args.num_experts, moe_ffn_hidden_size=size, moe_router_topk=args.moe_router_topk)
+    _divides("--moe-ffn-hidden-size", size, "--tensor-model-parallel-size", tp)
+    _divides("--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size)
+    if args.moe_router_topk > args.num_experts:
+        raise UsageError(f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}")
+    if tp > 1 and not args.sequence_parallel:
+        raise UsageError("--num-experts with --tensor-model-parallel-size needs --sequence-parallel: add it")
+    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
+        raise UsageError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it")
+    args.expert_tensor_parallel_size = tp
+    if args.elastic:
+        check_experts(args)
 
 
 def _check_model(args: argparse.Namespace) -> None:
-    tp, pp, heads = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.num_attention_heads
+    tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
     _at_least(1, num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=heads,
               seq_length=args.seq_length, num_query_groups=args.num_query_groups,
               make_vocab_size_divisible_by=args.make_vocab_size_divisible_by)
-    _divides("--num-layers", args.num_layers, "--pipeline-model-parallel-size", pp)
-    _check_virtual_stages(args, args.num_layers // pp)
+    _check_virtual_stages(args)
     _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
     if args.kv_channels is None:
         _divides("--hidden-size", args.hidden_size, "--num-attention-heads", heads)
@@ -226,39 +294,64 @@ def _check_model(args: argparse.Namespace) -> None:
     if args.max_position_embeddings < args.seq_length:
         raise UsageError(f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
                          f"{args.seq_length}: raise it to at least that")
+    _check_experts(args)
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= getattr(args, name) < 1:
             raise UsageError(f"{_flag(name)} must be in [0, 1), got {getattr(args, name)}")
     _check_recompute(args)
 
 
-def _check_virtual_stages(args: argparse.Namespace, held: int) -> None:
-    """``held``: layers of a pipeline stage."""
+def _check_virtual_stages(args: argparse.Namespace) -> None:
+    """How many virtual stages there are, and whether layers can be split as the flags say."""
     each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if each is not None and chunks is not None:
         raise UsageError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the "
                          "same thing: leave one out")
-    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-        value = getattr(args, name)
-        if value is not None and (value < 1 or held % value):
-            raise UsageError(f"{_flag(name)} must divide the {held} layers of a pipeline stage, got {value}")
-    chunks = held // each if each is not None else chunks
-    args.virtual_pipeline_model_parallel_size = None if chunks in (None, 1) else chunks
+    pp, drawn = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout is not None
+    for name, value in (("num_layers_per_virtual_pipeline_stage", each),
+                        ("num_virtual_stages_per_pipeline_rank", chunks)):
+        if value is None:
+            continue
+        _at_least(1, **{name: value})
+        if drawn:
+            raise UsageError(f"{_flag(name)} and --pipeline-model-parallel-layout say the same thing: leave one out")
+    if each is not None:
+        counted = args.num_layers + args.account_for_embedding_in_pipeline_split
+        counted += args.account_for_loss_in_pipeline_split
+        _divides("--num-layers", counted, f"--num-layers-per-virtual-pipeline-stage {each} x "
+                 "--pipeline-model-parallel-size", each * pp)
+        chunks = counted // pp // each
+    args.virtual_pipeline_model_parallel_size = chunks
+    check_split(args)
+    if not args.elastic:
+        _check_plain_split(args)
     if args.virtual_pipeline_model_parallel_size is None:
         return
-    if args.pipeline_model_parallel_size == 1:
+    if pp == 1:
         raise UsageError("virtual pipeline stages need --pipeline-model-parallel-size 2 or more")
     if not args.elastic:
         raise UsageError("virtual pipeline stages work with --elastic only: the plain loop has no schedule for them; "
                          "leave them out")
-    check_virtual_stages(args)
+
+
+def _check_plain_split(args: argparse.Namespace) -> None:
+    """Megatron deals layers out evenly or not at all."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    counts = [sum(chunks) for chunks in split(args)]
+    counts[0] += args.account_for_embedding_in_pipeline_split
+    counts[-1] += args.account_for_loss_in_pipeline_split
+    dealt = counts[first is not None:len(counts) - (last is not None)]
+    if args.pipeline_model_parallel_layout is None and len(set(dealt)) > 1:
+        raise UsageError(f"--num-layers {args.num_layers} cannot be split evenly over --pipeline-model-parallel-size "
+                         f"{len(counts)}, which only --elastic does not need: add --elastic, or "
+                         "--pipeline-model-parallel-layout")
 
 
 def _check_recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
-        held = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
+        held = max(max(chunks) for chunks in split(args))
         if not 1 <= args.recompute_num_layers <= held:
             raise UsageError(f"--recompute-num-layers must be from 1 to the {held} layers of a pipeline stage, "
                              f"got {args.recompute_num_layers}")
@@ -283,6 +376,9 @@ def _check_training(args: argparse.Namespace) -> None:
         raise UsageError("--decoupled-min-lr needs --decoupled-lr: add it")
     if not args.elastic:
         _check_plain_optimizer(args)
+    if args.exit_signal_handler and not args.elastic:
+        raise UsageError("--exit-signal-handler works with --elastic only: the plain loop does not listen; leave it "
+                         "out")
     if args.save_interval is not None:
         _at_least(1, save_interval=args.save_interval)
         if args.save is None:
@@ -353,6 +449,8 @@ def _check_checkpoint(load: Path) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(f"--load {load}: {tracker} cannot be read ({error}); it should hold a step number") from None
     if iteration is None:
+        if load.is_dir() and all(".partial" in path.name for path in load.iterdir()):
+            return  # a job that is started again and again finds it empty the first time
         raise UsageError(f"--load {load}: {tracker} does not exist, and there is no checkpoint; leave --load out to "
                          "start from the beginning")
     if not has_step(load, iteration):
@@ -376,7 +474,7 @@ def _check_elastic(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag}: step must be from 1 to --train-iters {args.train_iters}")
         if fault.grain is not None and not 0 <= fault.grain < args.num_grains:
             raise UsageError(f"{flag}: grain must be from 0 to {args.num_grains - 1} "
-                             "(--global-batch-size / --micro-batch-size - 1)")
+                             "(--global-batch-size / --micro-batch-size / --expert-model-parallel-size - 1)")
 
 
 def _at_least(limit: int, **values: float) -> None:

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_elastic.adaptor.checkpoints import plain, writer
+from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.adaptor.checkpoints.plain import Progress
 from megatron_elastic.adaptor.dataset import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
@@ -63,6 +64,7 @@ def _initialize(args: argparse.Namespace) -> None:
     torch.distributed.init_process_group(args.distributed_backend)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
         create_gloo_process_groups=False,  # the groups are for the CPU already
     )
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -94,7 +96,7 @@ class _Trainer:
         # The last rank is in the last stage, which knows the loss.
         self.reports = torch.distributed.get_rank() == args.world_size - 1
         self.progress = Progress(0, 0)
-        if args.load:
+        if args.load and newest(args.load) is not None:
             self.progress = plain.load(args.load, self.bare, self.optimizer, self.scheduler)
             self.say(f"loaded {args.load} at iteration {self.progress.iteration}")
 
@@ -165,11 +167,12 @@ class _Trainer:
         """Run one global batch; returns its mean loss in the last stage, 0 elsewhere."""
         args = self.args
         width, mine = args.data_parallel_size, parallel_state.get_data_parallel_rank()
+        batches = args.global_batch_size // args.micro_batch_size
         reduced = self.run_batch(
             forward_step_func=self.forward_step,
-            data_iterator=_grains(data, first_sample, args.micro_batch_size, range(mine, args.num_grains, width)),
+            data_iterator=_grains(data, first_sample, args.micro_batch_size, range(mine, batches, width)),
             model=[self.model],
-            num_microbatches=args.num_grains // width,
+            num_microbatches=batches // width,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,

@@ -47,7 +47,7 @@ def model_provider(
 
     return GPTModel(
         config=build_config(args, config_kwargs),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, normalization=args.normalization),
         vp_stage=vp_stage,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

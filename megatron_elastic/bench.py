@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-_OTHERS = ("common", "forked", "chaos")
+_OTHERS = ("common", "forked", "launcher", "namespaces", "watching", "chaos")
 """What benchmarks have in common, and what is a command of its own."""
 _SOURCES = "they come with the sources: clone the repository and install it with pip install --editable ."
 

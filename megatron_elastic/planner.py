@@ -224,7 +224,7 @@ def _figures(outcome: Outcome, costs: Costs) -> dict[str, Any]:
         "layouts": {name: json.loads(layout.to_json()) for name, layout in outcome.layouts},
         "transfers": [
             {
-                "unit": outcome.after.units[move.unit], "slice": move.slice, "tp": move.tp, "src": move.src,
+                "unit": outcome.after.units[move.unit], "slice": move.slice, "tp": move.part, "src": move.src,
                 "dst": move.dst, "role": move.role, "bytes": round(_size(move, outcome.after, costs)),
             }
             for move in outcome.moves

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_elastic import argument_file
 from megatron_elastic.config import UsageError
+from megatron_elastic.layout import LayoutError
+from megatron_elastic.plan.split import split
 
 _OFF = (None, False, 0)
 _LEAVE = "leave it out"
@@ -41,10 +43,13 @@ class Refusal:
 
     def applies(self, value: Any) -> bool:
         """Whether the job asks for what cannot work."""
-        if value is None or (isinstance(value, list | tuple) and not value):
+        if value is None:
             return False
+        return not all(map(self._allows, value if isinstance(value, list | tuple) else [value]))
+
+    def _allows(self, value: Any) -> bool:
         text = str(getattr(value, "value", value))  # enumerations and command lines both compare as text
-        return not any(value is allowed or text == str(allowed) for allowed in self.but)
+        return any(value is allowed or text == str(allowed) for allowed in self.but)
 
 
 def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
@@ -52,7 +57,6 @@ def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
 
 
 _SHAPE = "the layout is made of tensor, pipeline and data parallelism only"
-_EVEN = "layers are spread evenly over the stages at the start"
 _GRAINS = "the number of micro-batches in a global batch is fixed at the start"
 _PRECISION = "the state of a slice is fp32 weights and fp32 moments, and gradients are summed exactly"
 _LOOP = "it belongs to Megatron's own training loop, which --elastic replaces"
@@ -61,13 +65,15 @@ _SAVED = "checkpoints are written from slices, as torch_dist"
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("--context-parallel-size", _SHAPE, "use 1", but=(1,)),
     _switch("--hybrid-context-parallel", _SHAPE),
-    Refusal("--expert-model-parallel-size", "mixture of experts is not supported yet", "use 1", but=(1,)),
-    Refusal("--num-experts", "mixture of experts is not supported yet"),
-    Refusal("--pipeline-model-parallel-layout", _EVEN),
-    Refusal("--decoder-first-pipeline-num-layers", _EVEN),
-    Refusal("--decoder-last-pipeline-num-layers", _EVEN),
-    _switch("--account-for-embedding-in-pipeline-split", _EVEN),
-    _switch("--account-for-loss-in-pipeline-split", _EVEN),
+    Refusal("--moe-token-dispatcher-type", "it goes around the elastic groups", "use alltoall",
+            but=("allgather", "alltoall")),
+    _switch("--moe-enable-deepep", "it goes around the elastic groups"),
+    _switch("--overlap-moe-expert-parallel-comm", "a grain's forward and its backward are passes apart"),
+    Refusal("--moe-router-load-balancing-type", "a router may look at one micro-batch, and not at what was before",
+            "use aux_loss or seq_aux_loss", but=("aux_loss", "seq_aux_loss", "sinkhorn", "none"), reads="*"),
+    _switch("--moe-router-force-load-balancing", "it draws random numbers apart from the keyed generators"),
+    _switch("--moe-per-layer-logging", "routers' losses are added up over the layers before they are logged"),
+    _switch("--moe-use-upcycling", "a job begins with the weights that are there"),
     _switch("--use-tp-pp-dp-mapping", "ranks are ordered tensor, data, pipeline"),
     Refusal("--num-distributed-optimizer-instances", "owners and replicas of slices take their place", "use 1",
             but=(1,)),
@@ -100,7 +106,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--fine-grained-activation-offloading", "not supported yet"),
     Refusal("--rampup-batch-size", _GRAINS, "use a constant --global-batch-size", reads="*"),
     _switch("--decrease-batch-size-if-needed", _GRAINS),
-    _switch("--calculate-per-token-loss", "a grain's loss is the mean over its own tokens"),
     Refusal("--mtp-num-layers", "multi-token prediction is not supported yet"),
     Refusal("--heterogeneous-layers-config-path", "all layers are alike"),
     Refusal("--hybrid-override-pattern", "all layers are alike"),
@@ -118,9 +123,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
     Refusal("--non-persistent-save-interval", "replicas in memory take their place"),
     Refusal("--ckpt-convert-format", _SAVED),
-    Refusal("--pretrained-checkpoint", "a job begins anew or goes on from --load"),
-    _switch("--finetune", "a job begins anew or goes on from --load"),
-    Refusal("--ckpt-step", "the newest checkpoint is loaded", "write its number into the tracker file"),
     _switch("--use-checkpoint-args", "flags are checked before anything is loaded", "give the flags"),
     _switch("--no-save-optim", "optimizer states belong to a checkpoint"),
     _switch("--no-load-optim", "optimizer states belong to a checkpoint"),
@@ -194,11 +196,25 @@ def check_namespace(args: argparse.Namespace) -> None:
             _refuse(refusal, value)
 
 
-def check_virtual_stages(args: argparse.Namespace) -> None:
-    """Raise UsageError if a stage is to have several virtual stages, and layers are to move nevertheless."""
-    if args.virtual_pipeline_model_parallel_size and args.elastic_profile:
-        raise UsageError("--elastic-profile is for moving layers, which virtual pipeline stages do not allow: leave it "
-                         "out, or --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank")
+def check_split(args: argparse.Namespace) -> None:
+    """Raise UsageError if layers cannot be split over the stages as flags say; virtual stages are counted here."""
+    try:
+        chunks = len(split(args)[0])
+    except LayoutError as error:
+        raise UsageError(str(error)) from None
+    args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    """Raise UsageError if experts cannot be trained as flags say that Megatron has parsed."""
+    if not getattr(args, "num_experts", None):
+        return
+    if args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size):
+        raise UsageError(f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} does not work with "
+                         "--elastic: experts are cut as other layers are; leave it out")
+    if args.elastic_dataflow == "resize":
+        raise UsageError("--elastic-dataflow resize does not work with --num-experts: a router looks at whole "
+                         "micro-batches, so they cannot be cut; use --elastic-dataflow reroute")
 
 
 class _Parser(argparse.ArgumentParser):

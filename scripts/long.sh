@@ -11,10 +11,13 @@ timeout --kill-after 30 600 python -m tests.simulation --seeds "$first:$((first 
 echo "== hosts that are lost"
 export MEGATRON_ELASTIC_LONG=1
 # Longer than all of them take, so that nothing hangs for ever.
-timeout --kill-after 30 900 python -m pytest tests/test_lost_hosts.py -rP "$@"
+timeout --kill-after 30 1800 python -m pytest tests/test_lost_hosts.py "$@"
+
+echo "== the launch script under Slurm"
+timeout --kill-after 30 900 python -m pytest tests/test_slurm.py -rs "$@"
 
 echo "== jobs in further combinations"
-timeout --kill-after 30 1200 python -m pytest -m long --ignore tests/test_lost_hosts.py \
+timeout --kill-after 30 1500 python -m pytest -m long --ignore tests/test_lost_hosts.py --ignore tests/test_slurm.py \
     --numprocesses 2 --dist loadfile "$@"
 
 echo "== chaos: random faults, new with every commit"
@@ -26,4 +29,5 @@ if [[ -z ${MEGATRON_LM_PATH:-} ]]; then
     exit
 fi
 python -m pip install --quiet --disable-pip-version-check six regex pydantic tensorboard # megatron.training imports them
-exec timeout --kill-after 30 1200 python -m pytest tests/test_checkout.py "$@"
+exec timeout --kill-after 30 1800 python -m pytest tests/test_checkout.py tests/test_models.py \
+    --numprocesses 2 --dist loadfile "$@"

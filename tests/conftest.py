@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long") is not None:
                 item.add_marker(pytest.mark.skip(reason="long; scripts/long.sh runs it"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have measured, a line each."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "measured" and report.when == "call":
+                terminalreporter.write_line(f"measured: {value} ({report.nodeid})")
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Callable[[object], None]:
+    """Takes what a test has measured; it is printed at the end."""
+    return lambda what: record_property("measured", str(what))
 
 
 @pytest.fixture(scope="session")

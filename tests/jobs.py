@@ -17,7 +17,7 @@ from typing import Any
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RECOVERED, read_digest, read_events, read_metrics
-from tests.nursery import Launched, Nursery
+from tests.nursery import Launched, Nursery, rest_of
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -85,10 +85,9 @@ class Job:
     def finish(self, code: int = 0) -> str:
         """Wait for the launcher and check its exit code; returns everything it printed."""
         try:
-            self.output += self.process.communicate(timeout=_LIMIT)[0]
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.output += self.process.communicate()[0]
+            self.output += rest_of(self.process, _LIMIT)
+        except subprocess.TimeoutExpired as late:
+            self.output += str(late.output)
             raise AssertionError(f"the job did not end within {_LIMIT:g} s:\n{self.output}") from None
         assert self.process.returncode == code, self.output
         return self.output

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.observe.records import read_events, read_metrics
+from tests.nursery import rest_of
 
 PROGRAMS = Path(__file__).parent / "cluster_programs"
 MARK = "MEGATRON_ELASTIC_TEST_MARK"
@@ -39,8 +40,7 @@ class Run:
 
     def finish(self, code: int = 0) -> str:
         """Wait for the launcher and check its exit code; returns everything it printed."""
-        rest, _ = self.process.communicate(timeout=60)
-        self.output += rest
+        self.output += rest_of(self.process, 60)
         assert self.process.returncode == code, self.output
         return self.output
 
@@ -121,6 +121,12 @@ def launches(path: Path) -> Iterator[Launch]:
         run.process.stdout.close()
     os.close(launch.told)
     assert launch.processes() == []
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it, parents first."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid, *(member for child in children for member in family(child))]
 
 
 def free_port() -> int:

@@ -89,18 +89,7 @@ class Launched:
         """The rest of what it prints, once it has ended. Raises subprocess.TimeoutExpired."""
         if self.stdout.closed:
             return "", None
-        rest: list[str] = []
-        reader = threading.Thread(target=lambda: rest.append(self.stdout.read()))
-        reader.start()
-        reader.join(timeout)
-        if reader.is_alive():
-            self.kill()  # which ends the reading, too
-            reader.join()
-            self.wait()
-            raise subprocess.TimeoutExpired("megatron-elastic", timeout or 0.0, output="".join(rest))
-        self.wait(timeout)
-        self.stdout.close()
-        return "".join(rest), None
+        return rest_of(self, timeout), None
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it has not ended."""
@@ -118,6 +107,28 @@ class Launched:
         (number,) = _NUMBER.unpack(data)
         assert isinstance(number, int)
         return number
+
+
+def rest_of(launcher: Launched | subprocess.Popen[str], limit: float | None) -> str:
+    """The rest of what a launcher prints, once it has ended, with what its ``stdout`` has read ahead.
+
+    (``Popen.communicate`` leaves that out.) Raises subprocess.TimeoutExpired when it has been killed for its time.
+    """
+    stdout = launcher.stdout
+    assert stdout is not None
+    rest: list[str] = []
+    reader = threading.Thread(target=lambda: rest.append(stdout.read()))
+    reader.start()
+    reader.join(limit)
+    late = reader.is_alive()
+    if late:
+        launcher.kill()  # which ends the reading, too
+        reader.join()
+    launcher.wait()
+    stdout.close()
+    if late:
+        raise subprocess.TimeoutExpired("megatron-elastic", limit or 0.0, output="".join(rest))
+    return "".join(rest)
 
 
 # ---- in the process --------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_sections_are_flags(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         (["model_parallel:", "  fp16: True"], "--fp16 does not work with --elastic"),
-        (["language_model:", "  num_moe_experts: 8"], "--num-experts 8 does not work with --elastic"),
+        (["language_model:", "  moe_per_layer_logging: True"], "--moe-per-layer-logging does not work with --elastic"),
         (["elastic_replica: 2"], "elastic_replica is no argument: docs/flags.md lists them"),
         (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),
         (["model_parallel: 3"], "model_parallel must have names and values under it"),

@@ -67,7 +67,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--group-query-attention --num-query-groups 3", 1, "--num-attention-heads 8 is not divisible by --num-query"),
     ("--num-query-groups 2", 1, "--num-query-groups needs --group-query-attention"),
     ("--hidden-size 65", 1, "--hidden-size 65 is not divisible by --num-attention-heads 8: use 72"),
-    ("--num-layers 5 " + PP2, 2, "--num-layers 5 is not divisible by --pipeline-model-parallel-size 2: use 6"),
+    ("--num-layers 5 " + PP2, 2, "--num-layers 5 cannot be split evenly over --pipeline-model-parallel-size 2"),
     ("--ffn-hidden-size 63 " + TP2, 2, "--ffn-hidden-size 63 is not divisible"),
     ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is below --seq-length 32"),
     ("--hidden-dropout 1.0", 1, "--hidden-dropout must be in [0, 1)"),
@@ -88,13 +88,17 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     ("--vocab-size 900", 1, "--vocab-size 900 contradicts the data's 1000"),
     ("--split 0,1,1", 1, "--split 0,1,1: expected up to three weights"),
     ("--split x", 1, "--split x: expected up to three weights"),
-    (f"--num-virtual-stages-per-pipeline-rank 3 --elastic {PP2}", 2, "must divide the 2 layers of a pipeline stage"),
+    (f"--num-virtual-stages-per-pipeline-rank 3 --elastic {PP2}", 2, "chunk 2 of stage 0 of the pipeline would be"),
     (f"--num-virtual-stages-per-pipeline-rank 2 {PP2}", 2, "virtual pipeline stages work with --elastic only"),
-    (f"--num-virtual-stages-per-pipeline-rank 2 --elastic --elastic-profile measured {PP2}", 2, "--elastic-profile is"),
     ("--num-layers-per-virtual-pipeline-stage 2 --elastic", 1, "need --pipeline-model-parallel-size 2 or more"),
     (f"--sequence-parallel --seq-length 33 {TP2}", 2, "--seq-length 33 is not divisible by --tensor-model-parallel"),
     ("--context-parallel-size 2", 1, "--context-parallel-size: context parallelism is not supported yet"),
-    ("--num-experts 8", 1, "--num-experts: mixture of experts is not supported yet"),
+    ("--num-experts 8 --moe-router-topk 9", 1, "--moe-router-topk 9 is more than --num-experts 8"),
+    ("--num-experts 8 --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
+    ("--num-experts 8 --elastic --elastic-dataflow resize", 1, "a router looks at whole micro-batches"),
+    ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size needs --num-experts"),
+    ("--num-experts 8 --expert-model-parallel-size 3", 2, "does not divide the data-parallel size 2: start a multiple"),
+    ("--num-experts 9 --expert-model-parallel-size 2", 2, "--num-experts 9 is not divisible by"),
     ("--fp16", 1, "use --bf16"),
     ("--elastic --elastic-slices 0", 1, "--elastic-slices must be at least 1"),
     ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),
@@ -126,7 +130,8 @@ def test_checkpoint_that_cannot_be_loaded(data: Path, tmp_path: Path) -> None:
     load = f"--load {tmp_path / 'checkpoints'}"
     with pytest.raises(UsageError, match=r"latest_checkpointed_iteration\.txt does not exist.*leave --load out"):
         check_arguments(flags(data, load), 1)
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "iter_0000004.partial-0-ab12").mkdir(parents=True)
+    check_arguments(flags(data, load), 1)  # a job was killed before its first checkpoint was complete
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.write_text("soon")
     with pytest.raises(UsageError, match="should hold a step number"):

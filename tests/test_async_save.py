@@ -56,14 +56,14 @@ def test_a_fault_while_it_is_written(jobs: Jobs, tmp_path: Path, fault: str, aga
     """It was not complete before the end of step 4: begun again at once, and of the step that is done by then."""
     job = run(jobs, tmp_path, *inject(fault))
     assert_same_training(job, undisturbed(jobs), [int(fault[0])])
-    assert saved(job) == [again, 6]
-    assert_complete(jobs, tmp_path, again, 6)
+    assert saved(job) == [again, 6, 8]
+    assert_complete(jobs, tmp_path, again, 6, 8)
 
 
 def test_a_fault_while_it_is_begun(jobs: Jobs, tmp_path: Path) -> None:
     job = run(jobs, tmp_path, *inject("1@4:checkpoint"))
     assert_same_training(job, undisturbed(jobs), [1])
-    assert saved(job) == [3, 6]
+    assert saved(job) == [3, 6, 8]
 
 
 def test_state_that_is_lost_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_state_that_is_lost_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert_same_training(job, undisturbed(jobs), [3])
     (event,) = job.events("fallback")
     assert (event["step"], event["lost_steps"]) == (3, [4, 5, 6])
-    assert saved(job) == [3, 6]
+    assert saved(job) == [3, 6, 8]
 
 
 def test_a_job_that_ends_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_job_that_ends_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert not (tmp_path / "iter_0000006").exists()
     again = jobs.run(*flags, "--load", str(tmp_path), ranks=4)
     assert list(again.metrics()) == [4, 5, 6, 7, 8]
-    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006"}
+    assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006", "iter_0000008"}
 
 
 @pytest.mark.long

@@ -173,6 +173,6 @@ def test_all_of_a_stage_dead(jobs: Jobs) -> None:
 def test_slice_lost(jobs: Jobs) -> None:
     """Rank 1 owns slices whose only copies rank 2 holds."""
     message = fails(jobs, *inject("1@2:vote", "2@2:vote"), code=1)
-    assert re.match(r"training cannot go on: slice \d of unit \S+ \(tensor-parallel index 0\) is held by no live rank",
+    assert re.match(r"training cannot go on: slice \d of unit \S+ \(part 0\) is held by no live rank",
                     message)
     assert message.endswith("Restart the job from its newest checkpoint")

@@ -39,7 +39,8 @@ def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_benchmarks_of_the_issue_are_there() -> None:
     assert {"overhead", "recovery"} <= set(bench.available())
-    assert not {"common", "forked"} & set(bench.available())
+    for name in bench.available():
+        assert 'if __name__ == "__main__":' in (_CHECKOUT / "benchmarks" / f"{name}.py").read_text(), name
 
 
 @pytest.mark.parametrize("name", ["endurance", "overhead", "recovery"])
@@ -198,6 +199,21 @@ def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["ratio_fast"] == pytest.approx(15.5 / 15, abs=1e-4)
     assert result["ratio_bitwise"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
+
+
+def test_watching_costs_what_is_written_and_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    watching = _benchmark("watching", monkeypatch)
+    (tmp_path / "logs").mkdir()
+    for rank, moved in enumerate((100, 300)):
+        (tmp_path / "logs" / f"rank{rank}.log").write_text(f'step 10\nodometer {{"worked": 10, "moved": {moved}}}\n')
+    result = watching.watching(tmp_path, 2, 100.0)
+    assert result["writes_a_step"] == 31.0
+    us = 30 * result["write_us"]["moved"] + result["write_us"]["worked"]
+    assert result["ratio_rank"] == pytest.approx(us / 1e5, abs=1e-6)
+    assert result["ratio_agent"] == pytest.approx(result["look_us"] / 1e6 / result["looks_every_s"], rel=0.01)
+    (tmp_path / "logs" / "rank1.log").write_text("")
+    with pytest.raises(watching.JobFailed, match=r"rank1\.log does not say"):
+        watching.watching(tmp_path, 2, 100.0)
 
 
 def test_replay_is_compared_with_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ def test_a_seed_draws_the_same_faults_and_they_can_be_written(variant: str, node
         kinds = {fault.kind for fault in one.faults}
         assert "flip" not in kinds or variant == "verify"
         assert kinds.isdisjoint(KINDS_OF_HOSTS) or nodes > 1
-        assert "scale" not in kinds or variant != "virtual"
         raised = [fault.step for fault in one.faults if fault.kind == "raise"]
         assert all(later - sooner >= 8 for sooner, later in itertools.pairwise(raised)), "else it ends"
         for spec, fault in one.injected.items():

@@ -98,6 +98,18 @@ def losses(*logs: Path) -> list[str]:
     return [" ".join(found.groups()) for log in logs for found in pattern.finditer(log.read_text())]
 
 
+def losses_of(logged: Sequence[str]) -> dict[int, float]:
+    """By step, of what ``losses`` found."""
+    return {int(line.split()[0]): float(line.split()[3]) for line in logged}
+
+
+def losses_after_loading(logged: Sequence[str]) -> dict[int, float]:
+    """The same of a job that has loaded a checkpoint: the second line of its log is the mean of two steps."""
+    found = losses_of(logged)
+    first, second = list(found)[:2]
+    return {**found, second: 2 * found[second] - found[first]}
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, without our lines."""
@@ -184,8 +196,8 @@ def test_a_checkout_without_our_lines_is_refused(launch: Launch, tmp_path: Path)
     script.write_text("print('trained')\n")
     assert f"let it: megatron-elastic patch apply {tmp_path}" in launch.start(str(script), "--elastic").finish(2)
     script.write_text("print('trained')  # megatron_elastic\n")
-    output = launch.start(str(script), "--elastic", "--num-experts", "8", name="again").finish(2)
-    assert "error: --num-experts 8 does not work with --elastic: mixture of experts" in output
+    output = launch.start(str(script), "--elastic", "--moe-enable-deepep", name="again").finish(2)
+    assert "error: --moe-enable-deepep does not work with --elastic: it goes around the elastic groups" in output
 
 
 # ---- with one -------------------------------------------------------------------------------
@@ -295,7 +307,7 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: Path) -> None:
-    """TP2 x PP2 x DP2 in bf16, saved under kills, loaded under other layouts."""
+    """TP2 x PP2 x DP2 in bf16, saved under kills, loaded under other layouts, one with ends that are alone."""
     flags = (*grid(2, 2, 8), "--bf16")
     reference = patched.undisturbed(*flags)
     saves = ("--save", str(tmp_path / "saved"), "--save-interval", "4")
@@ -305,14 +317,74 @@ def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: P
     assert [event["step"] for event in job.events("saved")] == [4, 8]
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "8"
-    for tp, pp in ((2, 1), (2, 4)):
+    for tp, pp, split in ((2, 1, ()), (2, 4, ("--pipeline-model-parallel-layout", "E|tt|tt|L"))):
         tracker.write_text("4")
-        loaded = patched.run(*grid(tp, pp, 8), "--bf16", "--load", str(tmp_path / "saved"))
+        loaded = patched.run(*grid(tp, pp, 8), *split, "--bf16", "--load", str(tmp_path / "saved"))
         assert list(loaded.metrics()) == [5, 6, 7, 8]
         expected = reference.metrics()
         assert {step: line["loss_hex"] for step, line in loaded.metrics().items()} == {
             step: expected[step]["loss_hex"] for step in (5, 6, 7, 8)
         }
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_checkpoints_of_plain_training_and_for_it(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """TP2, then PP2 with --elastic, then TP2 x PP2: the same losses as if it had been plain from beginning to end."""
+    folders = plain, elastic = tmp_path / "plain", tmp_path / "elastic"
+    flags = ("--train-iters", "6", "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",
+             "--dist-ckpt-optim-fully-reshardable")  # fmt: skip
+    whole = losses_of(patched.plain(*flags, "--tensor-model-parallel-size", "2", "--save", str(plain), ranks=2))
+    trackers = [folder / "latest_checkpointed_iteration.txt" for folder in folders]
+    trackers[0].write_text("2")
+    job = patched.run("--elastic", *flags, "--pipeline-model-parallel-size", "2", "--load", str(plain),
+                      "--save", str(elastic), *inject("kill:rank=1,step=5,at=backward"), ranks=4)
+    ours = {step: line["loss"] for step, line in job.metrics().items()}
+    assert ours == pytest.approx({step: whole[step] for step in (3, 4, 5, 6)}, rel=1e-5)
+    for folder, tracker, pp in zip(folders, trackers, (1, 2), strict=True):
+        tracker.write_text("4")
+        sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", str(pp))
+        found = losses_after_loading(patched.plain(*flags, *sizes, "--load", str(folder), ranks=2 * pp))
+        assert found == pytest.approx({step: whole[step] for step in (5, 6)}, rel=1e-5)
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(900)
+def test_beginning_with_other_weights(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--finetune``, ``--pretrained-checkpoint``, ``--ckpt-step``, as plain Megatron has them."""
+    flags = ("--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2", "--train-iters", "4",
+             "--dist-ckpt-optim-fully-reshardable")  # fmt: skip
+    whole = losses_of(patched.plain(*flags, "--save", str(tmp_path), ranks=1))
+    loads, pp2 = ("--load", str(tmp_path)), ("--elastic", *flags, "--pipeline-model-parallel-size", "2")
+    tuned = losses_after_loading(patched.plain(*flags, "--finetune", *loads, ranks=1))
+    job = patched.run(*pp2, "--finetune", *loads, *inject("kill:rank=3,step=1,at=backward"), ranks=4)
+    assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(tuned, rel=1e-5)
+    assert tuned[1] != pytest.approx(whole[1], rel=1e-2)
+    assert_same(patched.run(*pp2, "--pretrained-checkpoint", str(tmp_path), ranks=4), job)
+    older = patched.run(*pp2, *loads, "--ckpt-step", "2", ranks=4)
+    ours = {step: line["loss"] for step, line in older.metrics().items()}
+    assert ours == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
+    for wrong, reason in ((("--ckpt-step", "3", *loads), "iter_0000003, or it is not complete"),
+                          (("--pretrained-checkpoint", str(tmp_path / "none")), "none: there is no checkpoint")):
+        missing = patched.start(*pp2, *wrong, ranks=4)
+        missing.output = missing.process.communicate(timeout=100)[0]
+        assert missing.process.returncode in (1, 2), missing.output
+        assert reason in missing.output
+        assert "Traceback" not in missing.output
+
+
+@slow
+@needs_checkout
+@pytest.mark.timeout(300)
+def test_a_checkpoint_that_only_its_own_layout_could_load(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """Megatron's default. What to do instead is said in one line."""
+    patched.plain("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2", ranks=2)
+    job = patched.start("--elastic", "--train-iters", "4", "--load", str(tmp_path), ranks=2)
+    job.output = job.process.communicate(timeout=200)[0]
+    assert job.process.returncode in (1, 2), job.output
+    assert "let Megatron save with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable" in job.output
 
 
 @slow
@@ -395,8 +467,11 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     [
         (["--fp16"], "--fp16 does not work with --elastic: it needs a loss scale"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--position-embedding-type", "yarn"], "argument --position-embedding-type: invalid choice: 'yarn'"),
         (["--tensor-model-parallel-size", "3"], "Megatron refuses these flags"),
         (["--transformer-impl", "transformer_engine"], "add --transformer-impl local"),
+        (["--multi-latent-attention", "--no-rope-fusion"], "--multi-latent-attention needs Transformer Engine"),
+        (["--position-embedding-type", "rope"], "add --no-rope-fusion"),
     ],
     ids=lambda value: str(value[0]),
 )

@@ -139,6 +139,20 @@ def test_what_a_rank_said_is_told_before_its_end() -> None:
     run(body)
 
 
+def test_what_ranks_are_compared_with_is_told() -> None:
+    """Rank 0's flags, whoever of its node says hello first; others' only if they differ."""
+
+    async def body() -> None:
+        told: list[Any] = []
+        post = Post(lambda rank, frame: None, told.append, later())
+        flags = {"lr": "1"}
+        for rank, likeness in ((1, b"x"), (0, b"x"), (2, b"x"), (3, b"y")):
+            post.heard(rank, msgspec.structs.replace(hello(rank, grid()), flags=flags, likeness=likeness))
+        assert [each.message.flags for each in told] == [flags, flags, {}, flags]
+
+    run(body)
+
+
 def grid() -> Layout:
     units, stage_units = gpt_units(4, 2, tied=True, positions=False)
     return Layout.grid(tp=2, pp=2, dp=4, stage_units=stage_units, units=units, num_grains=8, num_slices=4, replicas=1,

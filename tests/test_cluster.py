@@ -179,7 +179,7 @@ def test_a_signal_ends_everything(launch: Launch, number: signal.Signals, code: 
 
 def test_a_second_signal_ends_the_patience(launch: Launch) -> None:
     run = launch.members("1:2:begin:stubborn")
-    run.read_until("step   1/4")
+    launch.hear(1)
     run.process.send_signal(signal.SIGINT)
     run.read_until("interrupted")
     run.process.send_signal(signal.SIGINT)
@@ -188,7 +188,7 @@ def test_a_second_signal_ends_the_patience(launch: Launch) -> None:
 
 def test_a_killed_launcher_takes_its_ranks_along(launch: Launch) -> None:
     run = launch.members("1:2:begin:stubborn", "0:2:begin:stubborn")
-    run.read_until("step   1/4")
+    launch.hear(2)
     pids = [os.pidfd_open(pid) for pid in launch.processes() if pid != run.process.pid]
     assert len(pids) >= 5
     run.process.kill()

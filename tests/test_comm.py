@@ -174,7 +174,8 @@ def test_uneven_collectives(apart: bool) -> None:
         for i in everybody:
             _equal(recv[i], torch.full((i + me,), float(10 * i + me)))
         whole = torch.empty(sum(i + me for i in everybody))
-        dist.all_to_all_single(whole, torch.cat(send), [i + me for i in everybody], [me + j for j in everybody])
+        splits: Any = torch.tensor([i + me for i in everybody])  # as Megatron's token dispatchers have them
+        dist.all_to_all_single(whole, torch.cat(send), splits, [me + j for j in everybody])
         _equal(whole, torch.cat(recv))
         gathered = [torch.empty(3000 * i) for i in everybody]
         dist.all_gather(gathered, torch.full((3000 * me,), float(me)))

@@ -33,10 +33,10 @@ def model(layers: int, rng: random.Random, memory: int | None = None) -> tuple[l
 def brute_force(
     names: list[str], costs: Costs, tied: bool, grains: int, widths: tuple[int, ...], held: list[set[int]] | None
 ) -> Iterator[tuple[float, int]]:
-    """(slowest stage, moved bytes) of every way to cut the layers."""
+    """(slowest stage, moved bytes) of every way to cut between the embeddings, the layers and the head."""
     layers = [unit for unit, name in enumerate(names) if name.startswith("layer.")]
     stages = len(widths)
-    for inner in combinations(layers[1:], stages - 1):
+    for inner in combinations(sorted({*layers, len(names) - 1}), stages - 1):
         cuts = [0, *inner, len(names)]
         slowest, moved = 0.0, 0
         for stage, (a, b) in enumerate(pairwise(cuts)):
@@ -63,7 +63,8 @@ def check(graph: Graph, names: list[str], costs: Costs, tied: bool, grains: int)
     """What a graph says of itself is so."""
     own = [units[1:] if tied and 0 < i == len(graph.widths) - 1 else units for i, units in enumerate(graph.stage_units)]
     assert [unit for units in own for unit in units] == list(range(len(names)))
-    assert all(any(names[unit].startswith("layer.") for unit in units) for units in own)
+    assert all(units for units in own)
+    assert "positions" not in names or len({0, 1}.intersection(own[0])) == 2, "embeddings stay together"
     if tied and len(own) > 1:
         assert graph.stage_units[-1][0] == 0
     times = [
@@ -156,8 +157,8 @@ def test_impossible_graphs_say_why() -> None:
     names, _ = gpt_units(4, 1, tied=False, positions=False)
     costs = replace(Costs.assumed(names), memory_bytes=10_000_000)
     planner = Planner(names, costs, tied=False, grains=4)
-    with pytest.raises(NoLayout, match="4 layers can make 1 to 4 pipeline stages, not 5"):
-        planner.split([1] * 5)
+    with pytest.raises(NoLayout, match="4 layers, embedding and head can make 1 to 6 pipeline stages, not 7"):
+        planner.split([1] * 7)
     with pytest.raises(NoLayout, match="3 pipeline stages need at least as many cells, but 2 are left"):
         planner.widths(3, 2)
     with pytest.raises(NoLayout, match=r"does not fit 2 pipeline stages of widths 1, 1 with 10000000 bytes"):

@@ -20,11 +20,11 @@ Rearrange = Callable[[Layout], Layout]
 
 
 def make(tp: int, pp: int, dp: int, *, replicas: int = 1, slices: int | None = None, grains: int = 12,
-         per_host: int | None = None, tied: bool = True, each: int = 1) -> Layout:  # fmt: skip
-    units, stage_units = gpt_units(pp * each, pp, tied, positions=False)
+         per_host: int | None = None, tied: bool = True, each: int = 1, ep: int = 1) -> Layout:  # fmt: skip
+    units, stage_units = gpt_units(pp * each, pp, tied, positions=False, routed=range(1, pp * each) if ep > 1 else ())
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices or dp,
-        replicas=replicas, ranks_per_host=per_host,
+        replicas=replicas, ranks_per_host=per_host, ep=ep,
     )  # fmt: skip
 
 
@@ -208,6 +208,7 @@ def test_stages_as_asked_one_after_the_other() -> None:
 shapes = st.fixed_dictionaries(
     {
         "tp": st.integers(1, 2),
+        "ep": st.integers(1, 2),
         "pp": st.integers(1, 3),
         "dp": st.integers(1, 5),
         "slices": st.integers(1, 6),
@@ -239,7 +240,7 @@ def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
             dead |= victims
             held = held.without(dead)
             parts_alive = {part for rank in alive for part in held.of_rank(rank)}
-            complete = len(parts_alive) == len(layout.units) * layout.num_slices * layout.cell_size
+            complete = len(parts_alive) == len(layout.parts)
             try:
                 layout = lose(layout, victims, held, layout.epoch + 1)
             except StateLost:

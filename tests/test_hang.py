@@ -8,12 +8,14 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.gauge import Gauge
-from megatron_elastic.cluster.messages import Committed, Fence, Inspect, Interrupt, RankReading, VoteResult
+from megatron_elastic.cluster.messages import Committed, Fence, Inspect, Interrupt, RankExited, RankReading, VoteResult
 from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.faults.odometer import COORDINATOR, DISK, Odometer
@@ -93,6 +95,27 @@ def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     assert [event["signal"] for event in job.events("fault")] == ["unreachable"]
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
     assert_exactly_once(job)
+
+
+@pytest.mark.long
+def test_a_message_that_is_lost_before_a_checkpoint_is_sent_again(jobs: Jobs, tmp_path: Path) -> None:
+    """Some wait for weights, and some for those to write the checkpoint with, which may take long."""
+    grid = Grid(tp=1, pp=4, steps=8)
+    lose = "disconnect:rank=6,at=param_sync,peers=0+1+2+3+4+5+7,step=6,for=0.5"
+    job = jobs.run(*grid.flags, "--save", str(tmp_path), "--save-interval", "6", "--elastic-inject", lose, *SOON)
+    assert [event["step"] for event in job.events("tangle")]
+    assert [event["step"] for event in job.events("saved")] == [6, 8]
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
+
+
+@pytest.mark.long
+def test_the_only_cell_of_a_stage_hangs(jobs: Jobs) -> None:
+    """The other stage has copies of its state, and does its part."""
+    grid = Grid(tp=1, pp=2, steps=12, ranks=2)
+    job = jobs.run(*grid.flags, *hang("1@7:backward"), *SOON, ranks=2)
+    assert_found(job, [1])
+    assert len(job.layouts()[-1].stages) == 1
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags, ranks=2).run_dir)]) == 0
 
 
 @pytest.mark.long
@@ -176,6 +199,23 @@ def test_a_whole_stage_stays_and_people_are_told_once() -> None:
     assert len(play.recorded("standstill")) == 1
 
 
+@pytest.mark.parametrize(
+    ("saves", "at", "stood", "out"),
+    [((), "forward", 310.0, False), ((1,), "forward", 5.0, True),
+     ((1,), "data", 9.0, False), ((1,), "data", 310.0, True)],
+)
+def test_a_cell_that_is_alone_is_taken_out_if_others_can_do_its_part(
+    saves: tuple[int, ...], at: str, stood: float, out: bool
+) -> None:
+    """At once when it computes; when it reads data, after what a disk may take; never if its state would be gone."""
+    play = Watched()
+    play.news(RankExited(rank=0, returncode=-9, time=1.0))
+    play.job = replace(play.job, trust=replace(play.job.trust, saves=saves))
+    play.look(replace(reading(1, stood), at=at), reading(2, stood, waits=1), reading(3, stood, waits=1))
+    assert play.fenced == [1] * out
+    assert bool(play.recorded("standstill")) == (not saves)
+
+
 def test_what_hangs_again_when_others_do_the_step_is_the_program() -> None:
     play = Watched()
     play.look(reading(0, 5.0), reading(1, 5.0, waits=0), reading(2, 5.0, waits=1), reading(3, 5.0))
@@ -193,7 +233,7 @@ def test_all_that_wait_for_each_other_are_interrupted_and_then_one_is_killed() -
     circle = [reading(rank, 5.0, waits=(rank + 1) % 4) for rank in range(3)] + [reading(3, 5.0, waits=1)]
     play.look(*circle[:3], reading(3, 5.0, waits=COORDINATOR))
     assert not play.sent(Interrupt), "the coordinator has to do something first"
-    play.look(*circle)
+    play.look(*circle[:3], reading(3, 5.0, waits=1, patient=True))
     assert set(play.sent(Interrupt)) == {0, 1, 2, 3} and play.sent(Interrupt)[0].lost == []
     play.look(*circle)
     assert not play.sent(Interrupt), "they are on their way"

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Extent, Holdings, Layout, SlicePart, gpt_units
 
 
-def grid(tp: int, pp: int, dp: int, slices: int, replicas: int) -> Layout:
-    units, stage_units = gpt_units(pp, pp, tied=True, positions=False)
+def grid(tp: int, pp: int, dp: int, slices: int, replicas: int, ep: int = 1) -> Layout:
+    units, stage_units = gpt_units(pp, pp, tied=True, positions=False, routed=range(pp) if ep > 1 else ())
     return Layout.grid(
-        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=dp, num_slices=slices, replicas=replicas
-    )
+        tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=dp, num_slices=slices, replicas=replicas,
+        ep=ep,
+    )  # fmt: skip
 
 
 def told(layout: Layout, extent: Extent) -> dict[int, set[SlicePart]]:
@@ -26,7 +27,9 @@ def told(layout: Layout, extent: Extent) -> dict[int, set[SlicePart]]:
             Extent.STAGE: [(u, k) for u in layout.held_by(rank) for k in range(layout.num_slices)],
             Extent.ALL: [(u, k) for u in range(len(layout.units)) for k in range(layout.num_slices)],
         }[extent]
-        found[rank] = {(unit, k, layout.tp_index(rank)) for unit, k in slices}
+        cell = layout.cell_of(rank)
+        kept = [(unit, k) for unit, k in slices if rank in layout.keepers(cell, unit, k)]
+        found[rank] = {(unit, k, layout.part_of(unit, rank)) for unit, k in kept}
     return found
 
 
@@ -43,13 +46,13 @@ def test_a_report_that_is_as_asked_is_no_exception() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    tp=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(1, 4), slices=st.integers(1, 4),
+    tp=st.integers(1, 2), ep=st.integers(1, 3), pp=st.integers(1, 3), dp=st.integers(1, 4), slices=st.integers(1, 4),
     replicas=st.integers(0, 2), extent=st.sampled_from(Extent), seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_holdings_say_what_each_rank_holds(
-    tp: int, pp: int, dp: int, slices: int, replicas: int, extent: Extent, seed: int
+    tp: int, ep: int, pp: int, dp: int, slices: int, replicas: int, extent: Extent, seed: int
 ) -> None:
-    layout = grid(tp, pp, dp, slices, replicas)
+    layout = grid(tp, pp, dp, slices, replicas, ep)
     rng = random.Random(seed)
     held, plain = Holdings.of(layout, extent), told(layout, extent)
     for rank in rng.sample([*layout.ranks, 99], rng.randint(0, min(3, len(layout.ranks)))):
@@ -69,7 +72,7 @@ def test_holdings_say_what_each_rank_holds(
         having = {
             leader
             for leader, cell in layout.cells.items()
-            if all((unit, k, tp) in plain[rank] for tp, rank in enumerate(cell.ranks))
+            if all((unit, k, part) in plain[rank] for part, rank in enumerate(layout.keepers(cell, unit, k)))
         }
         assert complete[unit, k] == having
         assert (unit, k) in unsure or having.issuperset((layout.owners[unit][k], *layout.replicas[unit][k]))

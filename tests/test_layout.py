@@ -16,6 +16,8 @@ from megatron_elastic.layout import (
     Stage,
     Transfer,
     by_rank,
+    decode,
+    encode,
     gpt_units,
     transfers,
 )
@@ -107,6 +109,32 @@ def test_slices_live_in_the_home_stage_and_are_copied_to_the_next_cell() -> None
     assert layout.replicated(3) == ((0, 0), (1, 0), (2, 0), (3, 0))
     every = [pair for rank in layout.ranks if layout.tp_index(rank) == 0 for pair in layout.owned(rank)]
     assert sorted(every) == [(unit, k) for unit in range(7) for k in range(2)]
+
+
+def test_ranks_of_a_cell_share_what_they_all_have_and_keep_their_own_experts() -> None:
+    units, stage_units = gpt_units(2, 1, tied=True, positions=False, routed=[1], biased=True)
+    assert units == ["embedding", "layer.0", "layer.1", "experts.1", "bias.1", "head"]
+    layout = Layout.grid(
+        tp=2, ep=2, pp=1, dp=2, stage_units=stage_units, units=units, num_grains=4, num_slices=4, replicas=1
+    )
+    assert [cell.ranks for cell in layout.stages[0].cells] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert (layout.cell_size, layout.tp, layout.num_batches) == (4, 2, 8)
+    assert [layout.tp_index(rank) for rank in range(8)] == [0, 1] * 4
+    assert [layout.ep_index(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    first, second = layout.stages[0].cells
+    assert (layout.num_parts(1), layout.part_of(1, 7)) == (2, 1)
+    assert [layout.keepers(second, 1, k) for k in range(4)] == [(4, 5), (4, 5), (6, 7), (6, 7)]
+    assert layout.sharing(first, 1, 1) == (1, 3)
+    assert (layout.num_parts(3), layout.part_of(3, 7)) == (4, 3)
+    assert all(layout.keepers(second, 3, k) == (4, 5, 6, 7) for k in range(4))
+    assert layout.sharing(first, 3, 1) == (1,)
+    assert (layout.owner(1, 2, 1), layout.copies(1, 2, 1)) == (3, (7,))
+    assert layout.owned(3) == ((0, 2), (1, 2), (2, 2), (3, 0), (3, 2), (4, 2), (5, 2))
+    kept = [(unit, k, layout.part_of(unit, rank)) for rank in layout.ranks for unit, k in layout.owned(rank)]
+    assert sorted(kept) == sorted(layout.parts)
+    assert decode(encode(layout)) == Layout.from_json(layout.to_json()) == layout
+    with pytest.raises(LayoutError, match="cells of \\[4\\] ranks cannot have 3 expert-parallel indices"):
+        replace(layout, ep=3).validate()
 
 
 @pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (4, 0)])
@@ -312,7 +340,7 @@ def test_the_owner_is_the_source_however_busy_it_is() -> None:
 def test_a_slice_that_nobody_holds_is_named() -> None:
     layout = gpt_grid(2, 2, 2)
     held = lacking(layout, (1, (2, 0, 1)), (3, (2, 0, 1)))
-    with pytest.raises(SliceLost, match="slice 0 of unit 2, tensor-parallel index 1"):
+    with pytest.raises(SliceLost, match="part 1 of slice 0 of unit 2"):
         transfers(layout, held)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import namespaces
@@ -15,9 +15,12 @@ from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
 ]
 
+
+Measured = Callable[[object], None]
 
 LAYOUTS = [(2, 1, 2), (2, 2, 1), (3, 1, 1)]
 """Hosts of two ranks each, tensor-parallel and pipeline-parallel size."""
@@ -29,7 +32,7 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> None:
+def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts, measured: Measured) -> None:
     """A new host comes in between, and its ranks catch up when the second one is lost."""
     with lost_hosts(jobs, hosts) as job:
         first = job.until(LED)
@@ -44,11 +47,11 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts) -> N
             if node not in (first, second):
                 job.finish(node)
         for loss in job.losses(*killed):
-            print("measured:", loss)
+            measured(loss)
     job.assert_same(jobs.undisturbed(*FLAGS, ranks=6))
 
 
-def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts) -> None:
+def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts, measured: Measured) -> None:
     """Nobody starts anything: a host without a cable for six seconds is back soon, and so is who coordinated."""
     steps = ("--train-iters", "500")
     with lost_hosts(jobs, hosts, *steps) as job:
@@ -61,14 +64,14 @@ def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts) -> None:
         for node in job.nodes:
             job.finish(node)
         for since in mended:
-            print(f"measured: back {job.back_after(since):.2f} s after the link")
+            measured(f"back {job.back_after(since):.2f} s after the link")
             assert job.back_after(since) < 5.0
     job.assert_same(jobs.undisturbed(*FLAGS, *steps, ranks=6))
 
 
 @pytest.mark.parametrize(("nodes", "tp", "pp"), LAYOUTS, ids=lambda value: str(value))
 def test_a_host_that_is_cut_off_comes_again_in_other_layouts(
-    jobs: Jobs, hosts: Hosts, nodes: int, tp: int, pp: int
+    jobs: Jobs, hosts: Hosts, nodes: int, tp: int, pp: int, measured: Measured
 ) -> None:
     flags = ("--train-iters", "300", "--tensor-model-parallel-size", str(tp),
              "--pipeline-model-parallel-size", str(pp), "--micro-batch-size", "1")  # fmt: skip
@@ -78,12 +81,13 @@ def test_a_host_that_is_cut_off_comes_again_in_other_layouts(
         job.until(FOLLOW, EVEN.format(2 * nodes))
         for node in job.nodes:
             job.finish(node)
-        print(f"measured: back {job.back_after(since):.2f} s after the link")
+        measured(f"back {job.back_after(since):.2f} s after the link")
         assert job.back_after(since) < 5.0
     job.assert_same(jobs.undisturbed(*FLAGS, *flags, ranks=2 * nodes))
 
 
-def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_path: Path) -> None:
+def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_path: Path,
+                                                 measured: Measured) -> None:
     """Training does not need etcd. Of three hosts one is enough, one after the other."""
     place = hosts.add()
     with etcd(place, tmp_path) as server:
@@ -104,5 +108,5 @@ def test_etcd_is_lost_for_a_while_and_two_hosts(jobs: Jobs, hosts: Hosts, tmp_pa
                 job.finish(last)
             assert first in job.nodes
             for loss in job.losses(*killed):
-                print("measured:", loss)
+                measured(loss)
     job.assert_same(jobs.undisturbed(*FLAGS, ranks=6))

@@ -36,6 +36,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> str:
         "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
         "--position-embedding-type rope",
         "--group-query-attention --num-query-groups 2 --add-qkv-bias --kv-channels 16 --ffn-hidden-size 48",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --disable-bias-linear",
+        "--num-experts 2 --moe-ffn-hidden-size 24",
+        "--num-experts 3 --swiglu --disable-bias-linear --normalization RMSNorm",
     ],
 )
 def test_weights_are_counted_as_megatron_has_them(flags: str, extra: str) -> None:

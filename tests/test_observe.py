@@ -133,7 +133,7 @@ def test_damaged_metrics_are_named_by_line(tmp_path: Path, text: str, message: s
 class Digest:
     unit: int
     slice: int
-    tp: int
+    part: int
     sha256: str
 
 
@@ -165,9 +165,9 @@ def test_the_digest_changes_with_any_slice() -> None:
 
 def test_incomplete_or_contradicting_digests_are_refused() -> None:
     layout = make()
-    with pytest.raises(RecordsError, match="slice 1 of head, tensor-parallel index 0, is missing"):
+    with pytest.raises(RecordsError, match="slice 1 of head, part 0, is missing"):
         digest.combine(layout, digests(layout)[:-1], 1)
-    with pytest.raises(RecordsError, match="slice 0 of embedding, tensor-parallel index 0, has two different digests"):
+    with pytest.raises(RecordsError, match="slice 0 of embedding, part 0, has two different digests"):
         digest.combine(layout, [*digests(layout), Digest(0, 0, 0, "ff")], 1)
     with pytest.raises(RecordsError, match="1 slices that do not exist"):
         digest.combine(layout, [*digests(layout), Digest(0, 9, 0, "ff")], 1)

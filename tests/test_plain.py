@@ -78,6 +78,22 @@ def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
+def test_uneven_stages(data: Path, tmp_path: Path) -> None:
+    """Megatron gets the flags that say which layers a stage has."""
+    common = "--train-iters 4 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
+    for layers, pp, split in ((2, 4, "--pipeline-model-parallel-layout E|t|t|L"),
+                              (3, 2, "--decoder-last-pipeline-num-layers 1")):
+        found = []
+        for ranks, flags in ((1, ""), (pp, f"--pipeline-model-parallel-size {pp} {split}")):
+            run_dir = tmp_path / f"{layers}-{ranks}"
+            done = train(data, ranks, f"{common} --num-layers {layers} {flags} --elastic-run-dir {run_dir}")
+            assert done.returncode == 0, done.stderr
+            found.append([float.fromhex(str(line["loss_hex"])) for line in metrics(run_dir).values()])
+        assert found[0] == pytest.approx(found[1], rel=0.02), "other initial weights, and no more"
+
+
+@pytest.mark.slow
 def test_resume_under_another_layout(data: Path, tmp_path: Path) -> None:
     common = "--train-iters 6 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
     whole = train(data, 4, f"{common} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

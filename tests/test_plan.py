@@ -16,9 +16,9 @@ from megatron_elastic.plan.reroute import reroute
 
 
 def make(
-    tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True
+    tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True, ep: int = 1
 ) -> tuple[Layout, Holdings]:
-    units, stage_units = gpt_units(pp, pp, tied, positions=False)
+    units, stage_units = gpt_units(pp, pp, tied, positions=False, routed=range(1, pp) if ep > 1 else ())
     layout = Layout.grid(
         tp=tp,
         pp=pp,
@@ -28,6 +28,7 @@ def make(
         num_grains=grains,
         num_slices=slices,
         replicas=replicas,
+        ep=ep,
     )
     return layout, Holdings.of(layout)
 
@@ -229,7 +230,7 @@ def check_kept(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None
             holds = {
                 leader
                 for leader, cell in cells.items()
-                if all((unit, k, tp) in held.of_rank(rank) for tp, rank in enumerate(cell.ranks))
+                if all((unit, k, part) in held.of_rank(rank) for part, rank in enumerate(new.keepers(cell, unit, k)))
             }
             owner, copies = new.owners[unit][k], new.replicas[unit][k]
             if old.owners[unit][k] in holds:
@@ -244,6 +245,7 @@ def check_kept(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None
 shapes = st.fixed_dictionaries(
     {
         "tp": st.integers(1, 3),
+        "ep": st.integers(1, 3),
         "pp": st.integers(1, 4),
         "dp": st.integers(1, 6),
         "grains": st.integers(6, 13),
@@ -270,7 +272,7 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
             with pytest.raises(NoLayout):
                 lose(layout, dead, held, epoch)
             return
-        if len(parts) < len(layout.units) * layout.num_slices * layout.cell_size:
+        if len(parts) < len(layout.parts):
             with pytest.raises(StateLost):
                 lose(layout, dead, held, epoch)
             return
@@ -279,13 +281,13 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
         moves = transfers(new, held)
         assert moves == transfers(Layout.from_json(new.to_json()), held)
         for move in moves:
-            part = (move.unit, move.slice, move.tp)
+            part = (move.unit, move.slice, move.part)
             assert part in held.of_rank(move.src)
             assert part not in held.of_rank(move.dst)
-            assert new.tp_index(move.dst) == move.tp
+            assert new.part_of(move.unit, move.dst) == move.part
         for move in moves:
             if rng.random() <= finish:
-                held = held.replace(move.dst, held.of_rank(move.dst) | {(move.unit, move.slice, move.tp)})
+                held = held.replace(move.dst, held.of_rank(move.dst) | {(move.unit, move.slice, move.part)})
         layout = new
 
 

@@ -146,7 +146,7 @@ def test_a_large_layout_is_estimated(capsys: pytest.CaptureFixture[str], tmp_pat
         ("lose:5", "is none of 'lose:rank=R[,R...]', 'join:ranks=N', 'pp:N'"),
         ("join:ranks=0", "is none of"),
         ("lose:rank=99", "ranks [99] are not in the layout of epoch 0"),
-        ("pp:13", "13 pipeline stages cannot be made of 8 cells and 12 layers"),
+        ("pp:13", "13 pipeline stages cannot be made of 8 cells and 14 blocks"),
         ("lose:rank=0,1,2,3,4,5,6,7", "of 0 cells"),
     ],
 )

@@ -36,7 +36,7 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol import Outcome, Settings
+from megatron_elastic.cluster.protocol import Outcome, Settings, events
 from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent, WriteMetrics
 from megatron_elastic.layout import decode
 from tests.play import SETTINGS, Play
@@ -59,7 +59,7 @@ def announce(play: Play) -> int:
 def finished(play: Play, rank: int) -> Finished:
     layout = play.job.layout
     assert layout is not None
-    digests = [SliceDigest(unit=unit, slice=k, tp=0, sha256=f"{unit} {k}") for unit, k in layout.owned(rank)]
+    digests = [SliceDigest(unit=unit, slice=k, part=0, sha256=f"{unit} {k}") for unit, k in layout.owned(rank)]
     return Finished(rank=rank, step=4, digests=digests)
 
 
@@ -72,6 +72,18 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
     assert play.job.outcome is None, "who has entered has not finished"
     play.say(finished(play, 2))
     assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+def test_what_killed_a_rank_is_known_when_its_agent_is_gone(play: Play) -> None:
+    """Nobody is there any more to tell how its process ended."""
+    play.news(RankDying(rank=0, time=1.0))
+    assert "dying 0" in play.job.timers
+    play.happens(events.NodeLost(now=1.5, node=1, cause="node 0 lost", since=1.4))
+    faults = [effect.fields for effect in play.effects if isinstance(effect, WriteEvent) and effect.kind == "fault"]
+    assert [(fault["rank"], fault["signal"], fault["exited_at"]) for fault in faults] == [
+        (1, "node 0 lost", 1.4), (0, "node 0 lost", 1.0),
+    ]
+    assert "dying 0" not in play.job.timers
 
 
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
@@ -90,9 +102,9 @@ def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo:
 
 @pytest.mark.parametrize(
     ("found", "keeping"),
-    [(Damage(rank=1, unit=1, slice=0, tp=0, what="weights"), [0]),
-     (Damage(rank=1, unit=1, slice=0, tp=0, what="state"), [0, 1]),
-     (Damage(rank=0, unit=1, slice=0, tp=0, what="state"), [])],
+    [(Damage(rank=1, unit=1, slice=0, part=0, what="weights"), [0]),
+     (Damage(rank=1, unit=1, slice=0, part=0, what="state"), [0, 1]),
+     (Damage(rank=0, unit=1, slice=0, part=0, what="state"), [])],
     ids=["weights", "a copy", "what all have the weights from"],
 )  # fmt: skip
 def test_of_a_step_what_was_made_with_damaged_weights_is_done_again(
@@ -111,7 +123,7 @@ def test_of_a_step_what_was_made_with_damaged_weights_is_done_again(
 
 def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> None:
     """Whom it was told to may have been the coordinator before."""
-    damaged = Damaged(rank=1, epoch=0, step=1, found=[Damage(rank=1, unit=1, slice=0, tp=0, what="weights")],
+    damaged = Damaged(rank=1, epoch=0, step=1, found=[Damage(rank=1, unit=1, slice=0, part=0, what="weights")],
                       verified=0)
     play.news(RankDying(rank=0, time=1.0))
     play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
@@ -123,7 +135,7 @@ def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> N
 def test_a_copy_that_is_damaged_again_counts_as_damaged_again(play: Play) -> None:
     """It was replaced by one that was no better. Who tells of the same damage twice does not matter."""
     part = (1, 0, 0)
-    found = Damage(rank=1, unit=1, slice=0, tp=0, what="state")
+    found = Damage(rank=1, unit=1, slice=0, part=0, what="state")
     for epoch in (0, 1):
         damaged = Damaged(rank=0, epoch=epoch, step=1, found=[found], verified=0)
         kinds = []
@@ -145,7 +157,8 @@ def test_a_checkpoint_that_may_have_damage_in_it_is_none_for_good_unless_it_is_m
         return play.job.trust.saves
 
     assert saved(0) == (2,)
-    play.say(Damaged(rank=1, epoch=0, step=4, found=[Damage(rank=1, unit=1, slice=0, tp=0, what="state")], verified=1))
+    found = [Damage(rank=1, unit=1, slice=0, part=0, what="state")]
+    play.say(Damaged(rank=1, epoch=0, step=4, found=found, verified=1))
     assert play.job.trust.saves == ()
     for rank in (0, 1):
         play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
@@ -166,7 +179,7 @@ def test_nothing_is_planned_while_a_fault_ends_the_recovery_before(play: Play) -
     assert set(play.sent(Back)) == {1}
     vote = VoteResult(step=1, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
     play.say(Committed(rank=1, epoch=1, vote=vote, time=1.0, first=True), Settled(rank=1, epoch=1))
-    damage = Damage(rank=1, unit=0, slice=0, tp=0, what="weights")
+    damage = Damage(rank=1, unit=0, slice=0, part=0, what="weights")
     play.say(Damaged(rank=1, epoch=1, step=2, found=[damage], verified=0))
     assert set(play.sent(Interrupt)) == {1}
     assert play.job.change is None
@@ -197,6 +210,15 @@ def test_who_finishes_a_step_with_another_result_than_was_decided_has_diverged(p
     assert play.sent(Forward)[1].vote == vote(1.0)
     play.say(Committed(rank=1, epoch=1, vote=vote(2.0), time=1.0))
     assert play.job.outcome is not None and "the ranks have diverged: step 1" in play.job.outcome.reason
+
+
+def test_why_every_rank_is_dead(play: Play) -> None:
+    """One died before, so that nobody can do the step again in which the other raises."""
+    play.news(RankDying(rank=0, time=1.0))
+    play.say(failed(1, step=1))
+    assert play.job.outcome is not None
+    first, *_ = play.job.outcome.reason.splitlines()
+    assert first.startswith("every rank is dead: the program raised, the last time 'Error on 1'; restart the job")
 
 
 def test_a_rank_on_which_the_program_raises_leaves(play: Play) -> None:

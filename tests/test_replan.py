@@ -126,7 +126,7 @@ def test_fewer_stages_are_taken_only_where_memory_is_known_to_allow_it() -> None
 
 def test_what_is_impossible_is_refused() -> None:
     layout = make(1, 2, 2, layers=4, grains=4)
-    with pytest.raises(NoLayout, match="9 pipeline stages cannot be made of 4 cells and 4 layers"):
+    with pytest.raises(NoLayout, match="9 pipeline stages cannot be made of 4 cells and 6 blocks"):
         replan(layout, even(layout), 1, stages=[9])
     with pytest.raises(NoLayout, match="does not fit"):
         replan(layout, replace(even(layout), memory_bytes=5), 1)

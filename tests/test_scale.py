@@ -180,7 +180,7 @@ def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str
     job = start(jobs, *flags, ranks=4)
     job.read_until(" 1/12")
     for stages, reason in [
-        (5, "5 pipeline stages cannot be made of 4 cells and 4 layers: ask for another number"),
+        (5, "5 pipeline stages cannot be made of 4 cells and 6 blocks: ask for another number"),
         (0, "0 pipeline stages cannot be made"),
         (-1, "-1 pipeline stages cannot be made"),
     ]:

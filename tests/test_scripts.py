@@ -63,28 +63,34 @@ def test_torchrun_compat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "steps", "before", "said"),
+    ("code", "steps", "ended", "before", "said"),
     [
-        (0, 100, None, ""),
-        (0, 40, None, "stopped at step 40 of 100 (exit code 0): queued again"),
-        (1, 40, None, "stopped at step 40 of 100 (exit code 1): queued again"),
-        (2, 0, None, "the flags are wrong: not queued again"),
-        (1, 0, None, "stopped at step 0 of 100 (exit code 1): queued again"),
-        (1, 0, 0, "no step was done, this time and the time before: not queued again"),
-        (1, 0, 30, "stopped at step 0 of 100 (exit code 1): queued again"),
+        (0, 100, 100, None, ""),
+        (137, 100, 100, None, ""),
+        (0, 0, 100, 100, ""),
+        (0, 40, 40, None, "stopped at step 40 of 100 (exit code 0): queued again"),
+        (1, 40, None, None, "stopped at step 40 of 100 (exit code 1): queued again"),
+        (1, 100, None, None, "stopped at step 100 of 100 (exit code 1): queued again"),
+        (2, 0, None, None, "the flags are wrong: not queued again"),
+        (1, 0, None, None, "stopped at step 0 of 100 (exit code 1): queued again"),
+        (1, 0, None, 0, "no step was done, this time and the time before: not queued again"),
+        (1, 0, None, 30, "stopped at step 0 of 100 (exit code 1): queued again"),
     ],
 )
 def test_slurm_queues_again_what_a_restart_can_mend(
-    code: int, steps: int, before: int | None, said: str, tmp_path: Path
+    code: int, steps: int, ended: int | None, before: int | None, said: str, tmp_path: Path
 ) -> None:
-    """With stand-ins for Slurm's commands, and for the job: it exits with a code after some steps."""
+    """With stand-ins for Slurm's commands, and for the job: it exits with a code after some steps, and has ended
+    training, or failed.
+    """
+    end = ("failed", "no") if ended is None else ("finished", f"training finished at step {ended}")
     attempt, runs = "0" if before is None else "1", tmp_path / "runs"
     for name, text in {
         "scontrol": 'if [ "$1" = show ]; then echo host0; else echo "$@" >> "$0.asked"; fi',
-        "srun": 'shift; SLURM_NODEID=0 exec "$@"',
+        "srun": 'shift 2; SLURM_NODEID=0 exec "$@"',
         "megatron-elastic": f"mkdir -p {runs}/{attempt}; "
         + (f"""echo '{{"step": {steps}, "loss": 1.0}}' > {runs}/{attempt}/metrics.jsonl; """ if steps else "")
-        + f"exit {code}",
+        + f"""echo '{{"kind": "{end[0]}", "reason": "{end[1]}"}}' > {runs}/{attempt}/events.jsonl; exit {code}""",
     }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -99,5 +105,5 @@ def test_slurm_queues_again_what_a_restart_can_mend(
         env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7",
              "SLURM_JOB_NODELIST": "host0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": attempt, "RUNS": str(runs)},
     )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (code if said else 0, said), done.stderr
     assert (tmp_path / "scontrol.asked").exists() == said.endswith("): queued again")

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_elastic import cli
 from tests.jobs import Grid, Jobs, assert_exactly_once
-from tests.launches import Launch, launches, start_nodes
+from tests.launches import Launch, family, launches, start_nodes
 
 RANK_LIMIT = 3.0
 NODE_LIMIT = 3.5
@@ -32,12 +32,6 @@ def stop_child(pid: int) -> None:
     """Stop a child of ours, and return when it is."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)
-
-
-def family(pid: int) -> list[int]:
-    """A process and all below it, parents first."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [pid, *(member for child in children for member in family(child))]
 
 
 # ---- ranks ---------------------------------------------------------------------------------

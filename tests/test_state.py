@@ -49,7 +49,7 @@ def _buffer(
     members: Sequence[Member], num_slices: int = 1, tp: int = 0, accumulator: Accumulator | None = None
 ) -> UnitBuffer:
     """A unit's buffer that has taken the parameters over."""
-    buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp), accumulator or ExactAccumulator(1))
+    buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp, tp), accumulator or ExactAccumulator(1))
     buffer.bind(members, fill=True)
     buffer.zero()
     return buffer
@@ -87,7 +87,7 @@ def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool
 def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     """They treat every parameter as it wants, whoever asks; only who counts depends on the tensor-parallel index."""
     members = _members(sizes)
-    partitions = [Partition(shape_of("a", members), num_slices, tp) for tp in (0, 1)]
+    partitions = [Partition(shape_of("a", members), num_slices, tp, tp) for tp in (0, 1)]
     groups = torch.full((partitions[0].size,), math.nan)
     counted = torch.zeros_like(groups)
     for k in range(num_slices):
@@ -258,7 +258,7 @@ def _rank_state(peer: Peer, layout: Layout, rate: float = 0.0) -> tuple[dict[int
         for unit in (0, 1)
     }
     partitions = {unit: buffer.partition for unit, buffer in units.items()}
-    store = StateStore(partitions, ADAM, peer.transport, tp_index=0, rate=rate)
+    store = StateStore(partitions, ADAM, peer.transport, rate=rate)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
 
 
@@ -443,7 +443,7 @@ def test_states_are_replayed() -> None:
         layout = _layout()
         units, _, _ = _rank_state(peer, layout)
         partitions = {unit: buffer.partition for unit, buffer in units.items()}
-        store = StateStore(partitions, ADAM, peer.transport, tp_index=0, keeps=True)
+        store = StateStore(partitions, ADAM, peer.transport, keeps=True)
         store.create(layout, units)
         replay = StateReplay(layout, store)
         owned = [(*at, 0) for at in layout.owned(peer.rank)]
@@ -489,13 +489,16 @@ def test_vote() -> None:
         ballot = Ballot(
             norms={at: norms[at] for at in layout.owned(peer.rank)},
             losses={grain: losses[grain] for grain in layout.cell_of(peer.rank).grains},
+            measures={"z_loss": [0.1, 0.7] if peer.rank else [], "balance": [0.1 * (1 + peer.rank)]},
         )
         found = vote(Group(peer.transport, 7, layout.ranks), ballot)
         assert found.tokens == 46
         assert found.grad_norm == math.sqrt(math.fsum(norms.values()))
         assert found.loss == math.fsum(loss for loss, _ in losses.values()) / 46
+        assert found.measures == {"z_loss": math.fsum((0.1, 0.7)), "balance": math.fsum((0.1, 0.2))}
         if peer.rank == 0:
-            assert vote(Group(peer.transport, 8, [0]), Ballot(norms, losses)) == found
+            alone = Ballot(norms, losses, measures={"balance": [0.2, 0.1], "z_loss": [0.7, 0.1]})
+            assert vote(Group(peer.transport, 8, [0]), alone) == found
         nothing = vote(Group(peer.transport, 9, layout.ranks), Ballot({}, {}))
         assert (nothing.loss, nothing.tokens, nothing.grad_norm) == (0.0, 0, 0.0)
         peer.leave()

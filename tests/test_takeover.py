@@ -167,7 +167,7 @@ def test_a_node_that_goes_again_meanwhile_is_lost() -> None:
 
 def test_damage_is_known_although_who_told_of_it_has_gone_again() -> None:
     job, _ = take_over(before="")
-    damage = Damage(rank=1, unit=0, slice=0, tp=0, what="state")
+    damage = Damage(rank=1, unit=0, slice=0, part=0, what="state")
     told = Damaged(rank=2, epoch=0, step=6, found=[damage], verified=4)
     job, _ = advance(job, events.Said(now=11.3, node=2, message=told))
     job, _ = advance(job, events.NodeLost(now=11.5, node=2, cause="node 2 lost", since=11.5))

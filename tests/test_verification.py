@@ -87,6 +87,17 @@ def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
+def test_replicas_in_another_stage_are_looked_at_too(jobs: Jobs) -> None:
+    """The only cell of a stage has its replicas there."""
+    grid = Grid(tp=1, pp=4, steps=8)
+    kill = ["--elastic-inject", "kill:rank=2,step=3,at=grad_sync"]
+    job = jobs.run(*grid.flags, "--elastic-verify-every", "1", *kill, *flip("replica", 6, rank=4))
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0, job.output
+    assert [(event["rank"], event["unit"]) for event in job.events("damaged")] == [(4, "layer.1")]
+    assert not job.events("tangle")
+
+
+@pytest.mark.slow
 def test_the_majority_is_right(jobs: Jobs) -> None:
     """Damage to a replica between its turns does no harm to the others, who outvote it."""
     flags = ["--elastic-verify-every", "3", "--elastic-replicas", "2"]

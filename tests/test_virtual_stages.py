@@ -1,8 +1,9 @@
-"""Virtual pipeline stages: the numbers of the job without them bit for bit, whoever dies; layers stay in place."""
+"""Virtual pipeline stages: the numbers of the job without them bit for bit, whoever dies, and wherever layers move."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_elastic import cli
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.program import check
 from megatron_elastic.pipeline.schedule import interleaved
-from megatron_elastic.plan import Costs, NoLayout
+from megatron_elastic.plan import Costs
 from megatron_elastic.plan.replan import replan
 from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject
 
@@ -71,10 +72,51 @@ def test_checkpoints(jobs: Jobs) -> None:
         )
 
 
-def test_layers_stay() -> None:
-    units, stage_units = gpt_units(4, 2, tied=True, positions=True, chunks=2)
-    layout = Layout.grid(
-        tp=1, pp=2, dp=2, stage_units=stage_units, units=units, num_grains=4, num_slices=2, replicas=1
+def test_layers_move(jobs: Jobs) -> None:
+    """A stage loses all its cells: others take its layers over. And so with another number of stages."""
+    flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "8")
+    reference = jobs.undisturbed(*flags, ranks=4)
+    job = jobs.start(*flags, *VIRTUAL, *inject("2@2:backward", "3@4:backward"), ranks=4)
+    job.read_until("lost ranks [3]")
+    job.read_until("recovered from")
+    assert cli.main(["scale", str(job.run_dir), "--pp", "1"]) == 0
+    job.finish()
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    shapes = [(layout.pipeline_size, layout.num_chunks) for layout in job.layouts()]
+    assert shapes[0] == (2, 2)
+    assert shapes[-1] == (1, 1)
+
+
+def chunked(layers: int, pp: int, dp: int) -> Layout:
+    units, stage_units = gpt_units(layers, pp, tied=True, positions=True, chunks=2)
+    return Layout.grid(
+        tp=1, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4, num_slices=2, replicas=1
     )
-    with pytest.raises(NoLayout, match="each stage has 2 virtual pipeline stages, so layers cannot be moved"):
-        replan(layout, Costs.assumed(layout.units), 1, stages=[1])
+
+
+def test_plans_keep_chunks_if_they_can() -> None:
+    before = chunked(16, 4, 2)
+    costs = Costs.assumed(before.units)
+    assert replan(before, costs, 1).stages == before.stages
+    after = replan(before, costs, 1, lost=[2])
+    assert (after.pipeline_size, after.num_chunks) == (4, 2)
+    for stages, chunks in ((3, 2), (2, 2), (1, 1)):
+        after = replan(before, costs, 1, stages=[stages])
+        assert (after.pipeline_size, after.num_chunks) == (stages, chunks)
+        check(interleaved(after, chunks), after, chunks=chunks)
+    few = chunked(4, 2, 2)
+    after = replan(few, Costs.assumed(few.units), 1, stages=[4])
+    assert (after.pipeline_size, after.num_chunks) == (4, 1), "six blocks do not make eight chunks"
+
+
+def test_a_slow_layer_moves_between_chunks() -> None:
+    before = chunked(8, 2, 1)
+    costs = Costs.assumed(before.units)
+    slow = replace(costs, units=tuple(
+        replace(unit, forward_ms=13.0) if name == "layer.0" else unit
+        for name, unit in zip(before.units, costs.units, strict=True)
+    ))
+    after = replan(before, slow, 1)
+    assert after.num_chunks == 2
+    assert slow.pace_of(after).step_ms < slow.pace_of(before).step_ms
+    assert len(after.stages[0].units) < len(before.stages[0].units)

@@ -27,8 +27,12 @@ VARIANTS: dict[str, list[str]] = {
     "bf16": ["--bf16"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
     "virtual": ["--num-layers-per-virtual-pipeline-stage", "1"],
+    "experts": ["--num-experts", "3", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "1e-2",
+                "--disable-bias-linear", "--sequence-parallel"],
     "verify": ["--elastic-verify-every", "1"],
 }
+BEARABLE = 2
+"""Cells that may be missing at once."""
 _LAYERS = 4
 HANG = 2.0
 """``--elastic-hang-timeout``, in seconds: less than a user's, as steps take so little here."""
@@ -101,7 +105,7 @@ class Round:
             if (kind == "raise" and step - last_error < 8) or (kind == "scale" and step - last_change < 40):
                 kind = "pause"  # what is raised again and again would be the program's error
             there = [rank for rank, joined in since.items() if joined <= step]
-            if kind in DEADLY and len(there) <= max(self.ranks // 2, self.ranks - 2 * self.layout[0]):
+            if kind in DEADLY and self.ranks - len(there) >= BEARABLE:
                 kind = "pause"
                 step += 12
             rank = choose.choice(there)
@@ -116,8 +120,6 @@ class Round:
     def _may(self, kind: str) -> bool:
         if kind == "flip":
             return self.variant == "verify"
-        if kind == "scale":
-            return self.variant != "virtual"
         return self.nodes > 1 or kind not in KINDS_OF_HOSTS
 
     @property

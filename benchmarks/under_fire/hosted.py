@@ -68,12 +68,13 @@ class HostedJob(Job):
                     each.kill()
 
     def may_happen(self, fault: Fault) -> bool:
-        """What happens to a host must be survivable: the job and its store are whole."""
+        """What happens to a host must be survivable: the job is whole, and so is the store that three hosts have."""
         if fault.kind not in KINDS_OF_HOSTS:
-            return True
+            return super().may_happen(fault)
         there = self._there()
-        members = sum(_SEATED in each.output or each in self.launchers[: self.round.nodes] for each in there)
-        whole = (not self._troubled and not self._missing and members == len(there) == self.round.nodes
+        nodes = self.round.nodes
+        seated = nodes < 3 or all(_SEATED in each.output or each in self.launchers[:nodes] for each in there)
+        whole = (not self._troubled and not self._missing and seated and len(there) == nodes
                  and len(newest_layout(self.run_dir).ranks) == self.round.ranks)
         if whole:
             self._in |= set(there)
@@ -87,26 +88,26 @@ class HostedJob(Job):
         there = self._there()
         victim = there[int(fault.number * len(there))]
         match fault.kind:
-            case "host killed" if len(there) > 2 or victim.address != read_address(self.run_dir).host:
-                victim.kill()
-                self._killed.add(victim)
-            case "host leaves" if self._drain(fault, victim):
-                pass
-            case "host killed" | "host leaves":
-                return
+            case "host killed":
+                # Without a third one nobody follows who coordinates.
+                if len(there) > 2 or victim.address != read_address(self.run_dir).host:
+                    self.done[fault.kind, "any moment"] += 1
+                    victim.kill()
+                    self._killed.add(victim)
+                    self._leaves(victim)
+            case "host leaves":
+                if self.ask(fault, "drain", str(self.run_dir), "--node", str(self.launchers.index(victim))):
+                    self._leaves(victim)
             case _:
                 self._trouble(fault, victim, there)
-                return
-        self._gone.add(victim)
-        self._missing += 1
-        self.done[fault.kind, "any moment"] += fault.kind == "host killed"
 
     def ask(self, fault: Fault, *command: str, host: Host | None = None) -> bool:
         """From a host, as others do not reach it."""
         return super().ask(fault, *command, host=host or self._there()[0].host)
 
-    def _drain(self, fault: Fault, victim: Launcher) -> bool:
-        return self.ask(fault, "drain", str(self.run_dir), "--node", str(self.launchers.index(victim)))
+    def _leaves(self, launcher: Launcher) -> None:
+        self._gone.add(launcher)
+        self._missing += 1
 
     def _come(self, number: int, address: str, port: int, host: Host) -> None:
         self.launch(("--nproc-per-node", str(self.round.ranks // self.round.nodes), "--nnodes", str(self.round.nodes),

@@ -19,7 +19,7 @@ from endurance import newest_layout
 from launcher import Heard, Launcher
 from namespaces import Host
 
-from under_fire.draw import HANG, Fault, Round
+from under_fire.draw import BEARABLE, HANG, Fault, Round
 
 STALL = 90.0
 """Seconds without a line after which a job hangs."""
@@ -89,10 +89,14 @@ class Job:
                 if self.may_happen(fault):
                     self._outside.remove(fault)
                     self.happen(fault)
+                    break  # what is left after this one is known after the next step
 
     def may_happen(self, fault: Fault) -> bool:
         """Whether it can be survived now."""
-        return True
+        if fault.kind not in ("kill outside", "stop outside"):
+            return True
+        missing = self.round.ranks - len(newest_layout(self.run_dir).ranks)
+        return missing < BEARABLE * self.round.layout[0]
 
     def happen(self, fault: Fault) -> None:
         """Do something from outside, at any moment of the step or two that follow."""

@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
-from megatron_elastic.adaptor.training import entry, evaluation, intermission
+from megatron_elastic.adaptor.training import ending, entry, evaluation
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -34,6 +34,7 @@ from megatron_elastic.config import UsageError
 _STARTED = time.time()
 
 # Here, because the script parses them once before it calls pretrain().
+arguments.install()
 sys.argv[1:] = yaml_arguments.expanded(sys.argv[1:])
 
 
@@ -99,13 +100,22 @@ def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
     return build
 
 
+_ANY_SPLIT: dict[str, Any] = {
+    "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}  # fmt: skip
+"""Arguments that say which layers a stage has; with --elastic the layout says it."""
+
+
 def _build_model(
     provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace,
     overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
-    given = {name: getattr(args, name) for name in overrides or {}}
-    vars(args).update(overrides or {})
+    overrides = {**_ANY_SPLIT, **(overrides or {})}
+    given = {name: getattr(args, name) for name in overrides}
+    vars(args).update(overrides)
     try:
         virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
         model = provider(pre_process=first, post_process=last, **virtual)
@@ -145,16 +155,29 @@ class CheckoutTrainer(Trainer):
         return self.rank == self.layout.ranks[-1]
 
     def _compute_part(self, forward_step: ForwardStep, data: Any, model: torch.nn.Module) -> Any:
-        """The script's step function: a cell's first rank sends the batch, whose size others take from the flags."""
-        whole = self.args.micro_batch_size
-        self.args.micro_batch_size = whole * self.stage.key.part.size // self.layout.samples
+        """The script's step function: a cell's first rank sends the batch.
+
+        The others take its size from the flags, and which parts of it the stage needs from the number of stages there.
+        """
+        args, layout = self.args, self.layout
+        begun_with = args.micro_batch_size, args.pipeline_model_parallel_size
+        args.micro_batch_size = args.micro_batch_size * self.stage.key.part.size // layout.samples
+        args.pipeline_model_parallel_size = layout.pipeline_size
         try:
             return forward_step(data, model)
         finally:
-            self.args.micro_batch_size = whole
+            args.micro_batch_size, args.pipeline_model_parallel_size = begun_with
 
     def make_rates(self) -> RatesByStep:
         return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
+
+    def saved_besides(self, step: int) -> dict[str, Any]:
+        """With Megatron's flags, which say what can be loaded: random numbers are no state."""
+        args = argparse.Namespace(**{k: v for k, v in vars(self.args).items() if not k.startswith("elastic")})
+        args.no_save_rng, args.consumed_train_samples = True, step * args.global_batch_size
+        rounds = step // args.eval_interval
+        args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0
+        return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0}
 
     def prepared(self) -> None:
         self._log.begin()
@@ -162,42 +185,24 @@ class CheckoutTrainer(Trainer):
     def goes_on(self) -> bool:
         """Whether there is another step, and nobody has a reason to stop."""
         args, done = self.args, self.standing.step - 1
-        if done >= args.train_iters:
-            return False
         if args.exit_interval and done > self._begun_at and done % args.exit_interval == 0:
             return False
-        return not self._somebody_wants_to_stop()
-
-    def _somebody_wants_to_stop(self) -> bool:
-        """Whether a rank got the exit signal, or has run for long enough. Asked of all ranks, so that all agree."""
-        args = self.args
-        if not (args.exit_signal_handler or args.exit_duration_in_mins):
-            return False
-        wants = False
-        if args.exit_signal_handler:
-            from megatron.training.global_vars import get_signal_handler
-
-            wants = get_signal_handler()._signal_received
-        if args.exit_duration_in_mins:
-            wants = wants or (time.time() - _STARTED) / 60 > args.exit_duration_in_mins
-        answer = torch.tensor([int(wants)])
-        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
-        return bool(answer.item())
+        return super().goes_on() and not (args.exit_duration_in_mins and ending.somebody(
+            (time.time() - _STARTED) / 60 > args.exit_duration_in_mins
+        ))
 
     def committed(self, result: VoteResult) -> None:
         following = self.rates.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
         self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
-                       len(self.layout.ranks), self._writes)
+                       len(self.layout.ranks), self._writes, result.measures)
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
         super().evaluated(done, name, loss)
         self._log.evaluation(done, name, loss, self._writes)
 
     def conclude(self, tenure: Tenure, done: int) -> None:
-        """The last checkpoint, and the last evaluations if training is complete."""
+        """The last evaluations, if training is complete."""
         args, batches = self.args, self.batches
-        if self.saving.wanted(done):
-            intermission.save(self, tenure, done)
         if done >= args.train_iters and args.eval_iters:
             evaluation.evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
             evaluation.evaluate(self, tenure, done, "test", batches.test, 0)

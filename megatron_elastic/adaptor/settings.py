@@ -34,6 +34,7 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         bf16=args.bf16,
         params_dtype=dtype,
@@ -41,12 +42,30 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        num_moe_experts=args.num_experts,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        moe_router_topk=args.moe_router_topk,
+        moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
+        moe_router_load_balancing_type=args.moe_router_load_balancing_type,
+        moe_router_score_function=args.moe_router_score_function,
+        moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
+        moe_router_bias_update_rate=args.moe_router_bias_update_rate,
+        moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+        moe_z_loss_coeff=args.moe_z_loss_coeff,
         # Megatron-LM's flags switch these on, with the plain versions as fallback where there are no kernels.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+    if not args.elastic:  # there the layout says which layers a stage has
+        fields.update(
+            pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+            num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+            num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+            account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
+            account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
+        )
     return TransformerConfig(**{**fields, **(overrides or {})})
 
 

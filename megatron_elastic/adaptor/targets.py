@@ -141,7 +141,7 @@ PLAN = Target(_SAVING + "state_dict_saver", "save_state_dict_async_plan", "calle
               ("state_dict", "storage_writer", "planner"), "always", "all ranks plan a checkpoint")
 RESULTS_QUEUE = Target(_FILES, "_results_queue", "replaced", None, "always", "would be made by a process of its own")
 GROUPS = Target(_CORE + "parallel_state", "initialize_model_parallel", "called",
-                ("tensor_model_parallel_size", "pipeline_model_parallel_size"), "always",
+                ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), "always",
                 "Megatron's groups, made over the elastic backend")
 FORWARD = Target(_CORE + "pipeline_parallel.schedules", "forward_step", "called",
                  ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor",
@@ -153,6 +153,13 @@ BACKWARD = Target(_CORE + "pipeline_parallel.schedules", "backward_step", "calle
 LINEAR_BACKWARD = Target(_CORE + "tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication.backward",
                          "wrapped", ("ctx", "grad_output"), "always",
                          "with --elastic-schedule split weights get their gradients after the pass")
+
+ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_tracker", "replaced",
+                     ("name", "loss", "layer_number", "num_layers", "reduce_group", "avg_group", "reduce_group_has_dp"),
+                     "always", "auxiliary losses belong to a grain, and go with the vote")
+
+ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
+                 "a router's bias is told how many tokens each expert got")
 
 # ---- what a Megatron-LM checkout needs ------------------------------------------------------
 
@@ -190,6 +197,10 @@ LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("messa
                   "one rank logs alone, whichever it is")
 RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
                "checks losses for NaN")
+LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
+                     ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
+ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),
+                       "checkout", "where Megatron's log looks for routers' losses")
 TIMER = Target(_CORE + "timers", "Timers._get_elapsed_time_all_ranks", "replaced",
                ("self", "names", "reset", "barrier"), "checkout", "a rank's timers are its own")
 BUILDER = Target(_DATASETS + "blended_megatron_dataset_builder", "BlendedMegatronDatasetBuilder.__init__", "wrapped",
@@ -211,6 +222,9 @@ SAVE_OPTIMIZER = Target(_OPTIMIZER, "DistributedOptimizer.sharded_state_dict", "
 TORCH_NORM = Target(_CORE + "transformer.torch_norm", "WrappedTorchNorm.__new__", "wrapped",
                     ("cls", "config", "hidden_size", "eps"), "cpu",
                     "Apex, whose norms know of sequence parallelism, needs a GPU")
+GATING = Target(_CORE + "transformer.moe.moe_utils", "router_gating_linear", "wrapped",
+                ("inp", "weight", "bias", "router_dtype"), "cpu",
+                "asks whether Transformer Engine's product is None, a name that it has only with Transformer Engine")
 KERNELS = Target("megatron.legacy.fused_kernels", "load", "replaced", ("args",), "cpu", "there is no CUDA compiler")
 HELPERS = Target(_DATASETS + "utils", "compile_helpers", "replaced", (), "cpu",
                  "compiled for the Python that runs; an installed megatron-core has them ready")

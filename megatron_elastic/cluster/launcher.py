@@ -283,6 +283,8 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
     code = 1
     with contextlib.suppress(asyncio.CancelledError):
         code = asyncio.run(watched())
+    for number in received:
+        signal.signal(number, signal.SIG_IGN)  # one more of them, so late, would only change the exit code
     return 128 + received[0] if received else code
 
 

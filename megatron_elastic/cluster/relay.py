@@ -100,11 +100,12 @@ class Post:
         match message:
             case Hello():
                 self._told = self._told or message.layout
+                first = next(iter(self._hellos.values()), message)
                 if rank != 0:
                     message = replace(message, layout=b"")
-                first = next(iter(self._hellos.values()), message)
                 self._hellos[rank] = message
-                if first is not message and message.likeness == first.likeness:
+                # The coordinator compares those of others with rank 0's.
+                if rank != 0 and first.rank != rank and message.likeness == first.likeness:
                     message = replace(message, flags={})
             case Reachable():
                 if rank in self._hellos:

@@ -16,7 +16,7 @@ from megatron_elastic.cluster.messages import Damaged, Progress, Report, VoteRes
 from megatron_elastic.layout import Holdings, Layout
 
 Part = tuple[int, int, int]
-"""(unit, slice, tensor-parallel index)"""
+"""(unit, slice, part)"""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ import msgspec
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import JobStopped, report_failure
 from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.config import UsageError
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
 """Environment variable with the modules to import before forking, separated by commas; empty for none."""
@@ -63,6 +64,9 @@ _INSTALLED = frozenset({
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
+
+_FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -161,7 +165,8 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     """
     _put_first(directory)
     _die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends us and the ranks in order
+    for number in _FOR_OTHERS:
+        signal.signal(number, signal.SIG_IGN)  # the agent ends us and the ranks in order
     agent = socket.socket(fileno=descriptor)
     started = time.monotonic()
     try:
@@ -360,7 +365,8 @@ def _become_rank(request: Spawn) -> None:
     for name, target in (("stdout", 1), ("stderr", 2)):
         stream = io.TextIOWrapper(io.BufferedWriter(_Log(target, "w", closefd=False)), line_buffering=True)
         setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _FOR_OTHERS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(request.env)
 
 
@@ -386,7 +392,7 @@ def _run(program: Program) -> int:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 1
     except BaseException as error:
-        text = _own_traceback(error)
+        text = str(error) if isinstance(error, UsageError) else _own_traceback(error)
         print(text, file=sys.stderr)
         report_failure(text)
         return 1

@@ -304,8 +304,9 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     @_by_device
     def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
-    ) -> ElasticWork:
+        self, output: torch.Tensor, tensor: torch.Tensor, out_splits: Iterable[int], in_splits: Iterable[int],
+        opts: Any = None,
+    ) -> ElasticWork:  # fmt: skip
         """All to all on one tensor split along its first dimension (evenly if no splits are given)."""
         buffer = _contiguous(output)
         outs = self._split(buffer, out_splits, "output")
@@ -432,8 +433,8 @@ class ElasticProcessGroup(dist.ProcessGroup):
             return [part] * n
         return [chunk.view(part.shape) for chunk in _contiguous(whole).view(-1).split(part.numel())]
 
-    def _split(self, tensor: torch.Tensor, splits: list[int], what: str) -> list[torch.Tensor]:
-        n = self.group.size
+    def _split(self, tensor: torch.Tensor, splits: Iterable[int], what: str) -> list[torch.Tensor]:
+        n, splits = self.group.size, [int(rows) for rows in splits]  # of tensors and arrays, too
         rows = tensor.shape[0] if tensor.dim() else 0
         if splits and (len(splits) != n or sum(splits) != rows):
             raise RuntimeError(f"{NAME}.all_to_all_single: {what} splits {splits} do not fit {rows} rows, {n} members")

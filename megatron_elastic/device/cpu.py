@@ -100,6 +100,12 @@ class _Stream:
     wait_stream = wait_event = synchronize = _answer(None)
     query = _answer(True)
 
+    def record_event(self, event: _Event | None = None) -> _Event:
+        """A point in the stream."""
+        event = event or _Event()
+        event.record(self)
+        return event
+
 
 class _Event:
     """A point in such a stream."""

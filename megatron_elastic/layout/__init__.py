@@ -10,9 +10,9 @@ from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.shape import UnitShape
 from megatron_elastic.layout.stage import Stage
 from megatron_elastic.layout.transfer import Transfer, by_rank, transfers
-from megatron_elastic.layout.unit import gpt_units
+from megatron_elastic.layout.unit import EXPERTS, gpt_units
 
 __all__ = [
-    "Cell", "Extent", "Holdings", "Layout", "LayoutError", "Part", "SliceLost", "SlicePart", "Stage", "Transfer",
-    "UnitShape", "by_rank", "changed", "decode", "difference", "encode", "gpt_units", "transfers",
+    "EXPERTS", "Cell", "Extent", "Holdings", "Layout", "LayoutError", "Part", "SliceLost", "SlicePart", "Stage",
+    "Transfer", "UnitShape", "by_rank", "changed", "decode", "difference", "encode", "gpt_units", "transfers",
 ]  # fmt: skip

@@ -11,8 +11,9 @@ from megatron_elastic.layout.part import Part
 class Cell:
     """Ranks that compute one stage together for whole ``grains`` and for ``parts`` of others, at most one of each.
 
-    ``ranks`` are ordered by tensor-parallel index. A cell without grains is a *shadow*: it follows the others,
-    receiving the stage's parameters after every step, and gets grains once it has caught up. That is how ranks join.
+    ``ranks`` are ordered by expert-parallel index, and then by tensor-parallel index; a rank's *place* is its index
+    here. A cell without grains is a *shadow*: it follows the others, receiving the stage's parameters after every step,
+    and gets grains once it has caught up. That is how ranks join.
     ``incoming`` are units of other stages whose parameters it receives as well, because it is to compute them soon.
     That is how units move.
     """
@@ -24,7 +25,7 @@ class Cell:
 
     @property
     def leader(self) -> int:
-        """The rank of tensor-parallel index 0, which names the cell."""
+        """The rank of place 0, which names the cell."""
         return self.ranks[0]
 
     @property

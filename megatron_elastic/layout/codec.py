@@ -50,6 +50,7 @@ class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     lost: _Ints
     hosts: tuple[_Ints, ...]
     samples: int
+    ep: int
 
 
 _DECODER = msgspec.msgpack.Decoder(_Layout)
@@ -73,6 +74,7 @@ def encode(layout: Layout) -> bytes:
             lost=layout.lost,
             hosts=layout.hosts,
             samples=layout.samples,
+            ep=layout.ep,
         )
     )
 
@@ -87,7 +89,8 @@ def decode(data: bytes) -> Layout:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"this is no layout in MessagePack: {error}") from None
     sizes = {len(cell.ranks) for stage in read.stages for cell in stage.cells}
-    if not read.stages or not all(stage.cells for stage in read.stages) or len(sizes) != 1 or 0 in sizes:
+    shaped = len(sizes) == 1 and 0 not in sizes and read.ep >= 1 and all(size % read.ep == 0 for size in sizes)
+    if not read.stages or not all(stage.cells for stage in read.stages) or not shaped:
         raise LayoutError("this is no layout in MessagePack: a stage has no cells, or a cell more ranks than another")
     for table in (read.owners, read.replicas):
         if len(table) != len(read.units) or any(len(row) != read.num_slices for row in table):
@@ -108,4 +111,5 @@ def decode(data: bytes) -> Layout:
         lost=read.lost,
         hosts=read.hosts,
         samples=read.samples,
+        ep=read.ep,
     )

@@ -8,10 +8,10 @@ class LayoutError(Exception):
 
 
 class SliceLost(Exception):
-    """No live rank holds part ``tp`` of this slice, so that no transfer can bring it back."""
+    """No live rank holds a part of this slice, so that no transfer can bring it back."""
 
-    def __init__(self, unit: int, slice: int, tp: int) -> None:
-        super().__init__(f"no live rank holds slice {slice} of unit {unit}, tensor-parallel index {tp}")
+    def __init__(self, unit: int, slice: int, part: int) -> None:
+        super().__init__(f"no live rank holds part {part} of slice {slice} of unit {unit}")
         self.unit = unit
         self.slice = slice
-        self.tp = tp
+        self.part = part

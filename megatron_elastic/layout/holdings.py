@@ -11,7 +11,7 @@ from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.layout import Layout
 
 SlicePart = tuple[int, int, int]
-"""(unit, slice, tensor-parallel index): what one rank of a cell holds of a slice."""
+"""(unit, slice, part): what one rank of a cell keeps of a slice."""
 _NOTHING: frozenset[SlicePart] = frozenset()
 
 
@@ -62,23 +62,28 @@ class Holdings:
             return self.exceptions[rank]
         if rank not in self.standard.places:
             return _NOTHING
-        stage, _, tp = self.standard.places[rank]
+        layout = self.standard
+        stage, cell, _ = layout.places[rank]
+        slices: Iterable[tuple[int, int]]
         if self.extent is Extent.ROLES:
-            slices = (*self.standard.owned(rank), *self.standard.replicated(rank))
-            return frozenset((unit, k, tp) for unit, k in slices)
-        units = self.standard.stages[stage].units if self.extent is Extent.STAGE else range(len(self.standard.units))
-        return frozenset((unit, k, tp) for unit in units for k in range(self.standard.num_slices))
+            slices = (*layout.owned(rank), *layout.replicated(rank))
+        else:
+            units = layout.stages[stage].units if self.extent is Extent.STAGE else range(len(layout.units))
+            every = ((unit, k) for unit in units for k in range(layout.num_slices))
+            slices = ((unit, k) for unit, k in every if rank in layout.keepers(cell, unit, k))
+        return frozenset((unit, k, layout.part_of(unit, rank)) for unit, k in slices)
 
     def holders(self, part: SlicePart) -> tuple[int, ...]:
         """The ranks that hold a part of a slice, ascending."""
-        unit, k, tp = part
-        asked = (self.standard.cells[leader].ranks[tp] for leader in self._leaders(unit, k))
+        unit, k, index = part
+        cells = (self.standard.cells[leader] for leader in self._leaders(unit, k))
+        asked = (self.standard.keepers(cell, unit, k)[index] for cell in cells)
         return tuple(sorted([*(rank for rank in asked if rank not in self.exceptions), *self._told.get(part, ())]))
 
     def complete(
         self, cells: Mapping[int, Cell], slices: Iterable[tuple[int, int]]
     ) -> dict[tuple[int, int], set[int]]:
-        """For each (unit, slice) of ``slices`` the leaders of those cells all of whose ranks hold their part.
+        """For each (unit, slice) of ``slices`` the leaders of those cells in which all keepers hold their part.
 
         ``cells``: by their leaders, as in ``Layout.cells``.
         """
@@ -87,12 +92,12 @@ class Holdings:
             (unit, k): {at for at in self._leaders(unit, k) if at in cells and at not in doubtful} for unit, k in slices
         }
         for leader in doubtful:
-            of_ranks = (
-                {(unit, k) for unit, k, part in self.of_rank(rank) if part == tp}
-                for tp, rank in enumerate(cells[leader].ranks)
-            )
-            for at in set.intersection(*of_ranks).intersection(found):
-                found[at].add(leader)
+            cell = cells[leader]
+            held = {rank: self.of_rank(rank) for rank in cell.ranks}
+            for (unit, k), leaders in found.items():
+                keepers = self.standard.keepers(cell, unit, k)
+                if all((unit, k, part) in held[rank] for part, rank in enumerate(keepers)):
+                    leaders.add(leader)
         return found
 
     def unsure(self, layout: Layout) -> list[tuple[int, int]]:

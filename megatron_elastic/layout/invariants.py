@@ -31,6 +31,9 @@ def problems(layout: Tables) -> Iterator[str]:
     sizes = {len(cell.ranks) for stage in layout.stages for cell in stage.cells}
     if len(sizes) != 1 or 0 in sizes:
         yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
+    if layout.ep < 1 or any(size % layout.ep for size in sizes):
+        yield f"cells of {sorted(sizes)} ranks cannot have {layout.ep} expert-parallel indices"
+        return
     if sorted(chain.from_iterable(layout.hosts)) != known:
         yield f"hosts {layout.hosts} must list each of the ranks in cells, the spares and the lost once"
     for index, stage in enumerate(layout.stages):

@@ -1,9 +1,11 @@
 """Layout: the immutable value that says which ranks compute what, and who owns which slice.
 
-Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains (its tensor-parallel ranks).
-A *stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by
-a cell of the unit's home stage, and each of the cell's ranks owns the part of its own tensor-parallel index. A cell is
-named by its leader, the rank of tensor-parallel index 0.
+Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains: its tensor-parallel ranks,
+and as many of them for each expert-parallel index, who compute a micro-batch of the grain each. A *stage* is a run of
+units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by a cell of the unit's
+home stage. Of what each rank of a cell has something else, each owns the part that it has; of the rest, which all have
+that differ in the expert-parallel index only, one of these (``Tables.keepers``). A cell is named by its leader, the
+rank of place 0.
 
 A grain is computed by one cell of each stage. Where grains can be cut (``Layout.samples``), several cells of a stage
 may share one, each computing a part; the stages before and after may cut it elsewhere, or not at all.
@@ -42,17 +44,19 @@ class Layout(Tables):
         replicas: int,
         ranks_per_host: int | None = None,
         samples: int = 1,
+        ep: int = 1,
     ) -> Layout:
-        """The fault-free layout, in Megatron's rank order: rank = t + tp * (d + dp * p).
+        """The fault-free layout of ``dp`` cells a stage, in Megatron's rank order: t + tp * (e + ep * (d + dp * p)).
 
         Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replicas are
         in the cells after that one, on other hosts first. ``ranks_per_host`` is None where all ranks are on one host.
         Raises LayoutError when the arguments do not fit together.
         """
-        if min(tp, pp, dp, num_grains, num_slices) < 1:
+        if min(tp, pp, dp, ep, num_grains, num_slices) < 1:
             raise LayoutError(
-                f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, grains {num_grains}, slices {num_slices}"
+                f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, ep {ep}, grains {num_grains}, slices {num_slices}"
             )
+        size = tp * ep
         if len(stage_units) != pp:
             raise LayoutError(f"units are given for {len(stage_units)} stages, but the pipeline has {pp}")
         if replicas < 0:
@@ -62,7 +66,7 @@ class Layout(Tables):
                 units=tuple(stage_units[p]),
                 cells=tuple(
                     Cell(
-                        ranks=tuple(t + tp * (d + dp * p) for t in range(tp)),
+                        ranks=tuple(at + size * (d + dp * p) for at in range(size)),
                         grains=tuple(range(d, num_grains, dp)),
                     )
                     for d in range(dp)
@@ -73,7 +77,7 @@ class Layout(Tables):
         home = {unit: p for p in reversed(range(pp)) for unit in stage_units[p]}
         if set(home) != set(range(len(units))):
             raise LayoutError(f"the stages hold units {sorted(home)}, but there are units 0..{len(units) - 1}")
-        world = tp * pp * dp
+        world = size * pp * dp
         per_host = ranks_per_host or world
         hosts = tuple(tuple(range(at, min(at + per_host, world))) for at in range(0, world, per_host))
         by_stage = [[cell.leader for cell in stage.cells] for stage in stages]
@@ -93,6 +97,7 @@ class Layout(Tables):
             lost=(),
             hosts=hosts,
             samples=samples,
+            ep=ep,
         )
         layout.validate()
         return layout

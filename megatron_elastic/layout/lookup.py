@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from megatron_elastic.layout.cell import Cell
@@ -15,7 +16,7 @@ _Pairs = dict[int, tuple[tuple[int, int], ...]]
 class Lookup:
     """Maps of one layout, because a step asks thousands of times. Each is made when it is first asked for.
 
-    ``owners``, ``replicas`` and ``hosts`` are those of the layout.
+    ``owners``, ``replicas``, ``hosts`` and ``keepers`` are those of the layout; None: all ranks of a cell keep.
     """
 
     def __init__(
@@ -24,20 +25,22 @@ class Lookup:
         owners: Sequence[Sequence[int]],
         replicas: Sequence[Sequence[Sequence[int]]],
         hosts: Sequence[Sequence[int]],
+        keepers: Callable[[Cell, int, int], Sequence[int]] | None,
     ) -> None:
         self._stages = stages
         self._owners = owners
         self._replicas = replicas
         self._hosts = hosts
+        self._keepers = keepers
 
     @cached_property
     def places(self) -> dict[int, tuple[int, Cell, int]]:
-        """[rank] = its stage, its cell, and its tensor-parallel index."""
+        """[rank] = its stage, its cell, and its place in that."""
         return {
-            rank: (index, cell, tp)
+            rank: (index, cell, place)
             for index, stage in enumerate(self._stages)
             for cell in stage.cells
-            for tp, rank in enumerate(cell.ranks)
+            for place, rank in enumerate(cell.ranks)
         }
 
     @cached_property
@@ -122,11 +125,16 @@ class Lookup:
         return self._of_ranks(by_leader)
 
     def _of_ranks(self, by_leader: dict[int, list[tuple[int, int]]]) -> _Pairs:
-        found: _Pairs = {}
-        for leader, pairs in by_leader.items():
-            if leader in self.cells:
-                found.update(dict.fromkeys(self.cells[leader].ranks, tuple(pairs)))
-        return found
+        found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        here = ((self.cells[leader], tuple(pairs)) for leader, pairs in by_leader.items() if leader in self.cells)
+        if self._keepers is None:
+            return {rank: pairs for cell, pairs in here for rank in cell.ranks}
+        for cell, pairs in here:
+            for unit, k in pairs:
+                for rank in self._keepers(cell, unit, k):
+                    found[rank].append((unit, k))
+        return {rank: tuple(pairs) for rank, pairs in found.items()}
+        return {rank: tuple(pairs) for rank, pairs in found.items()}
 
     def _chunks(self, index: int, stage: Stage) -> tuple[tuple[int, ...], ...]:
         *others, last = runs(unit for unit in stage.units if self.homes[unit] == index) or [[]]

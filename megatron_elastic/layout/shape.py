@@ -6,7 +6,7 @@ import msgspec
 
 
 class UnitShape(msgspec.Struct, frozen=True):
-    """A unit's parameters, in the model's order; the same on every rank, whatever its tensor-parallel index."""
+    """A unit's parameters, in the model's order; the same on every rank, whatever its place in a cell."""
 
     members: tuple[tuple[int, int, bool], ...]
     """Of each parameter: its elements, its optimizer group, and whether tensor-parallel ranks hold different parts."""

@@ -10,6 +10,7 @@ from megatron_elastic.layout.errors import LayoutError
 from megatron_elastic.layout.lookup import Lookup
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.stage import Stage
+from megatron_elastic.layout.unit import EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Tables:
     ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` are those of the cells with a
     live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
     live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain. A grain can
-    be cut between any of its ``samples``; if it is 1, grains stay whole.
+    be cut between any of its ``samples``; if it is 1, grains stay whole. ``ep`` is the expert-parallel size.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Tables:
     lost: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...]
     samples: int = 1
+    ep: int = 1
     _lookup: Lookup | None = field(default=None, init=False, repr=False, compare=False)
 
     # ---- sizes and membership --------------------------------------------------------------
@@ -50,13 +52,18 @@ class Tables:
 
     @property
     def places(self) -> Mapping[int, tuple[int, Cell, int]]:
-        """For all ranks in cells: the index of the stage, the cell, and the tensor-parallel index."""
+        """For all ranks in cells: the index of the stage, the cell, and the place in it."""
         return self._index().places
 
     @property
     def cell_size(self) -> int:
-        """Ranks in a cell: the tensor-parallel size."""
+        """Ranks in a cell."""
         return len(self.stages[0].cells[0].ranks)
+
+    @property
+    def tp(self) -> int:
+        """The tensor-parallel size."""
+        return self.cell_size // self.ep
 
     @property
     def pipeline_size(self) -> int:
@@ -67,6 +74,11 @@ class Tables:
     def num_chunks(self) -> int:
         """Chunks of each stage; one but for virtual pipeline stages."""
         return len(self.chunks(0))
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of the global batch: ``ep`` of each grain."""
+        return self.num_grains * self.ep
 
     def chunks(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """The units of each chunk of a stage. What it holds of another stage, a tied embedding, is in the last one."""
@@ -80,9 +92,17 @@ class Tables:
         """The cell that ``rank`` is in. Raises LayoutError for a rank in no cell."""
         return self._place(rank)[1]
 
+    def place_of(self, rank: int) -> int:
+        """Index of ``rank`` among the ranks of its cell. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[2]
+
     def tp_index(self, rank: int) -> int:
         """Tensor-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
-        return self._place(rank)[2]
+        return self._place(rank)[2] % self.tp
+
+    def ep_index(self, rank: int) -> int:
+        """Expert-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
+        return self._place(rank)[2] // self.tp
 
     def host_of(self, rank: int) -> int:
         """Index of the failure domain that ``rank`` is in. Raises LayoutError for a rank that never was here."""
@@ -149,13 +169,40 @@ class Tables:
         stage, cell, _ = self._place(rank)
         return tuple(sorted({*self.stages[stage].units, *cell.incoming}))
 
-    def owner(self, unit: int, slice: int, tp: int) -> int:
-        """The rank that owns part ``tp`` of the slice."""
-        return self._index().cells[self.owners[unit][slice]].ranks[tp]
+    def is_apart(self, unit: int) -> bool:
+        """Whether all ranks of a cell hold different parts of ``unit``: its experts are divided among them.
 
-    def copies(self, unit: int, slice: int, tp: int) -> tuple[int, ...]:
-        """The ranks with live copies of part ``tp`` of the slice, besides its owner."""
-        return tuple(self._index().cells[leader].ranks[tp] for leader in self.replicas[unit][slice])
+        Of other units those hold the same that differ in the expert-parallel index only.
+        """
+        return self.ep > 1 and self.units[unit].startswith(EXPERTS)
+
+    def num_parts(self, unit: int) -> int:
+        """Into how many parts a cell divides ``unit``."""
+        return self.cell_size if self.is_apart(unit) else self.tp
+
+    def part_of(self, unit: int, rank: int) -> int:
+        """Which of the parts of ``unit`` the rank holds, if any. Raises LayoutError for a rank in no cell."""
+        return self.place_of(rank) if self.is_apart(unit) else self.tp_index(rank)
+
+    def sharing(self, cell: Cell, unit: int, part: int) -> tuple[int, ...]:
+        """The ranks of a cell that hold a part of ``unit``, if it holds the unit."""
+        return (cell.ranks[part],) if self.is_apart(unit) else cell.ranks[part :: self.tp]
+
+    def keepers(self, cell: Cell, unit: int, slice: int) -> tuple[int, ...]:
+        """[part] = the rank that keeps that part of a slice, in a cell that owns the slice or has a copy of it."""
+        if self.ep == 1 or self.is_apart(unit):
+            return cell.ranks
+        at = slice * self.ep // self.num_slices * self.tp
+        return cell.ranks[at : at + self.tp]
+
+    def owner(self, unit: int, slice: int, part: int) -> int:
+        """The rank that owns part ``part`` of the slice."""
+        return self.keepers(self._index().cells[self.owners[unit][slice]], unit, slice)[part]
+
+    def copies(self, unit: int, slice: int, part: int) -> tuple[int, ...]:
+        """The ranks with live copies of part ``part`` of the slice, besides its owner."""
+        cells = self._index().cells
+        return tuple(self.keepers(cells[leader], unit, slice)[part] for leader in self.replicas[unit][slice])
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(unit, slice) of everything ``rank`` owns, ascending; empty for ranks in no cell."""
@@ -167,19 +214,21 @@ class Tables:
 
     @property
     def parts(self) -> tuple[tuple[int, int, int], ...]:
-        """(unit, slice, tensor-parallel index) of all there is."""
+        """(unit, slice, part) of all there is."""
         return tuple(
-            (unit, k, tp)
+            (unit, k, part)
             for unit in range(len(self.units))
             for k in range(self.num_slices)
-            for tp in range(self.cell_size)
+            for part in range(self.num_parts(unit))
         )
 
     # ---- lookups ---------------------------------------------------------------------------
 
     def _index(self) -> Lookup:
         if self._lookup is None:
-            object.__setattr__(self, "_lookup", Lookup(self.stages, self.owners, self.replicas, self.hosts))
+            keepers = self.keepers if self.ep > 1 else None
+            lookup = Lookup(self.stages, self.owners, self.replicas, self.hosts, keepers)
+            object.__setattr__(self, "_lookup", lookup)
         assert self._lookup is not None
         return self._lookup
 

@@ -31,6 +31,7 @@ def write(layout: Tables) -> str:
         "num_replicas": json.dumps(layout.num_replicas),
         "num_grains": json.dumps(layout.num_grains),
         **({"samples": json.dumps(layout.samples)} if layout.samples > 1 else {}),
+        **({"ep": json.dumps(layout.ep)} if layout.ep > 1 else {}),
         "units": json.dumps(layout.units),
         "stages": rows(stages),
         "owners": rows(layout.owners),
@@ -73,6 +74,7 @@ def read(kind: type[_Kind], text: str | bytes) -> _Kind:
             lost=_ints(data["lost"]),
             hosts=tuple(_ints(host) for host in data["hosts"]),
             samples=int(data.get("samples", 1)),
+            ep=int(data.get("ep", 1)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None

@@ -16,11 +16,11 @@ Role = Literal["owner", "replica"]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy part ``tp`` of a slice's state from ``src`` to ``dst``, whose ``role`` needs it."""
+    """Copy a part of a slice's state from ``src`` to ``dst``, whose ``role`` needs it."""
 
     unit: int
     slice: int
-    tp: int
+    part: int
     src: int
     dst: int
     role: Role
@@ -37,18 +37,18 @@ def transfers(layout: Layout, held: Holdings) -> tuple[Transfer, ...]:
     result: list[Transfer] = []
     sent: Counter[int] = Counter()
     for unit, k in held.unsure(layout):
-        for tp in range(layout.cell_size):
-            sources = held.holders((unit, k, tp))
+        for part in range(layout.num_parts(unit)):
+            sources = held.holders((unit, k, part))
             if not sources:
-                raise SliceLost(unit, k, tp)
-            owner, copies = layout.owner(unit, k, tp), layout.copies(unit, k, tp)
+                raise SliceLost(unit, k, part)
+            owner, copies = layout.owner(unit, k, part), layout.copies(unit, k, part)
             roles: list[tuple[Role, int]] = [("owner", owner), *(("replica", copy) for copy in copies)]
             for role, dst in roles:
                 if dst in sources:
                     continue
                 src = min(sources, key=lambda rank: (rank != owner, rank not in copies, sent[rank], rank))
                 sent[src] += 1
-                result.append(Transfer(unit, k, tp, src, dst, role))
+                result.append(Transfer(unit, k, part, src, dst, role))
     return tuple(result)
 
 

@@ -11,14 +11,14 @@ from megatron_elastic.observe.records import RecordsError
 
 
 class SliceDigest(Protocol):
-    """What is known of one slice on one tensor-parallel index; ``cluster.messages.SliceDigest`` is one."""
+    """What is known of a part of one slice; ``cluster.messages.SliceDigest`` is one."""
 
     @property
     def unit(self) -> int: ...
     @property
     def slice(self) -> int: ...
     @property
-    def tp(self) -> int: ...
+    def part(self) -> int: ...
     @property
     def sha256(self) -> str: ...
 
@@ -26,28 +26,25 @@ class SliceDigest(Protocol):
 def combine(layout: Layout, digests: Iterable[SliceDigest], step: int) -> dict[str, Any]:
     """``{"step", "slices", "units": {name: sha256}, "sha256"}`` from the digests of all slices after ``step``.
 
-    A unit's hash covers those of its slices, by slice, then tensor-parallel index; the whole covers the units, in
-    order. Ranks, stages and owners do not enter; the number of slices and the tensor-parallel size do. Raises
+    A unit's hash covers those of its slices, by slice, then part; the whole covers the units, in
+    order. Ranks, stages and owners do not enter; the number of slices and the sizes of cells do. Raises
     RecordsError when a slice is missing, unknown, or reported twice with different hashes.
     """
     found: dict[tuple[int, int, int], str] = {}
     for digest in digests:
-        key = (digest.unit, digest.slice, digest.tp)
+        key = (digest.unit, digest.slice, digest.part)
         if found.setdefault(key, digest.sha256) != digest.sha256:
             raise RecordsError(f"{_name(layout, key)} has two different digests: {found[key]} and {digest.sha256}")
-    expected = [
-        (unit, k, tp)
-        for unit in range(len(layout.units))
-        for k in range(layout.num_slices)
-        for tp in range(layout.cell_size)
-    ]
+    expected = layout.parts
     if unknown := sorted(set(found) - set(expected)):
         raise RecordsError(f"digests were given for {len(unknown)} slices that do not exist, first {unknown[0]}")
     if missing := [key for key in expected if key not in found]:
         raise RecordsError(f"the digest of {_name(layout, missing[0])} is missing ({len(missing)} are)")
     units = {
         name: _hash(
-            f"{k} {tp} {found[unit, k, tp]}" for k in range(layout.num_slices) for tp in range(layout.cell_size)
+            f"{k} {part} {found[unit, k, part]}"
+            for k in range(layout.num_slices)
+            for part in range(layout.num_parts(unit))
         )
         for unit, name in enumerate(layout.units)
     }
@@ -60,6 +57,6 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def _name(layout: Layout, key: tuple[int, int, int]) -> str:
-    unit, k, tp = key
+    unit, k, part = key
     name = layout.units[unit] if 0 <= unit < len(layout.units) else f"unknown unit {unit}"
-    return f"slice {k} of {name}, tensor-parallel index {tp},"
+    return f"slice {k} of {name}, part {part},"

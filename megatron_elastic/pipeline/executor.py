@@ -56,6 +56,7 @@ class Executor:
         layout: says which ranks the cells have.
         shape, dtype: of a grain's activation between stages ([sequence, micro-batch, hidden]).
         meter: is told of passes.
+        sums: losses are sums over tokens, so that parts of a grain need not know of each other.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Executor:
         shape: Sequence[int],
         dtype: torch.dtype,
         meter: Meter,
+        sums: bool = False,
     ) -> None:
         self._layout = layout
+        self._sums = sums
         self._transport = transport
         self._hooks = hooks
         self._sequence, size, self._hidden = shape
@@ -76,7 +79,7 @@ class Executor:
         self._dtype = dtype
         self._rank = transport.rank
         self._stage = layout.stage_of(self._rank)
-        self._tp = layout.tp_index(self._rank)
+        self._place = layout.place_of(self._rank)
         self._end = layout.pipeline_size * layout.num_chunks - 1
         """Position of the end of the model."""
         self._meter = meter
@@ -227,8 +230,8 @@ class Executor:
         return sends
 
     def _rank_in(self, leader: int) -> int:
-        """The rank of a cell that has this one's tensor-parallel place."""
-        return self._layout.cells[leader].ranks[self._tp]
+        """The rank of a cell that has this one's place."""
+        return self._layout.cells[leader].ranks[self._place]
 
     # ---- losses of grains that are shared ---------------------------------------------------
 
@@ -255,8 +258,8 @@ class Executor:
         return torch.full_like(loss, max(own, 1.0) / max(total, 1.0))
 
     def _sharers(self, part: Part) -> list[int]:
-        """The ranks that share the grain with this one, in this stage and of its tensor-parallel index."""
-        if part.size == self._layout.samples:
+        """The ranks that share the grain with this one, in this stage and at its place in the cell."""
+        if self._sums or part.size == self._layout.samples:
             return []  # whoever has it in the layout: a step that is resumed may have it done elsewhere
         cells = (cell for cell, _ in self._layout.sharers(self._stage, part.grain))
-        return [rank for rank in (cell.ranks[self._tp] for cell in cells) if rank != self._rank]
+        return [rank for rank in (cell.ranks[self._place] for cell in cells) if rank != self._rank]

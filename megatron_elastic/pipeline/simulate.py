@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, live, needs, result, walk
-from megatron_elastic.pipeline.schedule import one_forward_one_backward
-from megatron_elastic.plan.cost import Costs, own
+from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward
+from megatron_elastic.plan.cost import Costs
 
 
 class Span(NamedTuple):
@@ -75,12 +75,16 @@ def simulate(
 def fastest(layout: Layout, costs: Costs) -> tuple[Program, Timeline]:
     """The 1F1B program of ``layout`` that takes least by ``costs``, and a step of it without the overhead.
 
-    It is the usual one, or one with more live activations where ``Costs.pace`` finds them of use.
+    It is the usual one, interleaved where stages have several chunks, or one with more live activations where
+    ``Costs.pace`` finds them of use.
     """
-    stage_units = [stage.units for stage in layout.stages]
-    units = [[costs.units[unit] for unit in own(stage_units, stage)] for stage in range(len(stage_units))]
-    forward = [sum(unit.forward_ms for unit in held) for held in units]
-    backward = [sum(unit.backward_ms for unit in held) for held in units]
+    chunks = layout.num_chunks
+    units = [
+        [[costs.units[unit] for unit in chunk if layout.home(unit) == stage] for chunk in layout.chunks(stage)]
+        for stage in range(layout.pipeline_size)
+    ]
+    forward = [[sum(unit.forward_ms for unit in held) for held in stage] for stage in units]
+    backward = [[sum(unit.backward_ms for unit in held) for held in stage] for stage in units]
 
     def fraction(leader: int, grain: int) -> float:
         return layout.part(leader, grain).size / layout.samples
@@ -90,14 +94,15 @@ def fastest(layout: Layout, costs: Costs) -> tuple[Program, Timeline]:
             program,
             layout,
             lambda leader, stage, op: (
-                (forward if op.kind == "forward" else backward)[stage] * fraction(leader, op.grain)
+                (forward if op.kind == "forward" else backward)[stage][op.chunk] * fraction(leader, op.grain)
             ),
             lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
+            chunks,
         )
         return program, timeline
 
-    usual = run(one_forward_one_backward(layout))
+    usual = run(interleaved(layout, chunks))
     bounds = costs.pace_of(layout).live
-    if bounds == tuple(range(layout.pipeline_size, 0, -1)):
+    if chunks > 1 or bounds == tuple(range(layout.pipeline_size, 0, -1)):
         return usual
     return min(usual, run(one_forward_one_backward(layout, live=bounds)), key=lambda found: found[1].makespan)

@@ -8,6 +8,7 @@ in ``state.buffer``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -48,6 +49,8 @@ class Work:
         """Those."""
         self.losses: dict[int, tuple[float, float]] = {}
         """(loss sum, tokens) of what was computed here of each grain; last stage only."""
+        self.measures: defaultdict[Item, dict[tuple[str, int], torch.Tensor]] = defaultdict(dict)
+        """What else was measured, by name and layer."""
         self._chunks = chunks
         self._limit = log_limit
         self._log: dict[tuple[bool, Item], torch.Tensor] = {}
@@ -91,7 +94,13 @@ class Work:
         self._log = {key: made for key, made in self._log.items() if key[1] in known}
         self._logged = sum(made.nbytes for made in self._log.values())
         self.losses = {grain: loss for grain, loss in self.losses.items() if (grain, self._chunks - 1) in known}
+        self.measures = defaultdict(dict, {item: found for item, found in self.measures.items() if item in known})
         assert self._numbers((*self.added, *self.live, *self.half)) == sorted(kept.numbers)
+
+    def measured(self, name: str) -> list[float]:
+        """All that was measured of this name."""
+        found = [value for measures in self.measures.values() for (of, _), value in measures.items() if of == name]
+        return torch.stack(found).tolist() if found else []
 
     def _numbers(self, items: Collection[Item]) -> list[int]:
         return sorted(grain * self._chunks + chunk for grain, chunk in items)

@@ -13,7 +13,9 @@ from typing import Any
 
 from megatron_elastic.layout import Layout
 
-_ASSUMED = {"layer": 1_000_000, "embedding": 1_000_000, "positions": 100_000, "head": 1_000}
+_ASSUMED = {
+    "layer": 1_000_000, "experts": 1_000_000, "bias": 100, "embedding": 1_000_000, "positions": 100_000, "head": 1_000,
+}  # fmt: skip
 """Parameters of units about which nothing is known, so that a plan is at least proportionate."""
 _PARAMETERS_PER_MS = 1_000_000
 
@@ -113,7 +115,7 @@ class Costs:
         A million parameters take 1 ms forward and 2 ms backward; looking up embeddings takes nothing, and the head as
         much as its own weights or, if it has hardly any, the embedding's (then they are tied). Parameters, gradients
         and optimizer state are those of bf16 training. Units that ``parameters`` does not name are taken to have a
-        million, heads a thousand.
+        million, heads a thousand, biases a hundred.
         """
         count = {unit: (parameters or {}).get(unit, _ASSUMED[unit.partition(".")[0]]) for unit in units}
         works = dict(count)
@@ -193,7 +195,7 @@ def own(stage_units: Sequence[Sequence[int]], stage: int) -> Sequence[int]:
 
 
 def _unit(name: str, entries: Mapping[str, Any]) -> UnitCost:
-    key = name if name in entries or not name.startswith("layer.") else "layer"
+    key = name if name in entries else name.partition(".")[0]
     entry = entries.get(key)
     names = [field.name for field in fields(UnitCost)]
     if not isinstance(entry, dict):

@@ -1,6 +1,6 @@
 """Graph: which units each stage holds, and how many cells, so that the slowest stage is as fast as it can be.
 
-Exact, by dynamic programming over the layers. The embeddings go with the first layer, the head with the last. Memory of
+Exact, by dynamic programming over the layers and what is before and after them: the embeddings, and the head. Memory of
 a device at a stage with k stages from it to the end: parameters, its share of the optimizer's state, and the
 activations of k grains, as 1F1B keeps them.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,11 +52,13 @@ class Planner:
             raise NoLayout(f"a pipeline is cut between layers, but the units {', '.join(names)} contain none")
         self._costs = costs
         self._tied = tied
+        self._grain = samples
         self._samples = grains * samples
-        # Block b is layer b; the first takes the units before it along, the last the units after it.
-        ends = [*layers[1:], len(names)]
-        self._blocks = [range(0 if b == 0 else layers[b], end) for b, end in enumerate(ends)]
-        size = len(layers)
+        self._layers = len(layers)
+        # A pipeline can be cut between any two of these, and nowhere else.
+        cuts = sorted({0, *layers, len(names) - 1, len(names)})
+        self._blocks = [range(start, end) for start, end in pairwise(cuts)]
+        size = len(self._blocks)
         below = np.tri(size + 1, dtype=bool)
         self._time = self._between([cost.grain_ms / samples for cost in costs.units])
         self._time[below] = np.inf
@@ -65,17 +67,13 @@ class Planner:
         self._activations = self._between([cost.activation_bytes for cost in costs.units])
 
     @property
-    def layers(self) -> int:
-        """How many layers there are; no more stages than that."""
+    def blocks(self) -> int:
+        """How many there are, between which the pipeline can be cut: no more stages than that."""
         return len(self._blocks)
 
     def keep(self, stage_units: Sequence[tuple[int, ...]], widths: Sequence[int]) -> Graph:
-        """The graph of the given units. Raises NoLayout when they do not fit."""
-        cuts = self._cuts(stage_units)
-        loads = [
-            float(self._load(len(widths), stage, width)[cuts[stage], cuts[stage + 1]])
-            for stage, width in enumerate(widths)
-        ]
+        """The graph of the given units, which may be several chunks a stage. Raises NoLayout when they do not fit."""
+        loads = [self._load_of(stage_units, stage, width) for stage, width in enumerate(widths)]
         if math.isinf(max(loads)):
             raise NoLayout(self._too_big(widths))
         return Graph(tuple(stage_units), tuple(widths), max(loads))
@@ -90,26 +88,62 @@ class Planner:
         stages = len(widths)
         self._check_stages(stages)
         loads = [self._load(stages, stage, width) for stage, width in enumerate(widths)]
-        best = _start(self.layers)
+        best = _start(self.blocks)
         for load in loads:
             best = np.maximum(best[:, None], load).min(axis=0)
         slowest = float(best[-1])
         if math.isinf(slowest):
             raise NoLayout(self._too_big(widths))
         limit = slowest * (1 + slack) * (1 + _ROUNDING)
-        total = _start(self.layers)
+        total = _start(self.blocks)
         choices = []
         for stage, load in enumerate(loads):
             moved = np.where(load <= limit, self._moved(held[stage]) if held else 0.0, np.inf)
             costs = total[:, None] + moved
             choices.append(costs.argmin(axis=0))
             total = costs.min(axis=0)
-        ends = [self.layers]
+        ends = [self.blocks]
         for choice in reversed(choices):
             ends.append(int(choice[ends[-1]]))
         cuts = ends[::-1]
         taken = max(float(load[a, b]) for load, (a, b) in zip(loads, pairwise(cuts), strict=True))
         return Graph(self._units(cuts), tuple(widths), taken)
+
+    def interleave(
+        self, widths: Sequence[int], chunks: int, held: Sequence[AbstractSet[int]] | None = None
+    ) -> Graph:
+        """Good units for stages of the given widths that have ``chunks`` chunks each.
+
+        First the slowest chunk is as fast as it can be; then cuts are moved as long as of the two stages beside one the
+        slower gets faster. ``held`` as for ``split``. Raises NoLayout when the units do not fit, or are too few.
+        """
+        stages = len(widths)
+        graph = self.split([*widths] * chunks, None if held is None else [*held] * chunks)
+        parts = self._units(self._balanced(self._cuts(graph.stage_units), widths))
+        units = [tuple(sorted(unit for part in parts[stage::stages] for unit in part)) for stage in range(stages)]
+        return self.keep(units, widths)
+
+    def _balanced(self, cuts: Sequence[int], widths: Sequence[int]) -> list[int]:
+        """These cuts between chunks, which the stages take in turn, moved one block at a time."""
+        cuts, stages = list(cuts), len(widths)
+        times = [math.ceil(self._samples / width) for width in widths]
+        loads = [0.0] * stages
+        for part, (a, b) in enumerate(pairwise(cuts)):
+            loads[part % stages] += float(self._time[a, b]) * times[part % stages]
+        moved = True
+        while moved:
+            moved = False
+            for part, by in product(range(1, len(cuts) - 1), (-1, 1)):
+                before, after, at = (part - 1) % stages, part % stages, cuts[part] + by
+                if not cuts[part - 1] < at < cuts[part + 1]:
+                    continue
+                block = by * float(self._time[min(at, cuts[part]), max(at, cuts[part])])
+                new = loads[before] + block * times[before], loads[after] - block * times[after]
+                if max(new) < max(loads[before], loads[after]) * (1 - _ROUNDING):
+                    loads[before], loads[after] = new
+                    cuts[part] = at
+                    moved = True
+        return cuts
 
     def widths(self, stages: int, cells: int, most: int | None = None) -> tuple[int, ...]:
         """How to distribute ``cells`` over ``stages`` so that ``split`` finds the fastest slowest stage possible.
@@ -184,6 +218,18 @@ class Planner:
             load = np.where(fixed + divided / width > self._costs.memory_bytes, np.inf, load)
         return load
 
+    def _load_of(self, stage_units: Sequence[Sequence[int]], stage: int, width: int) -> float:
+        """The same for any units."""
+        units = [self._costs.units[unit] for unit in own(stage_units, stage)]
+        stages = len(stage_units)
+        if self._costs.memory_bytes is not None:
+            fixed = sum(unit.parameter_bytes + (stages - stage) * unit.activation_bytes for unit in units)
+            if self._tied and 0 < stage == stages - 1:
+                fixed += self._costs.units[0].parameter_bytes
+            if fixed + sum(unit.optimizer_bytes for unit in units) / width > self._costs.memory_bytes:
+                return math.inf
+        return sum(unit.grain_ms for unit in units) / self._grain * math.ceil(self._samples / width)
+
     def _moved(self, held: AbstractSet[int]) -> _Matrix:
         """Bytes of optimizer state that cells which have that of ``held`` have to receive."""
         costs = enumerate(self._costs.units)
@@ -211,7 +257,7 @@ class Planner:
     def _cells(self, by_memory: Sequence[_Matrix], limit: float, most: int) -> float:
         """The fewest cells with which no stage takes longer than ``limit``."""
         by_time = self._least_by_time(limit, most)
-        needed = _start(self.layers)
+        needed = _start(self.blocks)
         for least in by_memory:
             needed = (needed[:, None] + np.maximum(by_time, least)).min(axis=0)
         return float(needed[-1])
@@ -219,13 +265,13 @@ class Planner:
     def _cover(self, by_memory: Sequence[_Matrix], limit: float, most: int) -> tuple[list[int], list[int]]:
         """(cuts, widths) of stages that need the fewest cells with which none takes longer than ``limit``."""
         by_time = self._least_by_time(limit, most)
-        needed = _start(self.layers)
+        needed = _start(self.blocks)
         choices = []
         for least in by_memory:
             total = needed[:, None] + np.maximum(by_time, least)
             choices.append(total.argmin(axis=0))
             needed = total.min(axis=0)
-        cuts = [self.layers]
+        cuts = [self.blocks]
         for choice in reversed(choices):
             cuts.append(int(choice[cuts[-1]]))
         cuts.reverse()
@@ -243,7 +289,7 @@ class Planner:
     def _cuts(self, stage_units: Sequence[tuple[int, ...]]) -> list[int]:
         """First block of every stage, and the number of blocks."""
         starts = [block[0] for block in self._blocks]
-        return [*(starts.index(own(stage_units, stage)[0]) for stage in range(len(stage_units))), self.layers]
+        return [*(starts.index(own(stage_units, stage)[0]) for stage in range(len(stage_units))), self.blocks]
 
     def _units(self, cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         stages = [tuple(unit for block in self._blocks[a:b] for unit in block) for a, b in pairwise(cuts)]
@@ -252,8 +298,9 @@ class Planner:
         return tuple(stages)
 
     def _check_stages(self, stages: int) -> None:
-        if not 1 <= stages <= self.layers:
-            raise NoLayout(f"{self.layers} layers can make 1 to {self.layers} pipeline stages, not {stages}")
+        if not 1 <= stages <= self.blocks:
+            raise NoLayout(f"{self._layers} layers, embedding and head can make 1 to {self.blocks} pipeline stages, "
+                           f"not {stages}")
 
     def _too_big(self, widths: Sequence[int]) -> str:
         return (

@@ -168,10 +168,10 @@ def _check_alive(
 ) -> None:
     """Raise StateLost unless every part of every slice is held by a live rank."""
     for unit, k in unsure:
-        for tp in range(layout.cell_size):
-            if not held.holders((unit, k, tp)):
+        for part in range(layout.num_parts(unit)):
+            if not held.holders((unit, k, part)):
                 raise StateLost(
-                    f"slice {k} of unit {layout.units[unit]} (tensor-parallel index {tp}) is held by no live rank: its "
+                    f"slice {k} of unit {layout.units[unit]} (part {part}) is held by no live rank: its "
                     f"owner and every copy of it are dead (dead: {_list(dead)}). {ADVICE.capitalize()}"
                 )
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.layout import Layout, gpt_units
+from megatron_elastic.layout import EXPERTS, Layout, gpt_units
+from megatron_elastic.plan.split import split
 
 ARENA = 64 << 20
 """Shared memory through which a rank sends to others of its host."""
@@ -82,30 +83,42 @@ class Job:
         )
 
     def weights(self, unit: str) -> int:
-        """Weights of a unit on one tensor-parallel rank."""
+        """Weights of a unit on one rank."""
         a = self.args
         tp, hidden, ffn = a.tensor_model_parallel_size, a.hidden_size, a.ffn_hidden_size
         norm = hidden if a.normalization == "RMSNorm" else 2 * hidden
         if unit == "embedding":
             return int(a.padded_vocab_size // tp * hidden)
+        if unit.startswith("bias."):
+            return self._experts(unit)
         if unit == "positions":
             return int(a.max_position_embeddings * hidden)
         if unit == "head":
             output = a.padded_vocab_size // tp * hidden if a.untie_embeddings_and_output_weights else 0
             return int(norm + output)
+        gates, experts = 2 if a.swiglu else 1, self._experts(unit)
+        if unit.startswith(EXPERTS):
+            each = a.moe_ffn_hidden_size or ffn
+            biases = hidden + each * gates // tp if a.add_bias_linear else 0
+            return int(experts // _expert_parallel(a) * (hidden * each * (gates + 1) // tp + biases))
         heads = a.num_attention_heads
         queries = heads * a.kv_channels
         qkv = queries + 2 * (a.num_query_groups if a.group_query_attention else heads) * a.kv_channels
-        first = ffn * (2 if a.swiglu else 1)
+        wide, networks, router = ffn, 1, 0
+        if experts:
+            wide, networks = a.moe_shared_expert_intermediate_size or 0, 0
+            router = experts * (hidden + 1 if a.add_bias_linear else hidden)
         biases = qkv // tp if a.add_bias_linear or a.add_qkv_bias else 0
-        biases += 2 * hidden + first // tp if a.add_bias_linear else 0
-        return int((hidden * (qkv + queries + first + ffn)) // tp + biases + 2 * norm)
+        biases += (1 + networks) * hidden + wide * gates // tp if a.add_bias_linear else 0
+        return int(hidden * (qkv + queries + wide * (gates + 1)) // tp + router + biases + 2 * norm)
 
     def activations(self, unit: str) -> int:
         """Bytes that a grain leaves from a unit's forward for its backward, on one rank. An estimate."""
         a = self.args
         tp, tokens = a.tensor_model_parallel_size, a.seq_length * a.micro_batch_size
         shared = tokens // tp if a.sequence_parallel else tokens  # tokens between the tensor-parallel layers
+        if unit.startswith(("bias.", EXPERTS)):  # they count with their layer
+            return 0
         if unit in ("embedding", "positions"):
             return int(shared * a.hidden_size * self.weight)
         if unit == "head":  # logits, and what the loss keeps of them in fp32
@@ -114,8 +127,17 @@ class Job:
         if a.recompute_granularity == "full":
             return int(shared * a.hidden_size * self.weight // a.recompute_num_layers)
         scores = 0 if a.recompute_granularity == "selective" else 3 * a.num_attention_heads * a.seq_length
-        inside = 4 * a.num_attention_heads * a.kv_channels + 2 * a.ffn_hidden_size * (2 if a.swiglu else 1)
-        return int((shared * 6 * a.hidden_size + tokens * ((scores + inside) // tp)) * self.weight)
+        ffn, between = a.ffn_hidden_size, 6 * a.hidden_size
+        if self._experts(unit):  # every token is there once for each expert that it goes to
+            each = a.moe_ffn_hidden_size or ffn
+            ffn = a.moe_router_topk * each + (a.moe_shared_expert_intermediate_size or 0)
+            between += 3 * a.moe_router_topk * a.hidden_size
+        inside = 4 * a.num_attention_heads * a.kv_channels + 2 * ffn * (2 if a.swiglu else 1)
+        return int((shared * between + tokens * ((scores + inside) // tp)) * self.weight)
+
+    def _experts(self, unit: str) -> int:
+        """How many experts a layer has."""
+        return (self.args.num_experts or 0) if int(unit.partition(".")[2]) in _routed(self.args) else 0
 
     @property
     def boundary(self) -> int:
@@ -162,19 +184,32 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
 
 def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) -> Layout:
     """The fault-free layout for a GPT's flags (Megatron-LM's names); on one host if nothing else is said."""
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, _expert_parallel(args)
     units, stages = gpt_units(
         args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
         positions=args.position_embedding_type == "learned_absolute",
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        split=split(args), routed=_routed(args), biased=getattr(args, "moe_router_enable_expert_bias", False),
     )  # fmt: skip
     dp = world_size // (tp * pp)
     return Layout.grid(
-        tp=tp, pp=pp, dp=dp, stage_units=stages, units=units,
-        num_grains=args.global_batch_size // args.micro_batch_size,
+        tp=tp, pp=pp, dp=dp // ep, ep=ep, stage_units=stages, units=units,
+        num_grains=args.global_batch_size // (args.micro_batch_size * ep),
         num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
         samples=args.micro_batch_size if args.elastic_dataflow == "resize" else 1,
     )  # fmt: skip
+
+
+def _expert_parallel(args: Any) -> int:
+    return getattr(args, "expert_model_parallel_size", 1)
+
+
+def _routed(args: Any) -> list[int]:
+    """Layers that have experts."""
+    if not getattr(args, "num_experts", None):
+        return []
+    often = getattr(args, "moe_layer_freq", 1)
+    pattern = often if isinstance(often, list) else [int(layer % often == 0) for layer in range(args.num_layers)]
+    return [layer for layer, routed in enumerate(pattern) if routed]
 
 
 def available() -> int:

@@ -57,7 +57,7 @@ def measured(layout: Layout, samples: Iterable[Sample]) -> Costs | None:
 
 
 def _kind(name: str, cost: UnitCost) -> object:
-    return ("layer", cost.parameter_bytes) if name.startswith("layer.") else name
+    return name.partition(".")[0], cost.parameter_bytes
 
 
 def _typical(costs: list[UnitCost]) -> UnitCost:

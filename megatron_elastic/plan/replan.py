@@ -40,13 +40,9 @@ def replan(
     where the memory of a device is known, one less and one more too; and that of the stages that still have cells.
     With ``cells_stay`` only units move, unless another number of stages is asked for or a stage has no cells.
     Whether the embedding is ``tied`` to the last stage is seen from the layout; one of a single stage counts as tied.
-    Raises NoLayout when the model does not fit, or stages have several chunks: their units stay where they are.
+    Where stages have several chunks, other stages with as many come before those with one, which are taken where they
+    are faster by ``WORTH`` nevertheless, or nothing else is possible. Raises NoLayout when the model does not fit.
     """
-    if layout.num_chunks > 1:
-        raise NoLayout(
-            f"each stage has {layout.num_chunks} virtual pipeline stages, so layers cannot be moved: start the job "
-            "without --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
-        )
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     if tied is None:
@@ -99,7 +95,7 @@ def _best(
     best_ms = math.inf
     wanted = " or ".join(map(str, sorted(stages)))
     problem = NoLayout(
-        f"{wanted} pipeline stages cannot be made of {sum(map(len, survivors))} cells and {planner.layers} layers: "
+        f"{wanted} pipeline stages cannot be made of {sum(map(len, survivors))} cells and {planner.blocks} blocks: "
         "ask for another number, or restart the job from its newest checkpoint"
     )
     for make in _candidates(layout, planner, survivors, stages, cells_stay):
@@ -124,24 +120,32 @@ def _candidates(
     units = [stage.units for stage in layout.stages]
     held = [set(stage) for stage in units]
     widths = tuple(map(len, survivors))
-    cells, present = sum(widths), len(widths)
+    cells, present, chunks = sum(widths), len(widths), layout.num_chunks
     if present in stages and cells >= present:
         if all(widths):
             yield partial(planner.keep, units, widths)
+            if chunks > 1:
+                yield partial(planner.interleave, widths, chunks, held)
             yield partial(planner.split, widths, held)
         if cells_stay:
             return
-        yield lambda: planner.split(planner.widen(units, cells), held)
+        if chunks == 1:
+            yield lambda: planner.split(planner.widen(units, cells), held)
     for count in sorted(stages, key=lambda count: (abs(count - present), count)):
-        if 1 <= count <= min(cells, planner.layers):
+        if 1 <= count <= min(cells, planner.blocks):
             even = [cells // count + (stage < cells % count) for stage in range(count)]
+            if chunks > 1 and count > 1:
+                yield partial(planner.interleave, even, chunks)
             yield partial(planner.split, even)
             # A stage is not to become very wide: then what its cells exchange among them would count.
+            if chunks > 1 and count > 1:
+                yield partial(_widened, planner, count, cells, 2 * max(even), chunks)
             yield partial(_widened, planner, count, cells, 2 * max(even))
 
 
-def _widened(planner: Planner, stages: int, cells: int, most: int) -> Graph:
-    return planner.split(planner.widths(stages, cells, most))
+def _widened(planner: Planner, stages: int, cells: int, most: int, chunks: int = 1) -> Graph:
+    widths = planner.widths(stages, cells, most)
+    return planner.split(widths) if chunks == 1 else planner.interleave(widths, chunks)
 
 
 # ---- cells ----------------------------------------------------------------------------------

@@ -13,6 +13,10 @@ from typing import Protocol
 
 import torch
 
+SIGNED = -1
+"""The group of elements that move by the sign of their gradient alone, with the rate that is the last of all. They have
+no part in the gradient's norm."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -26,12 +30,12 @@ class Rates:
 class Update:
     """What one step's update needs besides the gradient; the same on every rank.
 
-    ``clip`` multiplies the gradient where it is below 1. ``rates`` are the groups', from the scheduler. ``skipped``:
+    ``factor`` multiplies the gradient. ``rates`` are the groups', from the scheduler. ``skipped``:
     some gradient was not finite, and the step changes nothing, as when Megatron's loss scaler finds that.
     """
 
     step: int
-    clip: float
+    factor: float
     rates: tuple[Rates, ...]
     skipped: bool = False
 

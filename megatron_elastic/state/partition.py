@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_elastic.layout import UnitShape
+from megatron_elastic.state.optimizer import SIGNED
 
 _ALIGN = 32
 """Elements: every parameter starts on a 64-byte boundary even in bf16, so kernels take the same path everywhere."""
@@ -21,8 +22,8 @@ _ALIGN = 32
 class Segment:
     """Elements [start, end) of a slice that are treated alike.
 
-    ``counted``: they enter the gradient norm on this rank (what all tensor-parallel ranks hold alike is counted on
-    the first one only).
+    ``counted``: they enter the gradient norm on the rank that owns them (what all tensor-parallel ranks hold alike is
+    counted on the first one only, and what moves by a sign nowhere).
     """
 
     start: int
@@ -35,13 +36,15 @@ class Partition:
     """Places in one unit's flat tensors.
 
     Attributes:
+        part: which of the unit's parts it is (``Layout.part_of``).
         starts: where each parameter begins, in the model's order.
         slice_size: elements of a slice; the last ones may be padding.
         dtype: of the parameters.
     """
 
-    def __init__(self, shape: UnitShape, num_slices: int, tp_index: int) -> None:
+    def __init__(self, shape: UnitShape, num_slices: int, part: int, tp_index: int) -> None:
         self.shape = shape
+        self.part = part
         self.num_slices = num_slices
         self.dtype: torch.dtype = getattr(torch, shape.dtype)
         # Segment bounds must not depend on the tensor-parallel index: the update kernel rounds a segment's tail
@@ -58,7 +61,8 @@ class Partition:
                     offset += -(-numel // _ALIGN) * _ALIGN
             if offset > begin:
                 group, sharded = treatment
-                self._segments.append(Segment(begin, offset, group, sharded or tp_index == 0))
+                counted = group != SIGNED and (sharded or tp_index == 0)
+                self._segments.append(Segment(begin, offset, group, counted))
         self.starts = tuple(starts[index] for index in range(len(shape.members)))
         self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
 

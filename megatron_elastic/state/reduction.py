@@ -8,7 +8,7 @@ parameters are waited for when the next step's first forward needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,13 +17,13 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Operation, Recv, Steps, Task
 from megatron_elastic.comm.tag import GROUPS, Channel, at_slice
 from megatron_elastic.comm.transport import Transport
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Cell, Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
 
 _CELL_GROUP = GROUPS - 2
-"""Group id of a cell's ranks, beyond any that Megatron's groups reach."""
+"""Group id of tensor-parallel ranks, beyond any that Megatron's groups reach."""
 
 
 class Reduction:
@@ -42,10 +42,11 @@ class Reduction:
         self._units = units
         self._store = store
         self._accumulator = accumulator
-        self._tp = layout.tp_index(transport.rank)
         self._cell = layout.cell_of(transport.rank)
         self._computed = () if self._cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
-        self._cell_group = Group(transport, _CELL_GROUP, self._cell.ranks)
+        me = transport.rank
+        tensor_parallel = [rank for rank in self._cell.ranks if layout.ep_index(rank) == layout.ep_index(me)]
+        self._cell_group = Group(transport, _CELL_GROUP, tensor_parallel)
         self._reducing: dict[int, Task] = {}
         self._gathering: dict[int, Task] = {}
 
@@ -88,11 +89,11 @@ class Reduction:
             for recv in recvs:
                 total.add_(recv.buffer)
                 recv.release()
-            self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_grains))
+            self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_batches))
         yield sends
 
     def _add_up_in_cell(self, sums: list[torch.Tensor]) -> Steps:
-        """Make each of these the sum over the cell's ranks. All of them complete their units in the same order."""
+        """Make each of these the sum over the tensor-parallel ranks, who complete their units in the same order."""
         if sums:
             total = torch.cat(sums)
             yield from self._cell_group.all_reduce(total, torch.Tensor.add_)
@@ -105,8 +106,7 @@ class Reduction:
             self._transport.borrow(
                 rank, Channel.GRADIENT, at_slice(unit, k), buffer.partition.slice_size, buffer.sums.dtype
             )
-            for rank in (cell.ranks[self._tp] for cell in self._layout.contributors(unit))
-            if rank != self._transport.rank
+            for rank in self._with_my_part(self._layout.contributors(unit), unit)
         ]
 
     # ---- parameters -------------------------------------------------------------------------
@@ -139,8 +139,7 @@ class Reduction:
             target = buffer.slice_of(buffer.params, k)
             if owner == me:
                 target.copy_(self._store[unit, k].master)
-                holders = [cell.ranks[self._tp] for cell in self._layout.holders(unit)]
-                others = [rank for rank in holders if rank != me]
+                others = self._with_my_part(self._layout.holders(unit), unit)
                 operations += self._transport.send_all(others, Channel.PARAMETER, at_slice(unit, k), target)
             else:
                 operations.append(self._transport.recv(owner, Channel.PARAMETER, at_slice(unit, k), target))
@@ -148,5 +147,12 @@ class Reduction:
 
     def _owners(self, unit: int) -> Iterator[tuple[int, int]]:
         """(slice, owner) of every slice of a unit."""
+        part = self._layout.part_of(unit, self._transport.rank)
         for k in range(self._layout.num_slices):
-            yield k, self._layout.owner(unit, k, self._tp)
+            yield k, self._layout.owner(unit, k, part)
+
+    def _with_my_part(self, cells: Sequence[Cell], unit: int) -> list[int]:
+        """The other ranks of these cells that hold the part of the unit that this one holds."""
+        me = self._transport.rank
+        part = self._layout.part_of(unit, me)
+        return [rank for cell in cells for rank in self._layout.sharing(cell, unit, part) if rank != me]

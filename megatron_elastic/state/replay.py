@@ -57,7 +57,6 @@ class GradientReplay:
         self._transport = transport
         self._store = store
         self._dtype = dtype
-        self._tp = layout.tp_index(transport.rank)
 
     def before_vote(self) -> None:
         """Send the gradients of owned slices to the holders of their replicas, and receive those of replicas here."""
@@ -67,12 +66,12 @@ class GradientReplay:
             grad = self._store[unit, k].grad
             assert grad is not None
             sends += self._transport.send_all(
-                self._layout.copies(unit, k, self._tp), Channel.REPLAY, at_slice(unit, k), grad
+                self._layout.copies(unit, k, self._layout.part_of(unit, me)), Channel.REPLAY, at_slice(unit, k), grad
             )
         recvs: list[Recv] = []
         for unit, k in self._layout.replicated(me):
             grad = self._store.empty_gradient((unit, k), self._dtype)
-            owner = self._layout.owner(unit, k, self._tp)
+            owner = self._layout.owner(unit, k, self._layout.part_of(unit, me))
             recvs.append(self._transport.recv(owner, Channel.REPLAY, at_slice(unit, k), grad))
         self._transport.wait(*recvs, *sends)
         for at, recv in zip(self._layout.replicated(me), recvs, strict=True):
@@ -92,11 +91,9 @@ class StateReplay:
         self._layout = layout
         self._store = store
         self._copies = [
-            Transfer(unit, k, tp, layout.owner(unit, k, tp), copy, "replica")
-            for unit in range(len(layout.units))
-            for k in range(layout.num_slices)
-            for tp in range(layout.cell_size)
-            for copy in layout.copies(unit, k, tp)
+            Transfer(unit, k, part, layout.owner(unit, k, part), copy, "replica")
+            for unit, k, part in layout.parts
+            for copy in layout.copies(unit, k, part)
         ]
 
     def before_vote(self) -> None:

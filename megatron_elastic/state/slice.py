@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_elastic.state.optimizer import Optimizer, Update
+from megatron_elastic.state.optimizer import SIGNED, Optimizer, Update
 from megatron_elastic.state.partition import Segment
 
 
@@ -65,9 +65,12 @@ class SliceState:
         self.step = update.step
 
     def _change(self, update: Update, grad: torch.Tensor, segments: Sequence[Segment]) -> None:
-        if update.clip < 1.0:
-            grad.mul_(update.clip)
+        if update.factor != 1.0:
+            grad.mul_(update.factor)
         for s in segments:
+            if s.group == SIGNED:
+                self.master[s.start : s.end].sub_(grad[s.start : s.end].sign(), alpha=update.rates[SIGNED].lr)
+                continue
             self._optimizer.update(
                 update.step,
                 self.master[s.start : s.end],

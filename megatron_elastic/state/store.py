@@ -43,7 +43,7 @@ class _Loading:
 
 
 class StateStore:
-    """Slice states of one rank, keyed by (unit, slice); this rank's tensor-parallel part of each.
+    """Slice states of one rank, keyed by (unit, slice); this rank's part of each.
 
     Args:
         partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
@@ -52,10 +52,9 @@ class StateStore:
     """
 
     def __init__(
-        self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport, tp_index: int,
+        self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport,
         keeps: bool = False, rate: float = 0.0,
     ) -> None:  # fmt: skip
-        self._tp = tp_index
         self._partitions = partitions
         self.optimizer = optimizer
         self._transport = transport
@@ -82,8 +81,8 @@ class StateStore:
         return torch.empty(self._partitions[at[0]].slice_size, dtype=dtype)
 
     def held(self) -> list[tuple[int, int, int]]:
-        """(unit, slice, tensor-parallel index) of everything live here, ascending."""
-        return [(unit, k, self._tp) for unit, k in sorted(self._live)]
+        """(unit, slice, part) of everything live here, ascending."""
+        return [(unit, k, self._partitions[unit].part) for unit, k in sorted(self._live)]
 
     def versions(self) -> dict[int, list[tuple[int, int, int]]]:
         """Number of steps -> what is here after so many, or can be made with the vote of the last one of them."""
@@ -91,7 +90,7 @@ class StateStore:
         for at, state in sorted((self._stale | self._live).items()):
             steps = [state.step, *([state.step + 1] if state.grad is not None else [])]
             for step in (*steps, *([state.previous.step] if state.previous is not None else [])):
-                found.setdefault(step, []).append((*at, self._tp))
+                found.setdefault(step, []).append((*at, self._partitions[at[0]].part))
         return found
 
     def create(self, layout: Layout, units: Mapping[int, UnitBuffer]) -> None:
@@ -157,7 +156,7 @@ class StateStore:
         for transfer in transfers:
             at = (transfer.unit, transfer.slice)
             # Whole states are sent in every step. And a source without a role in the layout will not keep the slice.
-            keepers = layout.owner(*at, transfer.tp), *layout.copies(*at, transfer.tp)
+            keepers = layout.owner(*at, transfer.part), *layout.copies(*at, transfer.part)
             fetched = not self._keeps and transfer.role == "replica" and transfer.src in keepers
             if transfer.src == me and fetched:
                 served.setdefault(transfer.dst, []).append(at)

@@ -52,7 +52,6 @@ class Verification:
         self._units = units
         self._store = store
         self._every = every
-        self._tp = layout.tp_index(transport.rank)
         self._states: dict[SliceId, int] = {}
         self._weights: dict[SliceId, int] = {}
         self._sends: list[Send] = []
@@ -64,16 +63,17 @@ class Verification:
         live = {(unit, k) for unit, k, _ in self._store.held()}
         for at in self._due(step):
             unit, k = at
-            self._weights[at] = self._weights_checksum(at)
+            if unit in self._units:
+                self._weights[at] = self._weights_checksum(at)
             if at in live:
                 self._states[at] = self._state_checksum(at)
             if at in owned:
                 self._recvs[at] = [
                     self._transport.recv(copy, Channel.DIGEST, at_slice(unit, k), torch.zeros(1, dtype=torch.int64))
-                    for copy in self._layout.copies(unit, k, self._tp)
+                    for copy in self._layout.copies(unit, k, self._layout.part_of(unit, me))
                 ]
             elif at in replicated:
-                owner = self._layout.owner(unit, k, self._tp)
+                owner = self._layout.owner(unit, k, self._layout.part_of(unit, me))
                 assert owner != me
                 digest = torch.tensor([self._states.get(at, _NOT_LIVE)])
                 self._sends.append(self._transport.send(owner, Channel.DIGEST, at_slice(unit, k), digest))
@@ -103,7 +103,8 @@ class Verification:
         return set(self._layout.replicated(self._transport.rank))
 
     def _due(self, step: int) -> Iterator[SliceId]:
-        for unit in self._units:
+        # Of all units: a replica may lie in another stage than its owner.
+        for unit in range(len(self._layout.units)):
             for k in range(self._layout.num_slices):
                 if (unit * self._layout.num_slices + k) % self._every == step % self._every:
                     yield unit, k

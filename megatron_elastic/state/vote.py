@@ -13,8 +13,8 @@ are, and nobody gets more than a few for each level. Only the first rank, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,14 @@ from megatron_elastic.numerics.exact_sum import SIZE, float_of, write_sum
 class Ballot:
     """What one rank contributes: squared norms of the slices it owns, (loss sum, tokens) of its grains or their parts.
 
-    ``informed``: it knows of a planned layout. When all ranks do, they switch to it after the step.
+    ``informed``: it knows of a planned layout. When all ranks do, they switch to it after the step. ``measures``: what
+    else is to be added up; everybody's have the same names.
     """
 
     norms: Mapping[tuple[int, int], float]
     losses: Mapping[int, tuple[float, float]]
     informed: bool = False
+    measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +46,36 @@ class Outcome:
     loss: float
     tokens: int
     switch: bool
+    measures: Mapping[str, float]
 
 
 def vote(group: Group, ballot: Ballot) -> Outcome:
     """Exchange ballots over ``group`` (all ranks of the layout) and combine them. Raises what its waits raise."""
-    numbers, told = torch.from_numpy(count(ballot)), torch.zeros(4, dtype=torch.float64)
+    names = sorted(ballot.measures)
+    numbers, told = torch.from_numpy(count(ballot)), torch.zeros(4 + len(names), dtype=torch.float64)
     group.transport.run(group.reduce_exact(numbers, torch.Tensor.add_))
     if group.index == 0:
         told.copy_(torch.tensor(add_up(numbers.numpy()), dtype=torch.float64))
     group.transport.run(group.broadcast_from_root(told))
-    squares, loss, tokens, informed = told.tolist()
+    squares, loss, tokens, *measures, informed = told.tolist()
     return Outcome(
-        grad_norm=math.sqrt(squares), loss=loss / max(tokens, 1.0), tokens=round(tokens), switch=informed == group.size
-    )
+        grad_norm=math.sqrt(squares), loss=loss / max(tokens, 1.0), tokens=round(tokens), switch=informed == group.size,
+        measures=dict(zip(names, measures, strict=True)),
+    )  # fmt: skip
 
 
 def count(ballot: Ballot) -> npt.NDArray[np.int64]:
     """A ballot as numbers, which add up to those of everybody."""
-    numbers = np.zeros(3 * SIZE + 1, dtype=np.int64)
-    losses = ballot.losses.values()
-    write_sum(ballot.norms.values(), numbers[:SIZE])
-    write_sum((loss for loss, _ in losses), numbers[SIZE : 2 * SIZE])
-    write_sum((tokens for _, tokens in losses), numbers[2 * SIZE : -1])
+    losses, tokens = zip(*ballot.losses.values(), strict=True) if ballot.losses else ((), ())
+    sums = [ballot.norms.values(), losses, tokens, *(ballot.measures[name] for name in sorted(ballot.measures))]
+    numbers = np.zeros(len(sums) * SIZE + 1, dtype=np.int64)
+    for at, values in enumerate(sums):
+        write_sum(values, numbers[at * SIZE : (at + 1) * SIZE])
     numbers[-1] = ballot.informed
     return numbers
 
 
-def add_up(numbers: npt.NDArray[np.int64]) -> tuple[float, float, float, float]:
-    """Squared norm, loss sum, tokens, and how many are informed."""
-    squares, loss, tokens = (float_of(numbers[i * SIZE : (i + 1) * SIZE]) for i in range(3))
-    return squares, loss, tokens, float(numbers[-1])
+def add_up(numbers: npt.NDArray[np.int64]) -> tuple[float, ...]:
+    """Squared norm, loss sum, tokens, measures by name, and how many are informed."""
+    sums = (float_of(numbers[start : start + SIZE]) for start in range(0, len(numbers) - 1, SIZE))
+    return *sums, float(numbers[-1])

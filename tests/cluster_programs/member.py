@@ -82,6 +82,7 @@ class Member:
                     signal.pause()
             case "stubborn":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                self.act("tell")
                 signal.pause()
             case "tell":
                 (Path(self.options.meet) / "told").write_text("x")
@@ -123,7 +124,7 @@ class Member:
                 while self.step <= self.options.steps:
                     self.one_step()
                 owned = self.layout.owned(self.rank)
-                digests = [SliceDigest(unit=u, slice=k, tp=0, sha256=f"{u}-{k}") for u, k in owned]
+                digests = [SliceDigest(unit=u, slice=k, part=0, sha256=f"{u}-{k}") for u, k in owned]
                 self.control.send(Finished(rank=self.rank, step=self.step - 1, digests=digests))
                 self.control.wait((Stop,), timeout=float("inf"))
                 return

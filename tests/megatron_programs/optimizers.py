@@ -127,7 +127,7 @@ class _Slices:
         self.rates = RatesByStep(args, partial(build_scheduler, args), groups)
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
         self.units: dict[int, UnitBuffer] = {}
-        bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda shape: Partition(shape, SLICES, 0),
+        bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda _, shape: Partition(shape, SLICES, 0, 0),
                    self.accumulator)
         optimizer = make_optimizer(config)
         self.states = {
@@ -149,7 +149,7 @@ class _Slices:
             state.grad = self.accumulator.mean(buffer.slice_of(buffer.sums, k), len(tokens))
             squares.append(state.sum_of_squares(buffer.partition.segments(k)))
         norm = math.sqrt(sum(squares))
-        clip = self.args.clip_grad / (norm + 1e-6) if self.args.clip_grad else 1.0
+        clip = min(1.0, self.args.clip_grad / (norm + 1e-6)) if self.args.clip_grad else 1.0
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
             state.apply(Update(step, clip, self.rates.at(step)), buffer.partition.segments(k))

@@ -104,8 +104,10 @@ class Agent:
     # ---- coordinators --------------------------------------------------------------------------
 
     def introduce(self) -> None:
-        """It is ready, and comes to whoever coordinates."""
+        """It is ready, and comes to whoever coordinates, if it has not heard of a new one and come meanwhile."""
         coordinator = self.world.leadership.coordinator
+        if self.link is not None:
+            return
         if coordinator is not None and coordinator.alive:
             self.come(coordinator)
         elif self.alive:

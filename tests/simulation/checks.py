@@ -259,7 +259,7 @@ class Checks:
                     continue
                 for at, state in rank.store.live.items():
                     if not state.bad and (state.step == steps or (state.step == steps - 1 and state.grad)):
-                        found.add((*at, rank.store.tp))
+                        found.add(rank.store.part(at))
             if found >= parts:
                 return f"all state after {steps} steps is there"
         return None

@@ -61,7 +61,7 @@ class Copies:
         known, shapes = rank.transport.known, rank.parameters.shapes
         for move in moves:
             at = (move.unit, move.slice)
-            keepers = (layout.owner(*at, move.tp), *layout.copies(*at, move.tp))
+            keepers = (layout.owner(*at, move.part), *layout.copies(*at, move.part))
             fetched = not world.keeps and move.role == "replica" and move.src in keepers
             if move.src == rank.rank and not fetched:
                 state = store.live.get(at)
@@ -80,9 +80,8 @@ class Copies:
     def send_updated(self, layout: Layout, step: int) -> None:
         """Send whole states after an update: ``StateReplay.after_update``."""
         rank, store = self._rank.rank, self._store
-        tp = layout.tp_index(rank)
         for at in layout.owned(rank):
-            for copy in layout.copies(*at, tp):
+            for copy in layout.copies(*at, layout.part_of(at[0], rank)):
                 self._send(copy, at, step, store.live[at].bad)
         for at in layout.replicated(rank):
             store.expect(at, True, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from megatron_elastic.layout import Layout
 from tests.simulation.errors import Violation
 
 SliceId = tuple[int, int]
@@ -52,11 +53,12 @@ class Loading:
 
 
 class Store:
-    """The slices of one rank of tensor-parallel index ``tp``. ``keeps``: whole states are replayed."""
+    """The slices of one rank, with its place in ``layout``. ``keeps``: whole states are replayed."""
 
-    def __init__(self, rank: int, tp: int, keeps: bool) -> None:
+    def __init__(self, rank: int, layout: Layout, keeps: bool) -> None:
         self.rank = rank
-        self.tp = tp
+        self.place = layout.place_of(rank)
+        self._parts = [layout.part_of(unit, rank) for unit in range(len(layout.units))]
         self.keeps = keeps
         self.live: dict[SliceId, State] = {}
         self.loading: dict[SliceId, Loading] = {}
@@ -71,14 +73,17 @@ class Store:
         return bool(self.loading or self.busy)
 
     def held(self) -> list[Part]:
-        return [(unit, k, self.tp) for unit, k in sorted(self.live)]
+        return [self.part(at) for at in sorted(self.live)]
+
+    def part(self, at: SliceId) -> Part:
+        return (*at, self._parts[at[0]])
 
     def versions(self) -> dict[int, list[Part]]:
         found: dict[int, list[Part]] = {}
         for at, state in sorted((self.stale | self.live).items()):
             steps = [state.step, *([state.step + 1] if state.grad else [])]
             for step in (*steps, *([state.previous.step] if state.previous is not None else [])):
-                found.setdefault(step, []).append((*at, self.tp))
+                found.setdefault(step, []).append(self.part(at))
         return found
 
     def create(self, slices: Iterable[SliceId], step: int) -> None:

@@ -48,8 +48,8 @@ def check_sums(layout: Layout, step: int, sums: Mapping[int, Collection[tuple[in
     """Raise Violation unless each grain is in exactly one of the sums of each unit of each stage. ``sums``: by rank."""
     for index, stage in enumerate(layout.stages):
         expected = Counter((unit, grain) for unit in stage.units for grain in range(layout.num_grains))
-        for tp in range(layout.cell_size):
-            found = Counter(each for cell in stage.cells for each in sums[cell.ranks[tp]])
+        for place in range(layout.cell_size):
+            found = Counter(each for cell in stage.cells for each in sums[cell.ranks[place]])
             if found != expected:
                 raise Violation("sums", f"the sums of step {step} in stage {index} lack {sorted(expected - found)} and "
                                         f"have {sorted(found - expected)} too much")

@@ -8,11 +8,15 @@ its name before the tracker says it: at every moment the tracker on disk names a
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_elastic.config import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = "metadata.json"
@@ -71,6 +75,45 @@ def newest(folder: Path) -> int | None:
         return int(text)
     names = [re.fullmatch(r"iter_(\d{7,})", path.parent.name) for path in folder.glob(f"iter_*/{_COMPLETE}")]
     return max((int(name[1]) for name in names if name is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a job's first weights come from.
+
+    Attributes:
+        directory: of a checkpoint; None: they are drawn.
+        step: the checkpoint's; 0 without one.
+        anew: nothing else is taken from it: training begins with its first step, and fresh optimizer states.
+    """
+
+    directory: str | None
+    step: int
+    anew: bool
+
+    @property
+    def done(self) -> int:
+        """Steps that the job has behind it when it begins."""
+        return 0 if self.anew else self.step
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Origin:
+        """As Megatron's flags say: ``--load``, ``--ckpt-step``, ``--finetune``, ``--pretrained-checkpoint``.
+
+        Raises UsageError if a checkpoint that is named is not there.
+        """
+        wanted, pretrained = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
+        step = wanted or latest_step(args.load)
+        if args.load and wanted and not has_step(args.load, wanted):
+            raise UsageError(f"--ckpt-step {wanted}: there is no {step_folder(Path(args.load), wanted)}, or it is not "
+                             "complete; give the number of another one, or leave it out for the newest")
+        if args.load and step:
+            return cls(args.load, step, bool(getattr(args, "finetune", False)))
+        if not pretrained:
+            return cls(None, 0, False)
+        if not latest_step(pretrained):
+            raise UsageError(f"--pretrained-checkpoint {pretrained}: there is no checkpoint")
+        return cls(pretrained, latest_step(pretrained), True)
 
 
 def latest_step(directory: str | Path | None) -> int:

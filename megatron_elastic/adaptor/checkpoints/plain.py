@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_elastic.adaptor.checkpoints import common
 from megatron_elastic.adaptor.checkpoints.folder import latest_step, mark_newest, step_folder, sync
 
 
@@ -34,9 +35,9 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
         path.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     state = _sharded_state(model, optimizer, is_loading=False)
-    state |= asdict(progress)
+    state |= {"iteration": progress.iteration, common.SAMPLES: progress.consumed_samples}
     state["opt_param_scheduler"] = scheduler.state_dict()
-    dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(path), ("torch_dist", 1), content_metadata=common.METADATA)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         sync(path)
@@ -52,8 +53,8 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     """
     path = step_folder(folder, latest_step(folder))
     template = _sharded_state(model, optimizer, is_loading=True)
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    if common["grid"] != _grid():
+    saved = dist_checkpointing.load_common_state_dict(str(path))
+    if saved.get("grid") != _grid():  # or --elastic has saved it: then random numbers are no state
         del template["random"]
     state = dist_checkpointing.load(template, str(path), ("torch_dist", 1))
     model.load_state_dict(state["model"])
@@ -61,12 +62,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     scheduler.load_state_dict(state["opt_param_scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
-    return Progress(state["iteration"], state["consumed_samples"])
-
-
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
-             "singleton_local_shards": False, "distrib_optim_fully_reshardable_mem_efficient": False}
-"""How Megatron lays the optimizer's state out: by parameter, so that it can be loaded under other parallel sizes."""
+    return Progress(state["iteration"], state[common.SAMPLES])
 
 
 def _grid() -> list[int]:
@@ -77,7 +73,7 @@ def _grid() -> list[int]:
 
 
 def _sharded_state(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
-    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = {**common.METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     weights = model.sharded_state_dict(metadata=metadata)
     moments = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     shape = tuple(_grid())

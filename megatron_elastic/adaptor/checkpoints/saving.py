@@ -100,8 +100,8 @@ class Saving:
         return done - done % self._interval > max(self.saved, self.failed)
 
     def wanted(self, done: int) -> bool:
-        """Whether the job saves at all and has not saved the state after ``done`` steps."""
-        return self._directory is not None and done > self.saved
+        """Whether the job saves at all and has not saved the state after ``done`` steps, nor tried to."""
+        return self._directory is not None and done > max(self.saved, self.failed)
 
     def begin(self, step: int, epoch: int, prepare: Prepare) -> None:
         """Begin the checkpoint of ``step`` steps. Every rank of the layout of ``epoch`` calls it; none may be begun."""

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 
+from megatron_elastic.adaptor.model.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
@@ -28,7 +29,7 @@ def share(
     models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer], store: StateStore,
     names: Sequence[str], copy: bool,
 ) -> list[ShardedBase]:  # fmt: skip
-    """A rank's share, as Megatron's sharded tensors; ``names``: of the parts of an optimizer state.
+    """A rank's share, as Megatron's sharded tensors; ``names``: of the parts of an optimizer state that are saved.
 
     With ``copy`` it stays as it is whatever training does.
     """
@@ -40,8 +41,9 @@ def share(
             unit = layout.units.index(name)
             mine = {k: store[unit, k].tensors for each, k in layout.owned(rank) if each == unit}
             for parameter, _ in members if mine else ():
+                saved = () if is_bias(parameter) else names  # Megatron's optimizer does not know it
                 for tensor in _tensors(sharded[parameter]):
-                    found += _pieces(tensor, units[unit], mine, names, copy)
+                    found += _pieces(tensor, units[unit], mine, saved, copy)
     return found
 
 
@@ -67,7 +69,7 @@ def _pieces(
         if low >= high:
             continue
         flats = [(tensor.key, buffer.slice_of(buffer.params, k))]
-        flats += [(f"optimizer.state.{name}.{tensor.key}", flat) for name, flat in zip(names, state, strict=True)]
+        flats += [(f"optimizer.state.{name}.{tensor.key}", flat) for name, flat in zip(names, state, strict=False)]
         at = low - first
         for offset, size in boxes(tensor.local_shape, low - start, high - start):
             shape = (1,) * ahead + size

@@ -1,12 +1,14 @@
 """``megatron.core.dist_checkpointing``: checkpoints in Megatron's torch_dist format, whatever the layout.
 
 Weights and optimizer state are saved under Megatron's names (``optimizer.state.exp_avg.<parameter>``), each slice by
-its owner, so a checkpoint can be loaded under any other layout.
+its owner, so a checkpoint can be loaded under any other layout, and by Megatron itself. What Megatron saves can be
+loaded here if its optimizer's state lies there by parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_elastic.adaptor.checkpoints import common
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.share import share
+from megatron_elastic.adaptor.model.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.config import UsageError
@@ -30,25 +34,27 @@ from megatron_elastic.state.store import StateStore
 FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
 """Unit index -> the parts of its optimizer state, flat and whole (this tensor-parallel index)."""
 
-SAMPLES = "consumed_train_samples"
-"""Megatron's name of how many samples the steps have taken."""
+_MASTERS = ("param", "fp32_param")
+"""Megatron's names of the optimizer's weights: by parameter, and in formats that it no longer writes."""
 
 
 def parts(optimizer: Optimizer) -> tuple[str, ...]:
     """Megatron's names of ``SliceState.tensors``."""
-    return "fp32_param", *optimizer.moments
+    return _MASTERS[0], *optimizer.moments
 
 
 def prepare(
     folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
-    store: StateStore, step: int, samples: int, apart: bool,
+    store: StateStore, step: int, samples: int, besides: Mapping[str, Any], apart: bool,
 ) -> Part:  # fmt: skip
     """Plan to save the state after ``step`` steps, which took ``samples``, into a new folder (``Saving``).
 
-    Every rank of the layout calls it between the same two steps. With ``apart`` training may go on meanwhile.
+    ``besides``: what only Megatron needs, to go on without us. Every rank of the layout calls it between the same two
+    steps. With ``apart`` training may go on meanwhile.
     """
     mine = share(models, layout, rank, units, store, parts(store.optimizer), apart)
-    return Part(folder, {"share": mine, "iteration": step, SAMPLES: samples})
+    told = {"iteration": step, common.SAMPLES: samples, "content_metadata": common.METADATA}
+    return Part(folder, {"share": mine, **told, **besides})
 
 
 def load(
@@ -59,16 +65,39 @@ def load(
 
     Raises UsageError when it is damaged, is another model's, or its steps did not take ``samples``.
     """
-    names = parts(optimizer)
-    homed = _homed(layout, rank, units)
-    empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in homed}
-    state = _sharded(models, names, units, empty)
+    with _reading(directory, step) as folder:
+        saved = common.samples(dist_checkpointing.load_common_state_dict(str(folder)))
+        if saved not in (None, samples):
+            raise _other_batch(directory, step, saved, samples)
+        names = _saved_parts(folder, optimizer)
+        homed = _homed(layout, rank, units)
+        empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in homed}
+        loaded = dist_checkpointing.load(_sharded(models, names, units, empty), str(folder))
+    for chunk, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{chunk}"])
+        with torch.no_grad():
+            for name, target in _views(model, names, units, empty):
+                target.copy_(loaded[f"optimizer{chunk}"][name])
+    for unit, states in empty.items():
+        if layout.units[unit].startswith("bias."):  # which no optimizer of Megatron knows
+            states[0].copy_(units[unit].params)
+    return empty
+
+
+def load_weights(directory: str | Path, models: Sequence[GPTModel], step: int) -> None:
+    """Load the weights of a checkpoint into the models, and nothing else. Raises UsageError as ``load``."""
+    with _reading(directory, step) as folder:
+        loaded = dist_checkpointing.load(_sharded(models, (), {}, {}), str(folder))
+    for chunk, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{chunk}"])
+
+
+@contextmanager
+def _reading(directory: str | Path, step: int) -> Iterator[Path]:
+    """The folder of a checkpoint that is read. Raises UsageError for all that goes wrong with it."""
     folder = step_folder(Path(directory), step)
     try:
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-        if (saved := common.get(SAMPLES, samples)) != samples:
-            raise _other_batch(directory, step, saved, samples)
-        loaded = dist_checkpointing.load(state, str(folder))
+        yield folder
     except (Interrupted, JobStopped, UsageError):
         raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
@@ -77,12 +106,18 @@ def load(
             f"--load {directory}: {folder} cannot be loaded; give the flags of the model that was saved, or write the "
             f"number of an older checkpoint into {Path(directory) / TRACKER} ({why})"
         ) from error
-    for chunk, model in enumerate(models):
-        model.load_state_dict(loaded[f"model{chunk}"])
-        with torch.no_grad():
-            for name, target in _views(model, names, units, empty):
-                target.copy_(loaded[f"optimizer{chunk}"][name])
-    return empty
+
+
+def _saved_parts(folder: Path, optimizer: Optimizer) -> tuple[str, ...]:
+    """The names that the parts of the optimizer's state have in a checkpoint. Raises UsageError if it has none."""
+    saved = dist_checkpointing.load_tensors_metadata(str(folder))
+    for master in _MASTERS:
+        if any(key.startswith(f"optimizer.state.{master}.") for key in saved):
+            return master, *optimizer.moments
+    raise UsageError(
+        f"--load {folder.parent}: {folder} has no optimizer state by parameter, which any layout could load: let "
+        "Megatron save with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    )
 
 
 def _other_batch(directory: str | Path, step: int, saved: int, samples: int) -> UsageError:
@@ -118,7 +153,7 @@ def _views(
     for unit, states in whole.items():
         for p, start in units[unit].bound:
             for part, flat in zip(names, states, strict=True):
-                if id(p) in parameters:
+                if id(p) in parameters and not is_bias(parameters[id(p)]):
                     yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
 
 

@@ -17,7 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_elastic.adaptor.model import linear
+from megatron_elastic.adaptor.model import linear, router
 from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
@@ -65,10 +65,11 @@ class GrainModel:
         self._key.part = part
         last = self._last and op.chunk == len(self._chunks) - 1
         store: list[Mapping[str, Any]] = []
-        output, _ = schedules.forward_step(
-            self._forward_step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
-            cp_group_size=1, is_last_stage=last,
-        )  # fmt: skip
+        with router.noted(self._work.measures[op.grain, op.chunk]):
+            output, _ = schedules.forward_step(
+                self._forward_step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
+                cp_group_size=1, is_last_stage=last,
+            )  # fmt: skip
         if last:
             total, tokens = store[0]["lm loss"].tolist()
             self._work.losses[part.grain] = (total, tokens)
@@ -93,11 +94,12 @@ class GrainModel:
         self._key.part = part
         step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
         result: torch.Tensor | None
-        if op.kind == "backward_input":
-            with linear.put_off() as self._work.due[op.grain, op.chunk]:
+        with router.noted(self._work.measures[op.grain, op.chunk]):  # where layers are computed again
+            if op.kind == "backward_input":
+                with linear.put_off() as self._work.due[op.grain, op.chunk]:
+                    result = step()
+            else:
                 result = step()
-        else:
-            result = step()
         return result
 
     def backward_weight(self, op: Op) -> None:

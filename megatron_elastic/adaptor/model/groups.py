@@ -36,16 +36,18 @@ class Extent:
     """
 
     tensor: bool
+    expert: bool
     data: bool
     pipeline: Literal["own", "first", "ends", "all"]
 
     @classmethod
-    def of(cls, members: Sequence[int], tp: int) -> Extent:
-        """What a group of ranks of the model grid extends over."""
-        stages = {rank // (tp * _DP) for rank in members}
+    def of(cls, members: Sequence[int], tp: int, ep: int) -> Extent:
+        """What a group of ranks of the model grid extends over; ``data``: over cells of a stage."""
+        stages = {rank // (tp * ep * _DP) for rank in members}
         return cls(
             tensor=len({rank % tp for rank in members}) > 1,
-            data=len({rank // tp % _DP for rank in members}) > 1,
+            expert=len({rank // tp % ep for rank in members}) > 1,
+            data=len({rank // (tp * ep) % _DP for rank in members}) > 1,
             pipeline="own" if len(stages) == 1 else "all" if len(stages) == _PP else "ends",
         )
 
@@ -54,7 +56,7 @@ class Extent:
 
         In stages of another width the cells are counted on from the first one.
         """
-        own, tp = layout.stage_of(rank), layout.tp_index(rank)
+        own = layout.stage_of(rank)
         column = [cell.leader for cell in layout.stages[own].cells].index(layout.cell_of(rank).leader)
         last = layout.pipeline_size - 1
         stages = {"own": (own,), "first": (0,), "ends": sorted({0, last}), "all": range(last + 1)}[self.pipeline]
@@ -63,38 +65,50 @@ class Extent:
             cells = layout.stages[index].cells
             if not self.data:
                 cells = (cells[column % len(cells)],)
-            members += [r for cell in cells for r in (cell.ranks if self.tensor else (cell.ranks[tp],))]
+            members += [cell.ranks[place] for cell in cells for place in self._places(layout, rank)]
         return members
+
+    def _places(self, layout: Layout, rank: int) -> list[int]:
+        """The places in a cell of members of the group that ``rank`` is in."""
+        own, tp = layout.place_of(rank), layout.tp
+        return [
+            place
+            for place in range(layout.cell_size)
+            if (self.tensor or place % tp == own % tp) and (self.expert or place // tp == own // tp)
+        ]
 
     @property
     def number(self) -> int:
         """A different small number for each extent."""
-        return (self.tensor + 2 * self.data) * 4 + ("own", "first", "ends", "all").index(self.pipeline)
+        stages = ("own", "first", "ends", "all").index(self.pipeline)
+        return (self.tensor + 2 * self.data + 4 * self.expert) * 4 + stages
 
 
 _extents: dict[backend.ElasticProcessGroup, Extent] = {}
 _rank_lists: dict[str, Extent] = {}
 
 
-def initialize(transport: Transport, tp: int, tp_index: int, timeout: timedelta) -> None:
+def initialize(transport: Transport, tp: int, ep: int, place: int, timeout: timedelta) -> None:
     """Make torch.distributed's default group over ``transport``, and Megatron's groups. Talks to nobody.
 
-    ``edit`` has to follow, before they are used. May be called again, by a rank that gets another ``tp_index``; its
+    ``edit`` has to follow before they are used. May be called again by a rank that gets another place in a cell; its
     older groups are gone then.
     """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     # Nobody has the other numbers.
-    ranks = [transport.rank if index == tp_index else -1 - index for index in range(tp * _DP * _PP)]
+    ranks = [transport.rank if index == place else -1 - index for index in range(tp * ep * _DP * _PP)]
     backend.initialize(transport, ranks, timeout)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=_PP)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=_PP, expert_model_parallel_size=ep,
+    )  # fmt: skip
     _extents.clear()
     _rank_lists.clear()
-    place = {rank: index for index, rank in enumerate(ranks)}
+    index_of = {rank: index for index, rank in enumerate(ranks)}
     seen: Counter[Extent] = Counter()
     for group in backend.groups()[1:]:
-        extent = Extent.of([place[rank] for rank in group.group.ranks], tp)
+        extent = Extent.of([index_of[rank] for rank in group.group.ranks], tp, ep)
         if group is parallel_state._POSITION_EMBEDDING_GROUP:
             extent = replace(extent, pipeline="first")
         _extents[group] = extent
@@ -103,7 +117,7 @@ def initialize(transport: Transport, tp: int, tp_index: int, timeout: timedelta)
         seen[extent] += 1
     for name, value in vars(parallel_state).items():
         if "_RANKS" in name and isinstance(value, list):
-            extent = Extent.of(value, tp)
+            extent = Extent.of(value, tp, ep)
             first = value is parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS
             _rank_lists[name] = replace(extent, pipeline="first") if first else extent
 

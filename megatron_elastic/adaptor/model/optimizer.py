@@ -15,8 +15,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
+from megatron_elastic.adaptor.model.router import is_bias
 from megatron_elastic.config import UsageError
-from megatron_elastic.state.optimizer import Adam, Optimizer, Sgd
+from megatron_elastic.state.optimizer import SIGNED, Adam, Optimizer, Sgd
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
@@ -37,16 +38,21 @@ class ParameterGroups:
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._overrides = list(get_standard_config_overrides(config).items())
-        self._base = {"max_lr": config.lr, "min_lr": config.min_lr, "wd_mult": 1.0, "lr_mult": 1.0}
+        self._base = {"max_lr": config.lr, "min_lr": config.min_lr, "wd_mult": 1.0, "lr_mult": 1.0,
+                      "is_expert_parallel": False, "is_decoupled_lr": False}
+        self._base |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
     def index(self, name: str, parameter: torch.nn.Parameter) -> int:
         """The group of a parameter of Megatron's model, called ``name`` there."""
+        if is_bias(name):
+            return SIGNED
         return sum(1 << bit for bit, (key, _) in enumerate(self._overrides) if key.matches(parameter, name))
 
     def for_scheduler(self) -> list[dict[str, Any]]:
         """The groups, by index, as Megatron's scheduler wants them: it writes their learning rate and weight decay."""
         return [
-            {"params": [], "lr": self._base["max_lr"], "weight_decay": 0.0, **self._base, **self._of(index)}
+            {"params": [], "lr": self._base["max_lr"], "weight_decay": 0.0, **self._base, **self._of(index),
+             "default_config": not any("lr" in name for name in self._of(index))}
             for index in range(1 << len(self._overrides))
         ]
 

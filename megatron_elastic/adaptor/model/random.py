@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model.transformer import layer_index
@@ -25,8 +26,12 @@ _plain_dropout = torch.nn.functional.dropout
 
 @contextmanager
 def _keyed_fork(_: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """In place of ``CudaRNGStatesTracker.fork``."""
-    with keyed.forked(name, parallel_state.get_tensor_model_parallel_rank()):
+    """In place of ``CudaRNGStatesTracker.fork``. Experts are cut as other layers are (``support``)."""
+    index = parallel_state.get_tensor_model_parallel_rank()
+    if name == get_expert_parallel_rng_tracker_name():
+        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+        index += tensor_parallel * parallel_state.get_expert_model_parallel_rank()
+    with keyed.forked(name, index):
         yield
 
 
@@ -62,12 +67,15 @@ class GrainKey:
 
     Args:
         samples: of a grain, as in ``Layout``.
+        batches, batch: the micro-batches of a grain, and which of them is this rank's.
         sequence: with sequence parallelism, which part of the sequence this rank has: parts draw different numbers.
     """
 
-    def __init__(self, seed: int, samples: int, sequence: int | None = None) -> None:
+    def __init__(self, seed: int, samples: int, batches: int = 1, batch: int = 0, sequence: int | None = None) -> None:
         self._seed = seed
         self._samples = samples
+        self._batches = batches
+        self._batch = batch
         self._sequence = () if sequence is None else (sequence,)
         self.step = 0
         self.part = Part(0, 0, samples)
@@ -76,7 +84,8 @@ class GrainKey:
 
     def seed(self, unit: str) -> None:
         """Let the default generator draw what a unit draws in the part that is computed now."""
-        keyed.seed_default_generator(self._seed, self.step, self.part.grain, unit, *self._sequence)
+        number = self.part.grain * self._batches + self._batch
+        keyed.seed_default_generator(self._seed, self.step, number, unit, *self._sequence)
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

@@ -30,13 +30,14 @@ def _marked(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
         for parameter in norm.parameters():
-            setattr(parameter, _MARK, config.sequence_parallel)
+            setattr(parameter, MARK, config.sequence_parallel)
         return norm
 
     return make
 
 
-_MARK = "sequence_parallel"
+MARK = "sequence_parallel"
+"""Megatron's name for it, on parameters."""
 
 
 def is_partial(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> bool:
@@ -45,4 +46,4 @@ def is_partial(name: str, parameter: torch.nn.Parameter, config: TransformerConf
     Norms of queries and keys see the whole sequence, but only the rank's own heads.
     """
     of_heads = bool(config.qk_layernorm) and ("q_layernorm" in name or "k_layernorm" in name)
-    return of_heads or (config.sequence_parallel and bool(getattr(parameter, _MARK, False)))
+    return of_heads or (config.sequence_parallel and bool(getattr(parameter, MARK, False)))

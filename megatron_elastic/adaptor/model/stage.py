@@ -15,7 +15,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_elastic.adaptor.model import groups, transformer
+from megatron_elastic.adaptor.model import groups, router, tokens, transformer
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.adaptor.model.units import Use, bind_stage, uses
@@ -73,12 +73,12 @@ class Stage:
         self._look = look
         self._before_use = before_use
         self._built: tuple[tuple[int, ...], int, bool, bool] | None = None
-        """What the models are built for: units, tensor-parallel index, whether it is the first stage, and the last."""
+        """What the models are built for: units, place in the cell, whether it is the first stage, and the last."""
 
     def learn(self, shapes: Mapping[int, UnitShape], layout: Layout) -> None:
         """Know of units, so that they and slices of them can be kept."""
         for unit, shape in shapes.items():
-            self.partitions.setdefault(unit, self._partition(shape, layout))
+            self.partitions.setdefault(unit, self._partition(unit, shape, layout))
 
     def fits(self, layout: Layout) -> bool:
         """Whether the models are what the rank computes under a layout."""
@@ -109,22 +109,27 @@ class Stage:
 
     def _part_in(self, layout: Layout) -> tuple[tuple[int, ...], int, bool, bool]:
         stage, last = layout.stage_of(self._rank), layout.pipeline_size - 1
-        return layout.stages[stage].units, layout.tp_index(self._rank), stage == 0, stage == last
+        return layout.stages[stage].units, layout.place_of(self._rank), stage == 0, stage == last
 
-    def _partition(self, shape: UnitShape, layout: Layout) -> Partition:
-        return Partition(shape, layout.num_slices, layout.tp_index(self._rank))
+    def _partition(self, unit: int, shape: UnitShape, layout: Layout) -> Partition:
+        part, tp_index = layout.part_of(unit, self._rank), layout.tp_index(self._rank)
+        return Partition(shape, layout.num_slices, part, tp_index)
 
     def _build(self, layout: Layout) -> None:
         """The models, chunk by chunk, around the layers that are there already."""
         args, stage = self._args, layout.stage_of(self._rank)
-        _, tp, first, last = part = self._part_in(layout)
+        _, _, first, last = part = self._part_in(layout)
         if self._built is None:
-            self.key = GrainKey(args.seed, layout.samples, tp if args.sequence_parallel else None)
+            tp_index, ep_index = layout.tp_index(self._rank), layout.ep_index(self._rank)
+            self.key = GrainKey(args.seed, layout.samples, layout.ep, ep_index,
+                                tp_index if args.sequence_parallel else None)
         kept = {layer.layer_number - 1: layer for model in self.models for layer in model.decoder.layers}
         chunks = layout.chunks(stage)
         transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])
-        # Values that are there already, or will be sent, need not be drawn first.
-        fresh = None if not self.partitions else {"perform_initialization": False}
+        # As many as there are now, whatever the job began with.
+        fresh: dict[str, Any] = {"virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None}
+        if self.partitions:  # values that are there already, or will be sent, need not be drawn first
+            fresh["perform_initialization"] = False
         with groups.alone(), transformer.reused(kept):
             self.models = [
                 self._provider(
@@ -133,16 +138,18 @@ class Stage:
                 )
                 for chunk in range(len(chunks))
             ]  # fmt: skip
+        # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
+        with router.biases_aside(self.models):
+            self.wrapped = [Float16Module(model.config, model) if args.bf16 else model for model in self.models]
         known = set(kept.values())
         for model in self.models:
+            tokens.install(args, model.config)
             for use in uses(model):
                 if use.module not in known:
                     self._attach(use)
-        # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
-        self.wrapped = [Float16Module(model.config, model) if args.bf16 else model for model in self.models]
         bind_stage(
             self.models, layout, stage, self._groups, self.partitions, self.units,
-            lambda shape: self._partition(shape, layout), self._accumulator,
+            lambda unit, shape: self._partition(unit, shape, layout), self._accumulator,
         )  # fmt: skip
         self._built = part
 

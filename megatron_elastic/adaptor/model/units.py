@@ -9,8 +9,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
+from megatron_elastic.adaptor.model.router import is_bias
 from megatron_elastic.adaptor.model.sequence import is_partial
-from megatron_elastic.layout import Layout, UnitShape
+from megatron_elastic.layout import EXPERTS, Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.partition import Partition
@@ -31,7 +32,8 @@ def uses(model: GPTModel) -> Iterator[Use]:
         yield Use("embedding", model.embedding, ("embedding", *positions))
     for layer in model.decoder.layers:
         unit = f"layer.{layer.layer_number - 1}"
-        yield Use(unit, layer, (unit,))
+        kinds = dict.fromkeys(_kind(name) for name, _ in layer.named_parameters())
+        yield Use(unit, layer, tuple(f"{kind}.{layer.layer_number - 1}" for kind in kinds))
     if model.post_process:
         if model.decoder.final_layernorm is not None:
             yield Use("head", model.decoder.final_layernorm, ("head",))
@@ -53,7 +55,7 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
         elif name.startswith("embedding.position_embeddings."):
             unit = "positions"
         elif name.startswith("decoder.layers."):
-            unit = f"layer.{first_layer + int(parts[2])}"
+            unit = f"{_kind(name)}.{first_layer + int(parts[2])}"
         elif name.startswith("decoder.final_layernorm."):
             unit = "head"
         elif name.startswith("output_layer."):
@@ -64,6 +66,11 @@ def unit_parameters(model: GPTModel) -> dict[str, list[tuple[str, torch.nn.Param
     return units
 
 
+def _kind(name: str) -> str:
+    """Of which kind the unit of a layer's parameter is."""
+    return "bias" if is_bias(name) else EXPERTS if "mlp.experts." in name else "layer"
+
+
 def bind_stage(
     models: Sequence[GPTModel],
     layout: Layout,
@@ -71,7 +78,7 @@ def bind_stage(
     groups: ParameterGroups,
     partitions: dict[int, Partition],
     units: dict[int, UnitBuffer],
-    make: Callable[[UnitShape], Partition],
+    make: Callable[[int, UnitShape], Partition],
     accumulator: Accumulator,
 ) -> None:
     """Make the parameters of a stage's models, one for each chunk, views of flat buffers, by unit index.
@@ -98,7 +105,7 @@ def bind_stage(
         ]
         shape = shape_of(name, members)
         if unit not in partitions:
-            partitions[unit] = make(shape)
+            partitions[unit] = make(unit, shape)
         # How parameters are treated is known from where they were drawn: Megatron marks them when it draws them.
         if partitions[unit].sizes != [member[0] for member in shape.members]:
             raise ValueError(f"unit {name} has shape {shape}, but had {partitions[unit].shape} in another stage")

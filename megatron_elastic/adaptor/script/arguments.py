@@ -15,7 +15,7 @@ from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import cpu
-from megatron_elastic.support import check_namespace, check_virtual_stages
+from megatron_elastic.support import check_experts, check_namespace, check_split
 
 Parser = argparse.ArgumentParser
 
@@ -44,12 +44,19 @@ def parse(
 
 def _check(args: argparse.Namespace) -> None:
     """What Megatron does not look at, or only later."""
-    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    if args.transformer_impl == "transformer_engine" and not _has_transformer_engine():
         raise UsageError("--transformer-impl transformer_engine is the default, and Transformer Engine is not "
                          "installed: add --transformer-impl local")
     if cpu.needed() and args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion needs a GPU: add --no-gradient-accumulation-fusion")
-    check_virtual_stages(args)
+    if args.multi_latent_attention and args.transformer_impl == "local":
+        raise UsageError("--multi-latent-attention needs Transformer Engine: queries, keys and values have heads of "
+                         "different sizes, and Megatron's local attention has one size")
+    if args.position_embedding_type != "learned_absolute" and args.apply_rope_fusion and not _has_transformer_engine():
+        raise UsageError("rotary embeddings are fused by Transformer Engine, which is not installed: add "
+                         "--no-rope-fusion")
+    check_split(args)
+    check_experts(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     for fault in ElasticConfig.from_args(args).inject:
@@ -60,15 +67,22 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
 
 
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Turn what Megatron does about bad flags into UsageError: printing its usage, and failing assertions."""
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def install() -> None:
+    """Let parsers of this process raise UsageError, instead of printing all their flags into a rank's log."""
 
     def refuse(_: Parser, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].lower()}{message[1:]}")
 
-    original = Parser.error
     Parser.error = refuse  # type: ignore[assignment, method-assign]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn what Megatron does about bad flags into UsageError: failing assertions."""
     try:
         yield
     except (AssertionError, ValueError, RuntimeError) as error:
@@ -76,5 +90,3 @@ def _usage_errors() -> Iterator[None]:
         what = str(error) or f"this must hold: {frame.line}"
         raise UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
                          f"{what}") from error
-    finally:
-        Parser.error = original  # type: ignore[method-assign]

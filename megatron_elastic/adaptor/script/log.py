@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ def install() -> None:
     """Let Megatron's log and timers be one rank's. Call it before Megatron's global variables are set."""
     targets.TIMERS.replace(_set_timers)
     targets.LOG_RATE.replace(lambda stat: stat)
+    targets.LOG_ROUTERS.replace(lambda track_names=None, pg_collection=None: None)
 
 
 def _set_timers(args: argparse.Namespace) -> None:
@@ -47,14 +48,21 @@ class TrainingLog:
         """Training begins now, or this rank's part in it: the time before does not count."""
         self._timer.start()
 
-    def step(self, done: int, loss: float, grad_norm: float, lr: float, samples: int, ranks: int, writes: bool) -> None:
-        """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far. Once for each step."""
+    def step(
+        self, done: int, loss: float, grad_norm: float, lr: float, samples: int, ranks: int, writes: bool,
+        measures: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far. Once for each step.
+
+        ``measures``: routers' losses, by the names that Megatron has for them.
+        """
         if done <= self._logged:
             return
         self._logged = done
         args = self._args
         args.iteration = args.curr_iteration = done
         args.consumed_train_samples = samples
+        _tell_routers(measures, args.num_layers)
         with self._as_writer(writes), _world_of(args, ranks):
             targets.LOG.find()(
                 {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done, loss_scale=1.0,
@@ -120,6 +128,16 @@ class TrainingLog:
             targets.TENSORBOARD.find()(args)
         if global_vars._GLOBAL_WANDB_WRITER is None:
             targets.WANDB.find()(args)
+
+
+def _tell_routers(measures: Mapping[str, float], layers: int) -> None:
+    """Put routers' losses where Megatron's log looks for them: sums over a rank's grains, by layer."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    for name, value in measures.items():
+        values = torch.zeros(layers)
+        values[0] = value * get_num_microbatches()  # it adds them up over the layers
+        targets.ROUTER_LOSSES.find()()[name] = {"values": values, "reduce_group": None, "avg_group": None}
 
 
 @contextmanager

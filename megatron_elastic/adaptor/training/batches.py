@@ -91,12 +91,14 @@ class Batches:
                              "elsewhere (Megatron-LM's --data-cache-path)") from error
 
     def read(
-        self, data: Sequence[dict[str, Any]], iteration: int, layout: Layout, part: Part
+        self, data: Sequence[dict[str, Any]], iteration: int, layout: Layout, rank: int, part: Part
     ) -> Mapping[str, torch.Tensor]:
-        """Samples of part of a grain: the global batch of an iteration is consecutive, and so are its grains."""
-        size = self._args.global_batch_size // layout.num_grains
-        piece = size // layout.samples
-        first = iteration * self._args.global_batch_size + part.grain * size + part.start * piece
+        """Samples that a rank computes of part of a grain: an iteration's global batch is consecutive, and so are its
+        grains, and in these the micro-batches.
+        """
+        size = self._args.micro_batch_size
+        piece, number = size // layout.samples, part.grain * layout.ep + layout.ep_index(rank)
+        first = iteration * self._args.global_batch_size + number * size + part.start * piece
         return collate([data[i] for i in range(first, first + part.size * piece)])
 
 

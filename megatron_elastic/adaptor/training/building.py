@@ -6,7 +6,7 @@ from megatron_elastic.adaptor.checkpoints import folder, sliced
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
-from megatron_elastic.layout import Layout, decode
+from megatron_elastic.layout import decode
 from megatron_elastic.state.store import StateStore
 
 
@@ -16,7 +16,7 @@ def build(trainer: Trainer) -> None:
     stage.forget()
     stage.hold(layout)
     trainer.batches.open()
-    store = _empty_store(trainer, layout)
+    store = _empty_store(trainer)
     load(trainer, store, trainer.standing.step - 1, trainer.args.load)
     tenure = trainer.begin_tenure(layout, store)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
@@ -43,7 +43,7 @@ def prepare(trainer: Trainer, invite: Invite) -> None:
         stage.learn(invite.shapes, layout)
         stage.hold(layout)
         trainer.batches.open()
-        trainer.store = _empty_store(trainer, layout)
+        trainer.store = _empty_store(trainer)
     trainer.hooks.at("prepare")
     trainer.control.send(Ready(rank=trainer.rank, epoch=invite.epoch))
     trainer.prepared()
@@ -51,8 +51,10 @@ def prepare(trainer: Trainer, invite: Invite) -> None:
 
 def load(trainer: Trainer, store: StateStore, step: int, directory: str) -> None:
     """Model and optimizer state as after ``step`` steps: those of the checkpoint in ``directory``, or fresh ones."""
-    stage, layout = trainer.stage, trainer.layout
+    stage, layout, origin = trainer.stage, trainer.layout, trainer.origin
     if step == 0:
+        if origin.directory is not None:
+            sliced.load_weights(origin.directory, stage.models, origin.step)
         store.create(layout, stage.units)
         return
     samples = step * trainer.args.global_batch_size
@@ -67,8 +69,7 @@ def checkpoint_of(trainer: Trainer, step: int) -> str:
     return save if save and folder.has_step(save, step) else trainer.args.load
 
 
-def _empty_store(trainer: Trainer, layout: Layout) -> StateStore:
+def _empty_store(trainer: Trainer) -> StateStore:
     keeps = trainer.config.replay == "state"
     rate = trainer.config.background_mbps * 1e6 / 8
-    tp_index = layout.tp_index(trainer.rank)
-    return StateStore(trainer.stage.partitions, trainer.optimizer, trainer.transport, tp_index, keeps, rate)
+    return StateStore(trainer.stage.partitions, trainer.optimizer, trainer.transport, keeps, rate)

@@ -27,7 +27,7 @@ def evaluate(
         total, tokens = 0.0, 0
         for iteration in range(position * iterations, (position + 1) * iterations):
             work = Work(_EVALUATION, layout.num_chunks, log_limit=0)
-            tenure.grains.begin(work, partial(trainer.batches.read, data, iteration, layout))
+            tenure.grains.begin(work, partial(trainer.batches.read, data, iteration, layout, trainer.rank))
             tenure.executor.run_forward(tenure.legs, tenure.grains)
             ballot = Ballot({}, work.losses if tp == 0 else {})
             outcome = vote(tenure.vote_group, ballot)

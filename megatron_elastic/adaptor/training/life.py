@@ -83,7 +83,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)
-    if trainer.saving.due(done):  # the one before has taken longer than until now
+    if trainer.saving.wanted(done):
         intermission.save(trainer, tenure, done)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
@@ -94,7 +94,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     for unit, k in layout.owned(trainer.rank):
         weights = trainer.stage.units[unit].slice_of(trainer.stage.units[unit].params, k)
         sha256 = tenure.store[unit, k].sha256(weights)
-        digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(trainer.rank), sha256=sha256))
+        digests.append(SliceDigest(unit=unit, slice=k, part=layout.part_of(unit, trainer.rank), sha256=sha256))
     first, sent = trainer.counted_from
     trainer.event("traffic", steps=done + 1 - first, bytes=trainer.transport.bytes_sent - sent)
     trainer.control.send(Finished(rank=trainer.rank, step=done, digests=digests))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_elastic.adaptor.checkpoints.common import SHARDING
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.state.optimizer import Rates
 
@@ -23,11 +24,28 @@ class RatesByStep:
 
     def __init__(self, args: argparse.Namespace, build: Callable[[Any], Any], groups: ParameterGroups) -> None:
         self._batch = args.global_batch_size
+        self._signed = Rates(getattr(args, "moe_router_bias_update_rate", 0.0), 0.0)
         self._groups = groups.for_scheduler()
         self._scheduler = build(SimpleNamespace(param_groups=self._groups))
 
     def at(self, step: int) -> tuple[Rates, ...]:
-        """Rates of all groups in step ``step`` (1-based): the scheduler's after ``step - 1`` global batches."""
+        """Rates of all groups in step ``step`` (1-based): the scheduler's after ``step - 1`` global batches.
+
+        The last is that of routers' biases (``SIGNED``), which no scheduler knows.
+        """
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=(step - 1) * self._batch)
-        return tuple(Rates(lr=float(group["lr"]), weight_decay=float(group["weight_decay"])) for group in self._groups)
+        rates = (Rates(lr=float(group["lr"]), weight_decay=float(group["weight_decay"])) for group in self._groups)
+        return *rates, self._signed
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What Megatron's own optimizer and scheduler would save after ``step`` steps, besides tensors."""
+        self.at(step + 1)
+        groups = [
+            {**{name: value for name, value in group.items() if name != "params"}, "step": float(step)}
+            for group in self._groups
+        ]
+        return {
+            "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING},
+            "opt_param_scheduler": self._scheduler.state_dict(),
+        }

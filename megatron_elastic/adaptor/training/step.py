@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from megatron_elastic.adaptor.model import tokens
 from megatron_elastic.adaptor.training import intermission, measurement
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -31,7 +32,7 @@ def take(trainer: Trainer, tenure: Tenure) -> None:
     hooks.at("data")
     work, remainder = _work(trainer, tenure), tenure.remainder
     tenure.store.drop_gradients()
-    tenure.grains.begin(work, partial(trainer.batches.read, trainer.batches.training, step - 1, layout))
+    tenure.grains.begin(work, partial(trainer.batches.read, trainer.batches.training, step - 1, layout, trainer.rank))
     with trainer.stage.meter.pipeline():
         if remainder is None:
             tenure.executor.run(tenure.legs, tenure.grains, work)
@@ -119,10 +120,11 @@ def _note_copies(trainer: Trainer, tenure: Tenure) -> None:
 
 def _verify(trainer: Trainer, tenure: Tenure, verification: Verification) -> None:
     """Nothing that damaged memory had a part in may be voted: have it healed, and the step redone."""
-    tp, step = tenure.layout.tp_index(trainer.rank), trainer.standing.step
+    layout, step = tenure.layout, trainer.standing.step
     found = [
-        Damage(rank=damage.rank, unit=damage.unit, slice=damage.slice, tp=tp, what=damage.what)
-        for damage in verification.check()
+        Damage(rank=each.rank, unit=each.unit, slice=each.slice, part=layout.part_of(each.unit, each.rank),
+               what=each.what)
+        for each in verification.check()
     ]
     if found:
         # At once, so that nothing can come between and count it as held.
@@ -147,11 +149,14 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
         norms={at: tenure.store.sum_of_squares(at) for at in layout.owned(trainer.rank)},
         losses=work.losses if tp == 0 else {},
         informed=standing.informed(trainer.standing),
+        measures={name: work.measured(name) for name in trainer.measures},
     )
     outcome = vote(tenure.vote_group, ballot)
+    norm = outcome.grad_norm * tokens.weight(trainer.args, outcome.tokens)
     result = VoteResult(
-        step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=trainer.rates.at(step)[0].lr,
+        step=step, loss=outcome.loss, grad_norm=norm, lr=trainer.rates.at(step)[0].lr,
         consumed_samples=step * trainer.args.global_batch_size, tokens=outcome.tokens,
+        measures={name: total / layout.num_batches for name, total in outcome.measures.items()},
     )  # fmt: skip
     trainer.standing = standing.voted(trainer.standing, result, outcome.switch)
     return result
@@ -159,7 +164,7 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
 
 def _tell_times(trainer: Trainer, tenure: Tenure) -> None:
     read = trainer.stage.meter.read()
-    if read is not None and tenure.layout.tp_index(trainer.rank) == 0:
+    if read is not None and tenure.layout.place_of(trainer.rank) == 0:
         boundary = tenure.executor.activation_bytes, tenure.boundary_ms
         moments = len(trainer.optimizer.moments)
         told = measurement.of_stage(tenure.layout, trainer.rank, *read, boundary, trainer.stage.units, moments)

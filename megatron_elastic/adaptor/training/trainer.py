@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_elastic.adaptor.checkpoints import folder, writer
+from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.model import groups, linear, random
+from megatron_elastic.adaptor.model import groups, linear, random, router, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
+from megatron_elastic.adaptor.training import ending
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -75,6 +77,7 @@ class Trainer:
         self.config = ElasticConfig.from_args(args)
         self.control = control
         self.rank = control.rank
+        self.exit_signal = ending.ExitSignal(args)
         self.odometer = control.odometer
         """What the agent sees of this rank."""
         self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._harm)
@@ -91,8 +94,10 @@ class Trainer:
         )
         stand_ins.apply()
         writer.apply()
+        common.allow_enums()
         random.install(args.seed)
         linear.install()
+        router.install()
         self.layout = memory.first_layout(args, world_size, local_ranks)
         """The newest layout that this rank knows."""
         _check_sizes(self.layout)
@@ -102,19 +107,22 @@ class Trainer:
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.rates = self.make_rates()
+        self.measures = router.names(args)
+        """What is measured besides losses and norms."""
         self._check_memory(local_ranks)
         self._check_save()
         # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell; and grains
         # may be cut between any samples.
         each = max(2, args.tensor_model_parallel_size) * self.layout.samples
         self.accumulator = make_accumulator(
-            self.config.consistency, each * self.layout.num_grains, main_grads_dtype(args)
+            self.config.consistency, each * self.layout.num_batches, main_grads_dtype(args)
         )
         self.stage = Stage(
             args, self.rank, model_provider, self.parameter_groups, self.accumulator, self.transport.look,
             self._before_use,
         )  # fmt: skip
-        first = folder.latest_step(args.load) + 1
+        self.origin = folder.Origin.of(args)
+        first = self.origin.done + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
         self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, limit, self.odometer,
@@ -158,12 +166,18 @@ class Trainer:
         """What learning rate and weight decay are in each step."""
         return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups)
 
+    def saved_besides(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says for plain training only, which needs more than samples and tensors."""
+        return self.rates.state(step)
+
     def prepared(self) -> None:
         """This rank has its part of the model: training begins, or this rank is about to enter."""
 
     def goes_on(self) -> bool:
         """Whether there is another step to do. All ranks ask before each, and again after a recovery."""
-        return self.standing.step <= self.args.train_iters
+        return self.standing.step <= self.args.train_iters and not (
+            self.exit_signal.listens and ending.somebody(self.exit_signal.received)
+        )
 
     def committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
@@ -187,8 +201,7 @@ class Trainer:
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""
         timeout = timedelta(seconds=self.config.wait_timeout)
-        tp_index = layout.tp_index(self.rank)
-        groups.initialize(self.transport, self.args.tensor_model_parallel_size, tp_index, timeout)
+        groups.initialize(self.transport, layout.tp, layout.ep, layout.place_of(self.rank), timeout)
         groups.edit(layout, self.rank)
         random.name_streams(self.args.seed)
 
@@ -213,7 +226,7 @@ class Trainer:
             grains=GrainModel(stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last),
             executor=Executor(
                 layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-                torch.bfloat16 if args.bf16 else torch.float32, stage.meter,
+                torch.bfloat16 if args.bf16 else torch.float32, stage.meter, tokens.of_sums(args),
             ),
             vote_group=Group(self.transport, _VOTE_GROUP, layout.ranks),
             speaker=min(rank for rank in neighbours if rank in layout.places),
@@ -236,8 +249,10 @@ class Trainer:
 
     def update(self, result: VoteResult) -> Update:
         """What a vote says about every state."""
-        clip = self.args.clip_grad / (result.grad_norm + 1e-6) if self.args.clip_grad > 0 else 1.0
-        return Update(result.step, clip, self.rates.at(result.step), skipped=result.skipped)
+        limit = self.args.clip_grad
+        clip = min(1.0, limit / (result.grad_norm + 1e-6)) if limit > 0 else 1.0
+        factor = clip * tokens.weight(self.args, result.tokens)
+        return Update(result.step, factor, self.rates.at(result.step), skipped=result.skipped)
 
     # ---- what it tells -----------------------------------------------------------------------
 

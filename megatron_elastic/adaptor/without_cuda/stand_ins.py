@@ -5,6 +5,7 @@
 - Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.model.sequence``).
 - ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
   draws random numbers besides): there are none.
+- ``megatron.core.transformer.moe.moe_utils``: its router needs a name that only Transformer Engine gives it.
 - The C++ helpers of ``megatron.core.datasets`` (``helpers``), the distributed optimizer with torch's Adam
   (``torch_adam``) and the writing of checkpoints (``adaptor.checkpoints.writer``), for plain training.
 """
@@ -14,14 +15,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoints import writer
+from megatron_elastic.adaptor.checkpoints import common, writer
 from megatron_elastic.adaptor.model import sequence
 from megatron_elastic.adaptor.without_cuda import helpers, torch_adam
 from megatron_elastic.config import UsageError
@@ -36,6 +37,7 @@ def install() -> None:
     if not cpu.needed() or not _has("megatron.core"):
         return
     apply()
+    common.allow_enums()
     torch_adam.apply()
     writer.apply()
     if _has("megatron.training"):
@@ -57,6 +59,7 @@ def apply() -> None:
     targets.SET_STATE.replace(_set_state)
     targets.FORK.replace(_fork)
     sequence.allow_torch_norms()
+    targets.GATING.wrap(_without_transformer_engine)
 
 
 def _stand_in_for_triton_kernels() -> None:
@@ -79,6 +82,11 @@ def _has(module: str) -> bool:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def _without_transformer_engine(gating: Callable[..., Any]) -> Callable[..., Any]:
+    gating.__globals__.setdefault("te_general_gemm", None)
+    return gating
 
 
 def _get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

@@ -23,6 +23,8 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     consumed_samples: int
     tokens: int
+    measures: dict[str, float] = {}
+    """What else was measured: means over the grains, summed over the layers."""
 
     @property
     def skipped(self) -> bool:

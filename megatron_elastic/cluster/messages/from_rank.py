@@ -12,8 +12,8 @@ from megatron_elastic.plan import Sample
 class Hello(Message, frozen=True):
     """First message of a rank: who it is, where its links start, and the layout it derives from its flags.
 
-    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: an agent empties
-    ``layout`` but on rank 0, and ``flags`` where ``likeness`` is that of its first rank.
+    What is the same on all ranks is compared by ``likeness``, and told only where it is needed: of ranks other
+    than 0 an agent empties ``layout``, and ``flags`` if ``likeness`` is that of its first rank.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     unit: int
     slice: int
-    tp: int
+    part: int
     what: str
 
 
@@ -230,7 +230,7 @@ class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):
 
     unit: int
     slice: int
-    tp: int
+    part: int
     sha256: str
 
 

@@ -49,11 +49,11 @@ def noted(turn: Turn, message: Damaged) -> None:
     new = [damage for damage in message.found if trust.found.get(damage, -1) < message.epoch]
     for damage in new:
         unit = layout.units[damage.unit]
-        turn.record("damaged", rank=damage.rank, unit=unit, slice=damage.slice, tp=damage.tp, what=damage.what,
+        turn.record("damaged", rank=damage.rank, unit=unit, slice=damage.slice, tp=damage.part, what=damage.what,
                     step=message.step)
         turn.say(f"WARNING: damaged memory: {damage.what} of slice {damage.slice} of {unit} on rank {damage.rank}; it "
                  "is healed from a good copy")
-    copies = {(damage.rank, (damage.unit, damage.slice, damage.tp)): None for damage in new if damage.what == "state"}
+    copies = {(damage.rank, (damage.unit, damage.slice, damage.part)): None for damage in new if damage.what == "state"}
     verified = message.verified if trust.verified is None else min(message.verified, trust.verified)
     doubtful = trust.doubtful.update(dict.fromkeys(range(verified + 1, message.step), message.epoch))
     turn.set(trust=replace(
@@ -70,7 +70,7 @@ def wrong(trust: Trust, layout: Layout) -> set[int]:
     for damage in trust.found:
         if damage.what == "weights":
             ranks.add(damage.rank)
-        elif layout.owner(damage.unit, damage.slice, damage.tp) == damage.rank:
+        elif layout.owner(damage.unit, damage.slice, damage.part) == damage.rank:
             ranks.update(rank for rank in layout.ranks if damage.unit in layout.held_by(rank))
     return ranks
 

@@ -1,8 +1,8 @@
 """Hang: a step that does not end. Who holds all others up is found and taken out.
 
 When no step has been committed for a while, agents say how far their ranks have come. A rank that neither waits for
-others nor has come any further for longer than steps usually take hangs; the others wait for it. But if a whole stage
-stands still, they stay: what they share may be at fault, and without them nobody could go on. If all wait for each
+others nor has come any further for longer than steps usually take hangs; the others wait for it. But if all cells of a
+stage stand still, they stay: what they share may be at fault. So does who cannot be done without. If all wait for each
 other, a message is lost: everybody is interrupted, which sends it again, and if that happens again in the same step,
 who is waited for most is taken out.
 """
@@ -21,6 +21,8 @@ from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.cluster.protocol.job import Job, Raised, without
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.protocol.watch import EARLY
+from megatron_elastic.layout import Cell, Holdings, Stage
+from megatron_elastic.plan import NoLayout, StateLost, lose
 
 _STEPS = 3.0
 """Usual steps after which a rank that has come no further hangs, if that is longer than the limit."""
@@ -60,7 +62,7 @@ def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
     hung = [rank for rank, seconds in left.items() if seconds <= 0]
     # What makes all of a stage stand still does not do so at the same moment.
     standing = [rank for rank, seconds in left.items() if seconds <= limits[rank] / 2]
-    if hung and not _left_without(turn.job, standing):
+    if hung and _stay(turn.job, standing):
         _warn(turn, readings, standing)
     elif hung:
         since = turn.job.watch.stalled
@@ -74,32 +76,54 @@ def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
 
 def _limit(job: Job, reading: RankReading) -> float:
     """Seconds that a rank may stand where it is."""
-    usual = job.watch.usual
-    if reading.patient or usual is None:
+    if reading.patient or (reading.at == "data" and _alone(job, reading.rank)):
         return job.settings.wait_timeout
-    return max(job.settings.hang_timeout, _STEPS * usual) * EARLY
+    return _usual_limit(job)
 
 
-def _left_without(job: Job, hung: Collection[int]) -> bool:
-    """Whether each stage that can go on still can without these ranks."""
-    assert job.layout is not None
-    for stage in job.layout.stages:
-        whole = [cell for cell in stage.cells if not any(job.ranks[rank].lost for rank in cell.ranks)]
-        if whole and all(any(rank in hung for rank in cell.ranks) for cell in whole):
-            return False
-    return True
+def _usual_limit(job: Job) -> float:
+    usual = job.watch.usual
+    return job.settings.wait_timeout if usual is None else max(job.settings.hang_timeout, _STEPS * usual) * EARLY
+
+
+def _alone(job: Job, rank: int) -> bool:
+    """Whether no other cell does what its cell does, so that nothing tells its hanging from that of a disk."""
+    layout = job.layout
+    return layout is not None and rank in layout.places and len(_whole(job, layout.stages[layout.stage_of(rank)])) == 1
+
+
+def _whole(job: Job, stage: Stage) -> list[Cell]:
+    return [cell for cell in stage.cells if not cell.shadow and not any(job.ranks[rank].lost for rank in cell.ranks)]
+
+
+def _stay(job: Job, standing: Collection[int]) -> bool:
+    """Whether ranks that stand still are left alone: as several cells do, all of a stage, or nobody could go on."""
+    layout = job.layout
+    assert layout is not None
+    for stage in layout.stages:
+        whole = _whole(job, stage)
+        if len(whole) > 1 and all(any(rank in standing for rank in cell.ranks) for cell in whole):
+            return True
+    known = {*layout.ranks, *layout.spares, *layout.lost}
+    try:
+        lose(layout, [rank for rank in (*job.lost, *standing) if rank in known], Holdings.of(layout), layout.epoch + 1)
+    except StateLost:
+        return not job.trust.newest_save
+    except NoLayout:
+        return True
+    return False
 
 
 def _warn(turn: Turn, readings: Mapping[int, RankReading], hung: Collection[int]) -> None:
-    """All of a stage stand still at once, say for a disk that they share."""
+    """Some stand still and stay, say for a disk that they share."""
     before = turn.job.watch.stalled
     turn.set(watch=replace(turn.job.watch, stalled=turn.now))
     if before is None:
         places = Counter(place(readings[rank]) for rank in hung).most_common(3)
         where = ", ".join(f"{count} {at}" for at, count in places)
         turn.record("standstill", ranks=sorted(hung), where=where)
-        turn.say(f"WARNING: {len(hung)} of {len(turn.job.alive)} ranks stand still: {where}. Without them nobody could "
-                 "go on, so they stay: look at what they share, as a disk")
+        turn.say(f"WARNING: {len(hung)} of {len(turn.job.alive)} ranks stand still: {where}. They are all of a "
+                 "stage, or nobody could go on without them, so they stay: look at what they share, as a disk")
 
 
 def place(reading: RankReading) -> str:
@@ -125,7 +149,8 @@ def _untie(turn: Turn, readings: Mapping[int, RankReading]) -> None:
     job = turn.job
     under_way = job.collecting or job.suspicions or any(node.absent is not None for node in job.nodes.values())
     if under_way or readings.keys() != set(job.alive) or any(
-        each.waits is None or each.waits < 0 or each.stood < _limit(job, each) for each in readings.values()
+        # Patience is for those who do something: nobody does.
+        each.waits is None or each.waits < 0 or each.stood < _usual_limit(job) for each in readings.values()
     ):
         return
     waited = Counter(each.waits for each in readings.values() if each.waits in readings)

@@ -54,11 +54,16 @@ def _dying(turn: Turn, message: RankDying) -> None:
 
 def does_not_end(turn: Turn, number: int) -> None:
     """A rank has died, and its process is there still: a thread of it waits for a disk, which no signal ends."""
-    rank = turn.job.ranks[number]
-    if rank.dying is not None:
-        turn.set_rank(number, dying=None)
-        if not rank.standby or recovery.concerns(turn.job, number):
-            _name(turn, [number], "hangs in the kernel", rank.dying)
+    if (since := turn.job.ranks[number].dying) is not None:
+        _died(turn, number, "hangs in the kernel", since)
+
+
+def _died(turn: Turn, number: int, cause: str, since: float) -> None:
+    """What has killed a rank that was seen dying is known."""
+    rank = turn.set_rank(number, dying=None)
+    turn.cancel_timer(f"dying {number}")
+    if not rank.standby or recovery.concerns(turn.job, number):
+        _name(turn, [number], cause, since)
 
 
 def _exited(turn: Turn, message: RankExited) -> None:
@@ -71,8 +76,7 @@ def _exited(turn: Turn, message: RankExited) -> None:
         start.again(turn, number, cause_of(code))
         return
     if before.dying is not None and code < 0:
-        if not rank.standby or recovery.concerns(turn.job, number):
-            _name(turn, [number], cause_of(code), before.dying)
+        _died(turn, number, cause_of(code), before.dying)
         membership.respawn(turn, number)
         return
     if before.dying is None and rank.lost:
@@ -146,18 +150,20 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
         turn.set(gathering=replace(job.gathering, running=Map(running)))
         return
     # A node that has come again has another number, and its ranks are that one's.
-    alive = [rank for rank in node.ranks if membership.runs_on(job, rank, event.node)
-             and job.ranks[rank].returncode is None and not job.ranks[rank].lost]
+    there = [rank for rank in node.ranks
+             if membership.runs_on(job, rank, event.node) and job.ranks[rank].returncode is None]
+    alive = [rank for rank in there if not job.ranks[rank].lost]
     if job.layout is None and not job.launched:
         membership.leave(turn, node)
-    elif not alive:
-        return
-    elif not job.settings.elastic:
+    elif alive and not job.settings.elastic:
         turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
-    else:
+    elif alive:
         lose(turn, alive, event.cause, event.since)
         if turn.job.ledger is not None:
             ledger.recall(turn)  # what its ranks committed and could not tell, others know
+    for rank in there:
+        if (since := job.ranks[rank].dying) is not None:
+            _died(turn, rank, event.cause, since)  # nobody else will tell
 
 
 def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> None:
@@ -180,7 +186,8 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
     if cause is not None:
         _name(turn, ranks, cause, when)
     if not turn.job.alive:
-        turn.end(False, "every rank is dead; restart the job from its newest checkpoint")
+        raised = f": the program raised, the last time {turn.job.errors[-1].summary!r}" if turn.job.errors else ""
+        turn.end(False, f"every rank is dead{raised}; restart the job from its newest checkpoint")
 
 
 def accused(turn: Turn, message: Suspect) -> None:

@@ -24,7 +24,7 @@ def build(rank: Rank) -> Waits:
     yield from rank.transport.find(layout)
     yield rank.world.delay(0.05)
     rank.control.check()
-    store = Store(rank.rank, layout.tp_index(rank.rank), rank.world.keeps)
+    store = Store(rank.rank, layout, rank.world.keeps)
     load(rank, store, rank.standing.step - 1)
     rank.parameters.hold(layout.held_by(rank.rank))
     rank.store, rank.tenure, rank.standing = store, Tenure(layout, store), standing.built(rank.standing)
@@ -45,9 +45,8 @@ def prepare(rank: Rank, invite: Invite) -> Waits:
         yield rank.world.newcomer_delay()
     finally:
         rank.settled = settled
-    tp = layout.tp_index(rank.rank)
-    if rank.store is None or rank.store.tp != tp:
-        rank.store = Store(rank.rank, tp, rank.world.keeps)
+    if rank.store is None or rank.store.place != layout.place_of(rank.rank):
+        rank.store = Store(rank.rank, layout, rank.world.keeps)
         rank.parameters.shapes.update(invite.shapes)
     rank.control.send(Ready(rank=rank.rank, epoch=invite.epoch))
 

@@ -74,6 +74,7 @@ def _finish(rank: Rank, tenure: Tenure) -> Waits:
                                         f"{'nothing' if state is None else state.step} at {done}")
         if weights != done:
             raise Violation("wrong weights", f"rank {rank.rank} digests unit {unit} of {weights}")
-        digests.append(SliceDigest(unit=unit, slice=k, tp=layout.tp_index(rank.rank), sha256=f"{unit}-{k}-{done}"))
+        part = layout.part_of(unit, rank.rank)
+        digests.append(SliceDigest(unit=unit, slice=k, part=part, sha256=f"{unit}-{k}-{done}"))
     rank.control.send(Finished(rank=rank.rank, step=done, digests=digests))
     yield (Stop,)

@@ -141,7 +141,7 @@ def complete(rank: Rank, tenure: Tenure, result: VoteResult) -> Waits:
     rank.standing = standing.committed(rank.standing)
     rank.settled = True
     rank.work = tenure.remainder = None
-    if world.profiles and result.step % 3 == 0 and layout.tp_index(rank.rank) == 0:
+    if world.profiles and result.step % 3 == 0 and layout.place_of(rank.rank) == 0:
         _tell_times(rank, tenure)
     rank.copies.pull()
     store.settle()

@@ -20,10 +20,13 @@ def verify(rank: Rank, tenure: Tenure) -> Waits:
         return
     found = _check(rank, tenure)
     if found:
-        step, tp = rank.standing.step, layout.tp_index(me)
+        step = rank.standing.step
         # At once, so that nothing can come between and count it as held.
         store.retire([at for at in store.live if (me, at) not in found])
-        damages = [Damage(rank=each, unit=at[0], slice=at[1], tp=tp, what="state") for each, at in sorted(found)]
+        damages = [
+            Damage(rank=each, unit=at[0], slice=at[1], part=layout.part_of(at[0], me), what="state")
+            for each, at in sorted(found)
+        ]
         message = Damaged(rank=me, epoch=layout.epoch, step=step, found=damages, verified=max(step - 2, 0))
         rank.standing = standing.spoiled(rank.standing, message)
         rank.control.send(message)
@@ -33,10 +36,9 @@ def verify(rank: Rank, tenure: Tenure) -> Waits:
 def _check(rank: Rank, tenure: Tenure) -> set[tuple[int, SliceId]]:
     """(rank, slice) of the damaged copies that can be seen from here."""
     world, layout, me = rank.world, tenure.layout, rank.rank
-    tp = layout.tp_index(me)
     found = {(me, at) for at, state in tenure.store.live.items() if state.bad and not world.shy}
     for at in layout.owned(me):
-        values = {copy: world.damaged_at(copy, at) for copy in (me, *layout.copies(*at, tp))}
+        values = {copy: world.damaged_at(copy, at) for copy in (me, *layout.copies(*at, layout.part_of(at[0], me)))}
         told = {copy: value for copy, value in values.items() if value is not None}
         if len(told) == 1 and told.get(me):
             found.add((me, at))  # by its own checksum

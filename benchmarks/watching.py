@@ -1,0 +1,88 @@
+"""What it costs that ranks are watched: a part of ``megatron-elastic bench overhead``.
+
+It is too little for step times to show, so it is counted: how often a rank writes to its odometer in a step, times what
+a write takes, and what its agent takes to look at all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import timeit
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import JobFailed
+
+from megatron_elastic.cluster.gauge import Gauge
+from megatron_elastic.cluster.speedometer import Speedometer
+from megatron_elastic.config import ElasticConfig
+from megatron_elastic.faults.odometer import Odometer, Work
+
+SCRIPT = str(Path(__file__).parent / "programs" / "watched_gpt.py")
+_TIMES, _REPEAT = 20_000, 5
+
+
+def watching(run_dir: Path, ranks: int, step_ms: float) -> dict[str, Any]:
+    """Costs as parts of a step that takes ``step_ms`` and of a processor, from a job of ``SCRIPT``."""
+    logs = [run_dir / "logs" / f"rank{rank}.log" for rank in range(ranks)]
+    written = max(map(_written, logs), key=lambda each: sum(each.values()))
+    steps = written["worked"]
+    cost = _write_us()
+    rank_us = sum(many / steps * cost[name] for name, many in written.items())
+    every = ElasticConfig().suspect_timeout / 4
+    look_us = _look_us(ranks, every)
+    return {
+        "writes_a_step": round(sum(written.values()) / steps, 1),
+        "write_us": {name: round(us, 3) for name, us in cost.items()},
+        "ratio_rank": round(rank_us / 1e3 / step_ms, 6),
+        "look_us": round(look_us, 1),
+        "looks_every_s": every,
+        "ratio_agent": round(look_us / 1e6 / every, 6),
+    }
+
+
+def _written(log: Path) -> Mapping[str, int]:
+    for line in reversed(log.read_text().splitlines()):
+        if line.startswith("odometer "):
+            found: dict[str, int] = json.loads(line.partition(" ")[2])
+            return found
+    raise JobFailed(f"{log} does not say how often the rank wrote to its odometer")
+
+
+def _write_us() -> dict[str, float]:
+    odometer = Odometer.alone()
+    work = Work(1, 2.0, 3.0)
+    return {name: _us(write) for name, write in {
+        "at": lambda: odometer.at("forward", 3, 1), "moved": odometer.moved, "wait": lambda: odometer.wait(3),
+        "worked": lambda: odometer.worked(work), "settle": odometer.settle,
+    }.items()}  # fmt: skip
+
+
+def _look_us(ranks: int, every: float) -> float:
+    """One look at so many ranks that all have come further since the last."""
+    gauge = Gauge(ranks, every)
+    speedometer = Speedometer(gauge.odometers)
+    pids, slots = dict.fromkeys(range(ranks), os.getpid()), {rank: rank for rank in range(ranks)}
+    odometers = [Odometer.of(gauge.odometers.environment(slot)) for slot in range(ranks)]
+    done = 0.0
+
+    def move() -> None:
+        nonlocal done
+        done += 1.0
+        for odometer in odometers:
+            odometer.moved()
+            odometer.worked(Work(0, done, done))
+
+    def look() -> None:
+        move()
+        gauge.look(pids, slots)
+        speedometer.look(slots)
+
+    return _us(look, _TIMES // 100) - _us(move, _TIMES // 100)
+
+
+def _us(call: Callable[[], object], times: int = _TIMES) -> float:
+    """The fastest of some tries: what else the machine does is not the call's."""
+    return min(timeit.repeat(call, number=times, repeat=_REPEAT)) / times * 1e6

@@ -1,0 +1,41 @@
+"""``--exit-signal-handler``: training ends with a checkpoint when a scheduler asks for it, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.observe.records import read_digest
+from tests.jobs import Grid, Jobs
+from tests.launches import family
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+GRID = Grid(tp=1, pp=2, steps=60, ranks=4)
+
+
+@pytest.mark.parametrize(("number", "everybody"), [
+    pytest.param(signal.SIGUSR1, True, id="all processes"),
+    pytest.param(signal.SIGTERM, False, id="the launcher", marks=pytest.mark.long),
+])
+def test_a_job_in_two_parts_trains_as_one(jobs: Jobs, tmp_path: Path, number: signal.Signals, everybody: bool) -> None:
+    """Some schedulers signal the launcher, Slurm all processes of the job."""
+    saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--exit-signal-handler", "--exit-signal", number.name)
+    first = jobs.start(*GRID.flags, *saves, ranks=GRID.ranks)
+    first.read_until(f" 5/{GRID.steps} ")
+    pid = first.process.pid
+    for member in reversed(family(pid)) if everybody else [pid]:
+        os.kill(member, number)
+    assert f"{number.name} goes to the ranks, which end training" in first.finish()
+    assert not first.events("fault")
+    stopped = max(first.metrics())
+    assert 5 <= stopped < GRID.steps
+    second = jobs.run(*GRID.flags, *saves, ranks=GRID.ranks)
+    assert min(second.metrics()) == stopped + 1
+    reference = jobs.undisturbed(*GRID.flags, ranks=GRID.ranks)
+    both, whole = {**first.metrics(), **second.metrics()}, reference.metrics()
+    assert {n: line["loss_hex"] for n, line in both.items()} == {n: line["loss_hex"] for n, line in whole.items()}
+    assert read_digest(second.run_dir)["sha256"] == read_digest(reference.run_dir)["sha256"]
