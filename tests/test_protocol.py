@@ -86,6 +86,42 @@ def test_what_killed_a_rank_is_known_when_its_agent_is_gone(play: Play) -> None:
     assert "dying 0" not in play.job.timers
 
 
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_job_ends_when_what_killed_a_rank_is_known(play: Play, standby: bool) -> None:
+    """Others may finish before the process of a rank that dies in the last step is gone."""
+    if standby:
+        announce(play)
+    victim, code = (2, 7) if standby else (1, -9)
+    play.news(RankDying(rank=victim, time=1.0))
+    others = [rank for rank in play.job.layout.ranks if rank != victim] if play.job.layout else []
+    assert set(play.sent(Interrupt)) == set(others)
+    for rank in others:
+        play.say(Report(rank=rank, epoch=play.job.epoch, member=True, step=5, vote=None, last=None, held=None,
+                        interrupted_at=1.0))
+    play.say(*(finished(play, rank) for rank in others))
+    assert play.job.outcome is None
+    play.news(RankExited(rank=victim, returncode=code, time=1.1))
+    assert play.job.outcome == Outcome(True, "training finished at step 4")
+    events = [effect for effect in play.effects if isinstance(effect, WriteEvent)]
+    assert [each.kind for each in events][:2] == ["fault", "recovered"]
+    assert events[0].fields["signal"] == events[1].fields["cause"] == ("exit code 7" if standby else "kill -9")
+
+
+def test_a_fault_before_what_killed_a_rank_is_known_is_told_with_it(play: Play) -> None:
+    play.news(RankDying(rank=0, time=1.0))
+    play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0))
+    vote = VoteResult(step=1, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+    play.say(Committed(rank=1, epoch=1, vote=vote, time=1.2, first=True))
+    damage = Damage(rank=1, unit=0, slice=0, part=0, what="weights")
+    play.say(Damaged(rank=1, epoch=1, step=2, found=[damage], verified=0))
+    play.say(Report(rank=1, epoch=2, member=True, step=2, vote=None, last=vote, held=None, interrupted_at=1.3))
+    play.news(RankExited(rank=0, returncode=-9, time=1.4))
+    play.say(Committed(rank=1, epoch=2, vote=replace(vote, step=2), time=1.5))
+    (event,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "recovered"]
+    assert (event["cause"], event["ranks"], event["epochs"]) == ("kill -9", [0, 1], [1, 2])
+    assert event["mttr_ms"] == 500
+
+
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
 def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
     for work in (Progress(step=1, added=[1], live=[3], half=[]), None):

@@ -51,6 +51,7 @@ class Batches:
         self.validation: Any = None
         self.test: Any = None
         self._args = args
+        self._size = args.micro_batch_size  # while a part of one is computed, Megatron's flag may say the part's
         self._provider = provider
         self._odometer = odometer
         self._check = check
@@ -96,7 +97,7 @@ class Batches:
         """Samples that a rank computes of part of a grain: an iteration's global batch is consecutive, and so are its
         grains, and in these the micro-batches.
         """
-        size = self._args.micro_batch_size
+        size = self._size
         piece, number = size // layout.samples, part.grain * layout.ep + layout.ep_index(rank)
         first = iteration * self._args.global_batch_size + number * size + part.start * piece
         return collate([data[i] for i in range(first, first + part.size * piece)])

@@ -177,7 +177,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
         case Switched():
             change.switched(turn, message)
             drain.finish(turn)
-            ending.switched(turn)
+            ending.consider(turn)
         case Profile():
             change.profiled(turn, message)
         case Damaged():

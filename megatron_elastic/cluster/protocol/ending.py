@@ -27,18 +27,20 @@ def finished(turn: Turn, message: Finished) -> None:
     if unfinished:
         turn.set_timer("finish", job.settings.wait_timeout)
     else:
-        _finish(turn, message.step)
+        consider(turn)
 
 
-def switched(turn: Turn) -> None:
-    """A layout came into force: those who had not finished may be in it no more."""
-    if turn.job.finished and not turn.job.unfinished and turn.job.outcome is None:
-        _finish(turn, max(message.step for message in turn.job.finished.values()))
+def consider(turn: Turn) -> None:
+    """End the job if everybody in the layout in force has finished, and what has killed others is known."""
+    job = turn.job
+    if job.finished and not job.unfinished and job.outcome is None and recovery.named(job):
+        _finish(turn, max(message.step for message in job.finished.values()))
 
 
 def _finish(turn: Turn, step: int) -> None:
     layout = turn.job.layout
     assert layout is not None
+    turn.cancel_timer("finish")
     recovery.over(turn)
     ledger.close(turn)  # all that anybody knows of steps has come before this
     done = [turn.job.finished[rank] for rank in layout.ranks]

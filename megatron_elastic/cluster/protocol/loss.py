@@ -18,7 +18,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol import change, ledger, membership, recovery, start, suspicion, whereabouts
+from megatron_elastic.cluster.protocol import change, ending, ledger, membership, recovery, start, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
@@ -64,6 +64,7 @@ def _died(turn: Turn, number: int, cause: str, since: float) -> None:
     turn.cancel_timer(f"dying {number}")
     if not rank.standby or recovery.concerns(turn.job, number):
         _name(turn, [number], cause, since)
+        ending.consider(turn)
 
 
 def _exited(turn: Turn, message: RankExited) -> None:
@@ -75,7 +76,7 @@ def _exited(turn: Turn, message: RankExited) -> None:
     if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
         start.again(turn, number, cause_of(code))
         return
-    if before.dying is not None and code < 0:
+    if before.dying is not None and (code < 0 or rank.standby):
         _died(turn, number, cause_of(code), before.dying)
         membership.respawn(turn, number)
         return

@@ -43,6 +43,11 @@ def concerns(job: Job, rank: int) -> bool:
     return job.recovery is not None and any(rank == each for each, _ in job.recovery.causes)
 
 
+def named(job: Job) -> bool:
+    """Whether all is known that is being recovered from."""
+    return job.recovery is None or all(cause is not None for _, cause in job.recovery.causes)
+
+
 # ---- faults --------------------------------------------------------------------------------
 
 
@@ -55,9 +60,12 @@ def interrupt(turn: Turn, ranks: Collection[int], cause: str | None, when: float
     assert layout is not None
     # First of all: everybody waits for this.
     turn.send(Interrupt(epoch=epoch, layout=layout.epoch, lost=list(turn.job.lost)), alive)
-    if turn.job.recovery is not None and turn.job.recovery.back_at is not None:
+    if turn.job.recovery is not None and turn.job.recovery.back_at is not None and named(turn.job):
         _close(turn)
     before = turn.job.recovery or Recovery(noticed=turn.now)
+    if before.back_at is not None:
+        # What killed who was recovered from is not known yet: both losses are told as one.
+        before = Recovery(noticed=before.noticed, epochs=before.epochs, exits=before.exits, causes=before.causes)
     causes = dict(before.causes) | dict.fromkeys(ranks, cause)
     turn.set(
         recovery=replace(
@@ -341,7 +349,7 @@ def over(turn: Turn) -> None:
 
 def _close_if_over(turn: Turn) -> None:
     recovery = turn.job.recovery
-    if recovery is not None and recovery.back_at is not None and all(cause is not None for _, cause in recovery.causes):
+    if recovery is not None and recovery.back_at is not None and named(turn.job):
         _close(turn)
         change.consider(turn)
 
@@ -375,7 +383,7 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     total, counted = (recovery.back_at - fault) * 1e3, recovery.decided.counted
     parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
     return {
-        "cause": next((cause for _, cause in recovery.causes), "coordinator lost") or "killed",
+        "cause": next((cause for _, cause in recovery.causes), "coordinator lost"),
         "ranks": sorted(recovery.exits),
         "step": recovery.decided.step,
         "decision": recovery.decided.decision,
