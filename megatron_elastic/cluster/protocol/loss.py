@@ -18,7 +18,16 @@ from megatron_elastic.cluster.messages import (
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol import change, ending, ledger, membership, recovery, start, suspicion, whereabouts
+from megatron_elastic.cluster.protocol import (
+    change,
+    ending,
+    ledger,
+    membership,
+    recovery,
+    start,
+    suspicion,
+    whereabouts,
+)
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.turn import Turn
 
