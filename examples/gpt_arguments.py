@@ -16,10 +16,9 @@ from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newes
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.plan.split import split
-from megatron_elastic.support import check_experts, check_split
+from megatron_elastic.support import check_cells, check_split
 
 _UNSUPPORTED = {
-    "--context-parallel-size": "context parallelism is not supported yet; leave it out or use 1",
     "--fp16": "fp16 needs a loss scaler, which is not supported yet; use --bf16 or neither",
 }
 """Megatron-LM's flags that people will try, and what to do instead."""
@@ -113,6 +112,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--context-parallel-size", type=int, default=1, metavar="N",
+                       help="ranks that have a part each of the same sequences; needs --elastic, as attention over "
+                            "them is Transformer Engine's otherwise")
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, metavar="N",
                        help="stages have chunks of so many layers, which grains pass in turn")
     group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, metavar="N",
@@ -195,23 +197,33 @@ def _signal(name: str) -> signal.Signals:
 
 def _check_parallelism(args: argparse.Namespace) -> None:
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
-    _at_least(1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    if world % (tp * pp):
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    _at_least(1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+              expert_model_parallel_size=ep)
+    if cp > 1 and not args.elastic:
+        raise UsageError("--context-parallel-size needs --elastic: without it, attention over several ranks is "
+                         "Transformer Engine's")
+    if world % (tp * pp * cp):
+        contexts = f" x --context-parallel-size {cp}" if cp > 1 else ""
         raise UsageError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not divide "
-            f"the world size {world}: start a multiple of {tp * pp} processes, or change the sizes"
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}{contexts} = {tp * pp * cp} does "
+            f"not divide the world size {world}: start a multiple of {tp * pp * cp} processes, or change the sizes"
         )
-    args.data_parallel_size = world // (tp * pp)
-    ep = args.expert_model_parallel_size
-    _at_least(1, expert_model_parallel_size=ep)
-    if args.data_parallel_size % ep:
+    args.data_parallel_size = world // (tp * pp * cp)
+    if args.data_parallel_size * cp % ep:
+        contexts = f" x --context-parallel-size {cp}" if cp > 1 else ""
         raise UsageError(
-            f"--expert-model-parallel-size {ep} does not divide the data-parallel size {args.data_parallel_size}: "
-            f"start a multiple of {tp * pp * ep} processes, or change the sizes"
+            f"--expert-model-parallel-size {ep} does not divide the data-parallel size {args.data_parallel_size}"
+            f"{contexts}: start a multiple of {tp * pp * ep} processes, or change the sizes"
         )
     args.sequence_parallel = args.sequence_parallel and tp > 1
-    if args.sequence_parallel:
-        _divides("--seq-length", args.seq_length, "--tensor-model-parallel-size", tp)
+    if cp > 1 and args.seq_length % (2 * cp):
+        raise UsageError(f"--seq-length {args.seq_length} is not divisible by 2 x --context-parallel-size {cp}: a rank "
+                         "has two chunks of each sequence")
+    if args.sequence_parallel and args.seq_length // cp % tp:
+        contexts = f" x --context-parallel-size {cp}" if cp > 1 else ""
+        raise UsageError(f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {tp}"
+                         f"{contexts}")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise UsageError("--overlap-param-gather needs --overlap-grad-reduce: add it")
 
@@ -228,7 +240,8 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
             f"use {-(-args.global_batch_size // at_once) * at_once}"
         )
-    args.num_grains = args.global_batch_size // (args.micro_batch_size * args.expert_model_parallel_size)
+    batches = max(args.expert_model_parallel_size // args.context_parallel_size, 1)
+    args.num_grains = args.global_batch_size // (args.micro_batch_size * batches)
 
 
 def _add_experts(group: argparse._ArgumentGroup) -> None:
@@ -267,7 +280,7 @@ def _check_experts(args: argparse.Namespace) -> None:
         raise UsageError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it")
     args.expert_tensor_parallel_size = tp
     if args.elastic:
-        check_experts(args)
+        check_cells(args)
 
 
 def _check_model(args: argparse.Namespace) -> None:

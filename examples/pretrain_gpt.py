@@ -76,7 +76,9 @@ def forward_step(
     data_iterator: Iterator[Mapping[str, torch.Tensor]], model: Any
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes it a loss."""
-    batch = next(data_iterator)
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = get_batch_on_this_cp_rank(dict(next(data_iterator)))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 

@@ -56,15 +56,14 @@ def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
     return Refusal(flag, why, fix, reads=None, dest=dest)
 
 
-_SHAPE = "the layout is made of tensor, pipeline and data parallelism only"
 _GRAINS = "the number of micro-batches in a global batch is fixed at the start"
 _PRECISION = "the state of a slice is fp32 weights and fp32 moments, and gradients are summed exactly"
 _LOOP = "it belongs to Megatron's own training loop, which --elastic replaces"
 _SAVED = "checkpoints are written from slices, as torch_dist"
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--context-parallel-size", _SHAPE, "use 1", but=(1,)),
-    _switch("--hybrid-context-parallel", _SHAPE),
+    _switch("--hybrid-context-parallel", "every sequence is divided among the same ranks"),
+    Refusal("--hierarchical-context-parallel-sizes", "context-parallel ranks are one group", reads="*"),
     Refusal("--moe-token-dispatcher-type", "it goes around the elastic groups", "use alltoall",
             but=("allgather", "alltoall")),
     _switch("--moe-enable-deepep", "it goes around the elastic groups"),
@@ -158,6 +157,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--ddp-*`": "there is no DDP wrapper",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by all ranks, each its own slices",
     "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
+    "`--cp-comm-type`": "keys and values of all context-parallel ranks are gathered",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
     "`--num-workers`": "a rank reads its samples itself",
     "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
@@ -205,10 +205,14 @@ def check_split(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
 
 
-def check_experts(args: argparse.Namespace) -> None:
-    """Raise UsageError if experts cannot be trained as flags say that Megatron has parsed."""
+def check_cells(args: argparse.Namespace) -> None:
+    """Raise UsageError if experts and contexts cannot be divided as flags say that Megatron has parsed."""
     if not getattr(args, "num_experts", None):
         return
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    if max(cp, ep) % min(cp, ep):
+        raise UsageError(f"--context-parallel-size {cp} with --expert-model-parallel-size {ep} does not work with "
+                         "--elastic: one must divide the other; change one of them")
     if args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size):
         raise UsageError(f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} does not work with "
                          "--elastic: experts are cut as other layers are; leave it out")

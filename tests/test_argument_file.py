@@ -93,9 +93,9 @@ def test_what_a_file_cannot_say(tmp_path: Path, lines: list[str], message: str) 
 
 
 def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
-    path = write(tmp_path, "context_parallel_size: 2")
-    support.check_arguments(["--yaml-cfg", path, "--context-parallel-size", "1"])
-    with pytest.raises(UsageError, match="--context-parallel-size 2"):
+    path = write(tmp_path, "num_distributed_optimizer_instances: 2")
+    support.check_arguments(["--yaml-cfg", path, "--num-distributed-optimizer-instances", "1"])
+    with pytest.raises(UsageError, match="--num-distributed-optimizer-instances 2"):
         support.check_arguments(["--yaml-cfg", path])
 
 

@@ -20,11 +20,13 @@ Rearrange = Callable[[Layout], Layout]
 
 
 def make(tp: int, pp: int, dp: int, *, replicas: int = 1, slices: int | None = None, grains: int = 12,
-         per_host: int | None = None, tied: bool = True, each: int = 1, ep: int = 1) -> Layout:  # fmt: skip
+         per_host: int | None = None, tied: bool = True, each: int = 1,
+         teams: tuple[int, int] = (1, 1)) -> Layout:  # fmt: skip
+    cp, ep = teams
     units, stage_units = gpt_units(pp * each, pp, tied, positions=False, routed=range(1, pp * each) if ep > 1 else ())
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=slices or dp,
-        replicas=replicas, ranks_per_host=per_host, ep=ep,
+        replicas=replicas, ranks_per_host=per_host, cp=cp, ep=ep,
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def test_stages_as_asked_one_after_the_other() -> None:
 shapes = st.fixed_dictionaries(
     {
         "tp": st.integers(1, 2),
-        "ep": st.integers(1, 2),
+        "teams": st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)]),
         "pp": st.integers(1, 3),
         "dp": st.integers(1, 5),
         "slices": st.integers(1, 6),

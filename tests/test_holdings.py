@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Extent, Holdings, Layout, SlicePart, gpt_units
 
 
-def grid(tp: int, pp: int, dp: int, slices: int, replicas: int, ep: int = 1) -> Layout:
+def grid(tp: int, pp: int, dp: int, slices: int, replicas: int, teams: tuple[int, int] = (1, 1)) -> Layout:
+    cp, ep = teams
     units, stage_units = gpt_units(pp, pp, tied=True, positions=False, routed=range(pp) if ep > 1 else ())
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=dp, num_slices=slices, replicas=replicas,
-        ep=ep,
+        cp=cp, ep=ep,
     )  # fmt: skip
 
 
@@ -46,13 +47,14 @@ def test_a_report_that_is_as_asked_is_no_exception() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    tp=st.integers(1, 2), ep=st.integers(1, 3), pp=st.integers(1, 3), dp=st.integers(1, 4), slices=st.integers(1, 4),
+    tp=st.integers(1, 2), teams=st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 4), (4, 2)]),
+    pp=st.integers(1, 3), dp=st.integers(1, 4), slices=st.integers(1, 4),
     replicas=st.integers(0, 2), extent=st.sampled_from(Extent), seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_holdings_say_what_each_rank_holds(
-    tp: int, ep: int, pp: int, dp: int, slices: int, replicas: int, extent: Extent, seed: int
+    tp: int, teams: tuple[int, int], pp: int, dp: int, slices: int, replicas: int, extent: Extent, seed: int
 ) -> None:
-    layout = grid(tp, pp, dp, slices, replicas, ep)
+    layout = grid(tp, pp, dp, slices, replicas, teams)
     rng = random.Random(seed)
     held, plain = Holdings.of(layout, extent), told(layout, extent)
     for rank in rng.sample([*layout.ranks, 99], rng.randint(0, min(3, len(layout.ranks)))):

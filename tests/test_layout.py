@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_ranks_of_a_cell_share_what_they_all_have_and_keep_their_own_experts() -
     assert [cell.ranks for cell in layout.stages[0].cells] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert (layout.cell_size, layout.tp, layout.num_batches) == (4, 2, 8)
     assert [layout.tp_index(rank) for rank in range(8)] == [0, 1] * 4
-    assert [layout.ep_index(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [layout.batch_of(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     first, second = layout.stages[0].cells
     assert (layout.num_parts(1), layout.part_of(1, 7)) == (2, 1)
     assert [layout.keepers(second, 1, k) for k in range(4)] == [(4, 5), (4, 5), (6, 7), (6, 7)]
@@ -133,8 +134,31 @@ def test_ranks_of_a_cell_share_what_they_all_have_and_keep_their_own_experts() -
     kept = [(unit, k, layout.part_of(unit, rank)) for rank in layout.ranks for unit, k in layout.owned(rank)]
     assert sorted(kept) == sorted(layout.parts)
     assert decode(encode(layout)) == Layout.from_json(layout.to_json()) == layout
-    with pytest.raises(LayoutError, match="cells of \\[4\\] ranks cannot have 3 expert-parallel indices"):
+    with pytest.raises(LayoutError, match="cannot have 1 context- and 3 expert-parallel indices"):
         replace(layout, ep=3).validate()
+
+
+def test_contexts_and_experts_of_a_cell() -> None:
+    """Four teams of one rank: two in a row share a micro-batch, or all share the experts."""
+    units, stage_units = gpt_units(1, 1, tied=True, positions=False, routed=[0])
+    grid = partial(Layout.grid, tp=1, pp=1, dp=1, stage_units=stage_units, units=units, num_grains=2, num_slices=4,
+                   replicas=0)  # fmt: skip
+    layout = grid(cp=2, ep=4)
+    assert (layout.cell_size, layout.teams, layout.batches, layout.num_batches) == (4, 4, 2, 4)
+    assert [(layout.cp_index(rank), layout.batch_of(rank)) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    experts, cell = units.index("experts.0"), layout.cell_of(0)
+    assert (layout.num_parts(experts), layout.sharing(cell, experts, 3)) == (4, (3,))
+    layout = grid(cp=4, ep=2)
+    assert (layout.cell_size, layout.teams, layout.batches, layout.num_batches) == (4, 4, 1, 2)
+    assert [(layout.cp_index(rank), layout.batch_of(rank)) for rank in range(4)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert (layout.num_parts(experts), layout.sharing(cell, experts, 1)) == (2, (1, 3))
+    assert [layout.keepers(cell, experts, k) for k in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [layout.keepers(cell, 0, k) for k in range(4)] == [(0,), (1,), (2,), (3,)]
+    kept = [(unit, k, layout.part_of(unit, rank)) for rank in layout.ranks for unit, k in layout.owned(rank)]
+    assert sorted(kept) == sorted(layout.parts)
+    assert decode(encode(layout)) == Layout.from_json(layout.to_json()) == layout
+    with pytest.raises(LayoutError, match="context-parallel size 2 and expert-parallel size 3: one must divide"):
+        grid(cp=2, ep=3)
 
 
 @pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (4, 0)])

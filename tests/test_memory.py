@@ -73,6 +73,9 @@ def test_what_flags_change(flags: str) -> None:
     assert needs("--pipeline-model-parallel-size 4").log == 8 * (16 * 32 * 4)
     assert needs("--pipeline-model-parallel-size 2 --elastic-log-mb 0.008").log == 0, "too large, so it is not kept"
     assert needs("--pipeline-model-parallel-size 2 --elastic-redo step").log == 0
+    contexts = needs("--context-parallel-size 2")
+    assert (contexts.activations * 2, contexts.owned) == (usual.activations, usual.owned)
+    assert needs("--context-parallel-size 2 --pipeline-model-parallel-size 2").log == 8 * (8 * 32 * 4)
     assert usual.total == usual.device + usual.host
 
 

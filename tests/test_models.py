@@ -51,6 +51,7 @@ MODELS = {
 }  # fmt: skip
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EP2 = ("--expert-model-parallel-size", "2")
+CP2 = ("--context-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 KILLS = inject("kill:rank=3,step=4,at=backward", "kill:rank=1,step=7,at=apply")
 ROUTERS = re.compile(r"iteration +(\d+)/.*?((?:\w*load_balancing_loss|z_loss): .*)\| loss scale")
@@ -86,16 +87,21 @@ def test_a_model_learns_what_plain_megatron_teaches_it(patched: CheckoutJobs, tm
     assert_same(resumed(patched, tmp_path, *model, *KILLS), undisturbed)
 
 
-@pytest.mark.parametrize(("name", "parallel"), [
-    ("experts", TP2), ("experts", EP2),
-    ("experts with a bias", (*EP2, "--moe-token-dispatcher-type", "allgather")),
-    ("shared experts, dense layers", (*TP2, *EP2, "--pipeline-model-parallel-size", "1")),
-], ids=["TP2", "EP2", "EP2, bias, allgather", "TP2 x EP2"])  # fmt: skip
-def test_experts_of_ranks_that_share_them(
-    patched: CheckoutJobs, tmp_path: Path, name: str, parallel: tuple[str, ...]
+@pytest.mark.parametrize(("name", "more", "parallel"), [
+    ("experts", "", TP2), ("experts", "", EP2),
+    ("experts with a bias", "", (*EP2, "--moe-token-dispatcher-type", "allgather")),
+    ("shared experts, dense layers", "", (*TP2, *EP2, "--pipeline-model-parallel-size", "1")),
+    ("normalised queries, windows", "--eod-mask-loss --vocab-size 399", CP2),
+    ("partial rotation", "", (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
+    ("experts", "--moe-router-load-balancing-type seq_aux_loss", (*CP2, *EP2)),
+    ("experts with a bias", "", (*CP2, "--expert-model-parallel-size", "4", "--pipeline-model-parallel-size", "1")),
+], ids=["TP2", "EP2", "EP2, bias, allgather", "TP2 x EP2", "CP2, windows", "TP2 x CP2", "CP2 x EP2",
+        "CP2 x EP4, bias"])  # fmt: skip
+def test_models_of_ranks_that_share_them(
+    patched: CheckoutJobs, tmp_path: Path, name: str, more: str, parallel: tuple[str, ...]
 ) -> None:
-    """By tensors each has a part of each expert and routes a part of the sequence, by experts some experts."""
-    model, saved = MODELS[name].split(), tmp_path / "saved"
+    """By tensors each has a part of each layer, by experts some experts, by contexts a part of each sequence."""
+    model, saved = f"{MODELS[name]} {more}".split(), tmp_path / "saved"
     plain = [*model, *(TP2 if TP2[0] in parallel else ()), "--save", str(tmp_path)]
     whole = losses_of(patched.plain(*FLAGS, *plain, ranks=2 if TP2[0] in parallel else 1))
     undisturbed = resumed(patched, tmp_path, *model, *parallel, ranks=8)
@@ -103,23 +109,27 @@ def test_experts_of_ranks_that_share_them(
     assert ours == pytest.approx({step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
     killed = resumed(patched, tmp_path, *model, *parallel, *KILLS, "--save", str(saved), ranks=8)
     assert_same(killed, undisturbed)
-    if EP2[0] in parallel:
+    if TP2[0] not in parallel:
         (saved / "latest_checkpointed_iteration.txt").write_text("6")
         rest = losses_after_loading(patched.plain(*FLAGS, *model, "--load", str(saved), ranks=1))
         assert rest == pytest.approx({step: whole[step] for step in (7, 8)}, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("model", ["", MODELS["experts"]], ids=["dense", "experts"])
-def test_losses_by_token(patched: CheckoutJobs, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "cp"), [("", 1), (MODELS["experts"], 1), ("", 2)],
+                         ids=["dense", "experts", "CP2"])  # fmt: skip
+def test_losses_by_token(patched: CheckoutJobs, tmp_path: Path, model: str, cp: int) -> None:
     """Some tokens do not count (the end of a document, which 399 stands for here), in some micro-batches more."""
     flags = (*model.split(), "--calculate-per-token-loss", "--eod-mask-loss", "--vocab-size", "399")
     whole = losses_of(patched.plain(*FLAGS, *flags, "--save", str(tmp_path), ranks=1))
-    undisturbed = resumed(patched, tmp_path, *flags)
+    if cp > 1:
+        flags = (*flags, "--context-parallel-size", str(cp))
+    undisturbed = resumed(patched, tmp_path, *flags, ranks=4 * cp)
     lines = undisturbed.metrics()
     assert {step: line["loss"] for step, line in lines.items()} == pytest.approx(
         {step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
-    assert_same(resumed(patched, tmp_path, *flags, *KILLS), undisturbed)
-    usual = resumed(patched, tmp_path, *(flag for flag in flags if flag != "--calculate-per-token-loss")).metrics()
+    assert_same(resumed(patched, tmp_path, *flags, *KILLS, ranks=4 * cp), undisturbed)
+    others = [flag for flag in flags if flag != "--calculate-per-token-loss"]
+    usual = resumed(patched, tmp_path, *others, ranks=4 * cp).metrics()
     assert any(usual[step]["grad_norm"] != pytest.approx(line["grad_norm"], rel=1e-4) for step, line in lines.items())
 
 

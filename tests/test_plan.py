@@ -16,8 +16,10 @@ from megatron_elastic.plan.reroute import reroute
 
 
 def make(
-    tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True, ep: int = 1
+    tp: int, pp: int, dp: int, *, grains: int, slices: int, replicas: int, tied: bool = True,
+    teams: tuple[int, int] = (1, 1),
 ) -> tuple[Layout, Holdings]:
+    cp, ep = teams
     units, stage_units = gpt_units(pp, pp, tied, positions=False, routed=range(1, pp) if ep > 1 else ())
     layout = Layout.grid(
         tp=tp,
@@ -28,6 +30,7 @@ def make(
         num_grains=grains,
         num_slices=slices,
         replicas=replicas,
+        cp=cp,
         ep=ep,
     )
     return layout, Holdings.of(layout)
@@ -245,7 +248,7 @@ def check_kept(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None
 shapes = st.fixed_dictionaries(
     {
         "tp": st.integers(1, 3),
-        "ep": st.integers(1, 3),
+        "teams": st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 4), (4, 2)]),
         "pp": st.integers(1, 4),
         "dp": st.integers(1, 6),
         "grains": st.integers(6, 13),

@@ -103,8 +103,13 @@ def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
                      marks=pytest.mark.long),
         pytest.param("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3),
                      marks=pytest.mark.long),
+        pytest.param("--context-parallel-size 2 --expert-model-parallel-size 4 --num-experts 4 --swiglu "
+                     "--disable-bias-linear", 8, (2, 1), marks=pytest.mark.long),
+        pytest.param("--context-parallel-size 4 --expert-model-parallel-size 2 --num-experts 4 --swiglu "
+                     "--disable-bias-linear", 8, (2, 1), marks=pytest.mark.long),
+        pytest.param("--tensor-model-parallel-size 2 --context-parallel-size 2", 8, (2, 1), marks=pytest.mark.long),
     ],
-    ids=["untied-bf16", "TP2", "bf16-without-replicas"],
+    ids=["untied-bf16", "TP2", "bf16-without-replicas", "CP2 x EP4", "CP4 x EP2", "TP2 x CP2"],
 )
 def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...]) -> None:
     all_flags = ("--elastic-slices", "4", "--train-iters", "16", *flags.split())

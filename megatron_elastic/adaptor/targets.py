@@ -141,8 +141,8 @@ PLAN = Target(_SAVING + "state_dict_saver", "save_state_dict_async_plan", "calle
               ("state_dict", "storage_writer", "planner"), "always", "all ranks plan a checkpoint")
 RESULTS_QUEUE = Target(_FILES, "_results_queue", "replaced", None, "always", "would be made by a process of its own")
 GROUPS = Target(_CORE + "parallel_state", "initialize_model_parallel", "called",
-                ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"), "always",
-                "Megatron's groups, made over the elastic backend")
+                ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+                 "expert_model_parallel_size"), "always", "Megatron's groups, made over the elastic backend")
 FORWARD = Target(_CORE + "pipeline_parallel.schedules", "forward_step", "called",
                  ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor",
                   "forward_data_store", "config", "cp_group_size", "is_last_stage"), "always",
@@ -160,6 +160,11 @@ ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_track
 
 ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
                  "a router's bias is told how many tokens each expert got")
+ATTENTION = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.__init__", "wrapped",
+                   ("self", "config"), "always", "local attention refuses to be made with context parallelism")
+ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.forward", "wrapped",
+                ("self", "query", "key", "value", "attention_mask"), "always",
+                "with context parallelism a rank has a part of the sequence, and looks at all of it")
 
 # ---- what a Megatron-LM checkout needs ------------------------------------------------------
 

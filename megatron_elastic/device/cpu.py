@@ -192,6 +192,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # which speeds up copies to a device
         return factory(*args, **kwargs)
 
     return on_cpu

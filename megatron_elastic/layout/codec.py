@@ -50,6 +50,7 @@ class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     lost: _Ints
     hosts: tuple[_Ints, ...]
     samples: int
+    cp: int
     ep: int
 
 
@@ -74,6 +75,7 @@ def encode(layout: Layout) -> bytes:
             lost=layout.lost,
             hosts=layout.hosts,
             samples=layout.samples,
+            cp=layout.cp,
             ep=layout.ep,
         )
     )
@@ -89,7 +91,8 @@ def decode(data: bytes) -> Layout:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"this is no layout in MessagePack: {error}") from None
     sizes = {len(cell.ranks) for stage in read.stages for cell in stage.cells}
-    shaped = len(sizes) == 1 and 0 not in sizes and read.ep >= 1 and all(size % read.ep == 0 for size in sizes)
+    shaped = len(sizes) == 1 and 0 not in sizes and min(read.cp, read.ep) >= 1
+    shaped = shaped and all(size % max(read.cp, read.ep) == 0 for size in sizes)
     if not read.stages or not all(stage.cells for stage in read.stages) or not shaped:
         raise LayoutError("this is no layout in MessagePack: a stage has no cells, or a cell more ranks than another")
     for table in (read.owners, read.replicas):
@@ -111,5 +114,6 @@ def decode(data: bytes) -> Layout:
         lost=read.lost,
         hosts=read.hosts,
         samples=read.samples,
+        cp=read.cp,
         ep=read.ep,
     )

@@ -45,8 +45,8 @@ _DECODER = msgspec.msgpack.Decoder(_Difference)
 def difference(old: Layout, new: Layout) -> bytes | None:
     """What has to be known of ``new`` by who has ``old``; None if that cannot be said briefly."""
     if (
-        (old.num_slices, old.num_replicas, old.num_grains, old.units, old.samples, old.ep)
-        != (new.num_slices, new.num_replicas, new.num_grains, new.units, new.samples, new.ep)
+        (old.num_slices, old.num_replicas, old.num_grains, old.units, old.samples, old.cp, old.ep)
+        != (new.num_slices, new.num_replicas, new.num_grains, new.units, new.samples, new.cp, new.ep)
         or len(old.stages) != len(new.stages)
         or len(old.hosts) > len(new.hosts)
     ):

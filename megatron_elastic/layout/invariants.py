@@ -31,8 +31,11 @@ def problems(layout: Tables) -> Iterator[str]:
     sizes = {len(cell.ranks) for stage in layout.stages for cell in stage.cells}
     if len(sizes) != 1 or 0 in sizes:
         yield f"cells have {sorted(sizes)} ranks, but all must have the same number"
-    if layout.ep < 1 or any(size % layout.ep for size in sizes):
-        yield f"cells of {sorted(sizes)} ranks cannot have {layout.ep} expert-parallel indices"
+    if min(layout.cp, layout.ep) < 1 or any(size % max(layout.cp, layout.ep) for size in sizes):
+        yield f"cells of {sorted(sizes)} ranks cannot have {layout.cp} context- and {layout.ep} expert-parallel indices"
+        return
+    if max(layout.cp, layout.ep) % min(layout.cp, layout.ep):
+        yield f"context-parallel size {layout.cp} and expert-parallel size {layout.ep}: one must divide the other"
         return
     if sorted(chain.from_iterable(layout.hosts)) != known:
         yield f"hosts {layout.hosts} must list each of the ranks in cells, the spares and the lost once"

@@ -1,11 +1,12 @@
 """Layout: the immutable value that says which ranks compute what, and who owns which slice.
 
-Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains: its tensor-parallel ranks,
-and as many of them for each expert-parallel index, who compute a micro-batch of the grain each. A *stage* is a run of
-units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is owned by a cell of the unit's
-home stage. Of what each rank of a cell has something else, each owns the part that it has; of the rest, which all have
-that differ in the expert-parallel index only, one of these (``Tables.keepers``). A cell is named by its leader, the
-rank of place 0.
+Vocabulary. A *cell* is the smallest set of ranks that computes one stage for some grains. It consists of *teams* of
+tensor-parallel ranks: as many as the larger of the context- and the expert-parallel size, of which the smaller divides
+the larger. As many teams in a row as the context-parallel size have a part each of the sequences of one micro-batch;
+a grain is a micro-batch of each of these rows. As many in a row as the expert-parallel size have a part each of the
+experts. A *stage* is a run of units and the cells that hold them. A *slice* is 1/K of a unit's optimizer state; it is
+owned by a cell of the unit's home stage, in which one of the ranks that hold the same part of the unit owns that part
+of the slice (``Tables.keepers``). A cell is named by its leader, the rank of place 0.
 
 A grain is computed by one cell of each stage. Where grains can be cut (``Layout.samples``), several cells of a stage
 may share one, each computing a part; the stages before and after may cut it elsewhere, or not at all.
@@ -44,19 +45,21 @@ class Layout(Tables):
         replicas: int,
         ranks_per_host: int | None = None,
         samples: int = 1,
+        cp: int = 1,
         ep: int = 1,
     ) -> Layout:
-        """The fault-free layout of ``dp`` cells a stage, in Megatron's rank order: t + tp * (e + ep * (d + dp * p)).
+        """The fault-free layout of ``dp`` cells a stage. In Megatron's order: t + tp * (team + teams * (d + dp * p)).
 
         Grain g goes to column g % dp; slice k of a unit is owned by cell k % dp of its home stage, and its replicas are
         in the cells after that one, on other hosts first. ``ranks_per_host`` is None where all ranks are on one host.
         Raises LayoutError when the arguments do not fit together.
         """
-        if min(tp, pp, dp, ep, num_grains, num_slices) < 1:
+        if min(tp, pp, dp, cp, ep, num_grains, num_slices) < 1:
             raise LayoutError(
-                f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, ep {ep}, grains {num_grains}, slices {num_slices}"
+                f"sizes must be positive: tp {tp}, pp {pp}, dp {dp}, cp {cp}, ep {ep}, grains {num_grains}, "
+                f"slices {num_slices}"
             )
-        size = tp * ep
+        size = tp * max(cp, ep)
         if len(stage_units) != pp:
             raise LayoutError(f"units are given for {len(stage_units)} stages, but the pipeline has {pp}")
         if replicas < 0:
@@ -97,6 +100,7 @@ class Layout(Tables):
             lost=(),
             hosts=hosts,
             samples=samples,
+            cp=cp,
             ep=ep,
         )
         layout.validate()

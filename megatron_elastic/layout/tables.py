@@ -20,7 +20,8 @@ class Tables:
     ``owners[unit][slice]`` is the leader of the owning cell, ``replicas[unit][slice]`` are those of the cells with a
     live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
     live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain. A grain can
-    be cut between any of its ``samples``; if it is 1, grains stay whole. ``ep`` is the expert-parallel size.
+    be cut between any of its ``samples``; if it is 1, grains stay whole. ``cp`` and ``ep`` are the context- and the
+    expert-parallel size.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class Tables:
     lost: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...]
     samples: int = 1
+    cp: int = 1
     ep: int = 1
     _lookup: Lookup | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -63,7 +65,12 @@ class Tables:
     @property
     def tp(self) -> int:
         """The tensor-parallel size."""
-        return self.cell_size // self.ep
+        return self.cell_size // self.teams
+
+    @property
+    def teams(self) -> int:
+        """Into how many teams, of tensor-parallel ranks each, a cell is divided; ``cp`` of them share a micro-batch."""
+        return max(self.cp, self.ep)
 
     @property
     def pipeline_size(self) -> int:
@@ -77,8 +84,13 @@ class Tables:
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of the global batch: ``ep`` of each grain."""
-        return self.num_grains * self.ep
+        """Micro-batches of the global batch."""
+        return self.num_grains * self.batches
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches of a grain."""
+        return self.teams // self.cp
 
     def chunks(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """The units of each chunk of a stage. What it holds of another stage, a tied embedding, is in the last one."""
@@ -100,9 +112,17 @@ class Tables:
         """Tensor-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
         return self._place(rank)[2] % self.tp
 
-    def ep_index(self, rank: int) -> int:
-        """Expert-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
+    def team_of(self, rank: int) -> int:
+        """Which team of its cell ``rank`` is in. Raises LayoutError for a rank in no cell."""
         return self._place(rank)[2] // self.tp
+
+    def cp_index(self, rank: int) -> int:
+        """Context-parallel index of ``rank``. Raises LayoutError for a rank in no cell."""
+        return self.team_of(rank) % self.cp
+
+    def batch_of(self, rank: int) -> int:
+        """Which micro-batch of a grain is the rank's. Raises LayoutError for a rank in no cell."""
+        return self.team_of(rank) // self.cp
 
     def host_of(self, rank: int) -> int:
         """Index of the failure domain that ``rank`` is in. Raises LayoutError for a rank that never was here."""
@@ -169,31 +189,23 @@ class Tables:
         stage, cell, _ = self._place(rank)
         return tuple(sorted({*self.stages[stage].units, *cell.incoming}))
 
-    def is_apart(self, unit: int) -> bool:
-        """Whether all ranks of a cell hold different parts of ``unit``: its experts are divided among them.
-
-        Of other units those hold the same that differ in the expert-parallel index only.
-        """
-        return self.ep > 1 and self.units[unit].startswith(EXPERTS)
-
     def num_parts(self, unit: int) -> int:
-        """Into how many parts a cell divides ``unit``."""
-        return self.cell_size if self.is_apart(unit) else self.tp
+        """Into how many parts a cell divides ``unit``: experts among ``ep`` teams, the rest in each team alike."""
+        return self.tp * self.ep if self.units[unit].startswith(EXPERTS) else self.tp
 
     def part_of(self, unit: int, rank: int) -> int:
         """Which of the parts of ``unit`` the rank holds, if any. Raises LayoutError for a rank in no cell."""
-        return self.place_of(rank) if self.is_apart(unit) else self.tp_index(rank)
+        return self.place_of(rank) % self.num_parts(unit)
 
     def sharing(self, cell: Cell, unit: int, part: int) -> tuple[int, ...]:
         """The ranks of a cell that hold a part of ``unit``, if it holds the unit."""
-        return (cell.ranks[part],) if self.is_apart(unit) else cell.ranks[part :: self.tp]
+        return cell.ranks[part :: self.num_parts(unit)]
 
     def keepers(self, cell: Cell, unit: int, slice: int) -> tuple[int, ...]:
         """[part] = the rank that keeps that part of a slice, in a cell that owns the slice or has a copy of it."""
-        if self.ep == 1 or self.is_apart(unit):
-            return cell.ranks
-        at = slice * self.ep // self.num_slices * self.tp
-        return cell.ranks[at : at + self.tp]
+        parts = self.num_parts(unit)
+        at = slice * (self.cell_size // parts) // self.num_slices * parts
+        return cell.ranks[at : at + parts]
 
     def owner(self, unit: int, slice: int, part: int) -> int:
         """The rank that owns part ``part`` of the slice."""
@@ -226,7 +238,7 @@ class Tables:
 
     def _index(self) -> Lookup:
         if self._lookup is None:
-            keepers = self.keepers if self.ep > 1 else None
+            keepers = self.keepers if self.teams > 1 else None
             lookup = Lookup(self.stages, self.owners, self.replicas, self.hosts, keepers)
             object.__setattr__(self, "_lookup", lookup)
         assert self._lookup is not None

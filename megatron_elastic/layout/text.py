@@ -31,6 +31,7 @@ def write(layout: Tables) -> str:
         "num_replicas": json.dumps(layout.num_replicas),
         "num_grains": json.dumps(layout.num_grains),
         **({"samples": json.dumps(layout.samples)} if layout.samples > 1 else {}),
+        **({"cp": json.dumps(layout.cp)} if layout.cp > 1 else {}),
         **({"ep": json.dumps(layout.ep)} if layout.ep > 1 else {}),
         "units": json.dumps(layout.units),
         "stages": rows(stages),
@@ -74,6 +75,7 @@ def read(kind: type[_Kind], text: str | bytes) -> _Kind:
             lost=_ints(data["lost"]),
             hosts=tuple(_ints(host) for host in data["hosts"]),
             samples=int(data.get("samples", 1)),
+            cp=int(data.get("cp", 1)),
             ep=int(data.get("ep", 1)),
         )
     except (KeyError, TypeError, ValueError) as error:

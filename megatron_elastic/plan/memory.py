@@ -115,7 +115,7 @@ class Job:
     def activations(self, unit: str) -> int:
         """Bytes that a grain leaves from a unit's forward for its backward, on one rank. An estimate."""
         a = self.args
-        tp, tokens = a.tensor_model_parallel_size, a.seq_length * a.micro_batch_size
+        tp, tokens = a.tensor_model_parallel_size, a.seq_length * a.micro_batch_size // _context_parallel(a)
         shared = tokens // tp if a.sequence_parallel else tokens  # tokens between the tensor-parallel layers
         if unit.startswith(("bias.", EXPERTS)):  # they count with their layer
             return 0
@@ -143,7 +143,8 @@ class Job:
     def boundary(self) -> int:
         """Bytes that a rank sends to the next stage, and to the one before, for each grain."""
         a = self.args
-        tokens = a.seq_length * a.micro_batch_size // (a.tensor_model_parallel_size if a.sequence_parallel else 1)
+        pieces = _context_parallel(a) * (a.tensor_model_parallel_size if a.sequence_parallel else 1)
+        tokens = a.seq_length * a.micro_batch_size // pieces
         return int(tokens * a.hidden_size * self.weight)
 
     def log(self, results: int) -> int:
@@ -184,19 +185,25 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
 
 def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) -> Layout:
     """The fault-free layout for a GPT's flags (Megatron-LM's names); on one host if nothing else is said."""
-    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, _expert_parallel(args)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, ep = _context_parallel(args), _expert_parallel(args)
     units, stages = gpt_units(
         args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
         positions=args.position_embedding_type == "learned_absolute",
         split=split(args), routed=_routed(args), biased=getattr(args, "moe_router_enable_expert_bias", False),
     )  # fmt: skip
-    dp = world_size // (tp * pp)
+    teams = max(cp, ep)
+    dp = world_size // (tp * pp * teams)
     return Layout.grid(
-        tp=tp, pp=pp, dp=dp // ep, ep=ep, stage_units=stages, units=units,
-        num_grains=args.global_batch_size // (args.micro_batch_size * ep),
-        num_slices=args.elastic_slices or dp, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, stage_units=stages, units=units,
+        num_grains=args.global_batch_size // (args.micro_batch_size * (teams // cp)),
+        num_slices=args.elastic_slices or dp * teams, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
         samples=args.micro_batch_size if args.elastic_dataflow == "resize" else 1,
     )  # fmt: skip
+
+
+def _context_parallel(args: Any) -> int:
+    return getattr(args, "context_parallel_size", 1)
 
 
 def _expert_parallel(args: Any) -> int:

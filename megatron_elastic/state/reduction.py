@@ -45,8 +45,8 @@ class Reduction:
         self._cell = layout.cell_of(transport.rank)
         self._computed = () if self._cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
         me = transport.rank
-        tensor_parallel = [rank for rank in self._cell.ranks if layout.ep_index(rank) == layout.ep_index(me)]
-        self._cell_group = Group(transport, _CELL_GROUP, tensor_parallel)
+        team = [rank for rank in self._cell.ranks if layout.team_of(rank) == layout.team_of(me)]
+        self._cell_group = Group(transport, _CELL_GROUP, team)
         self._reducing: dict[int, Task] = {}
         self._gathering: dict[int, Task] = {}
 

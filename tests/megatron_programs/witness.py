@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_elastic.adaptor.model.stage import Stage
     from megatron_elastic.adaptor.training.tenure import Tenure
     from megatron_elastic.adaptor.training.trainer import Trainer
-    from megatron_elastic.layout import Layout
+    from megatron_elastic.layout import Cell, Layout
 
 __all__ = ["check_arguments"]
 
@@ -32,8 +32,18 @@ def check(layout: Layout, rank: int) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     position = {member: index for index, member in enumerate(layout.ranks)}
-    stage, cell, tp = layout.stage_of(rank), layout.cell_of(rank), layout.tp_index(rank)
+    stage, cell, tp, cp, ep = layout.stage_of(rank), layout.cell_of(rank), layout.tp, layout.cp, layout.ep
     cells, last = layout.stages[stage].cells, layout.pipeline_size - 1
+    place, size, context = layout.place_of(rank), layout.cell_size, layout.cp_index(rank)
+
+    def across(first: int, step: int, *each: Cell) -> list[int]:
+        """The positions of every ``step``-th rank of cells, from place ``first`` on."""
+        return [position[member] for of in each for member in of.ranks[first::step]]
+
+    team = across(place // tp * tp, 1, cell)[:tp]
+    batch = across(layout.batch_of(rank) * tp * cp, 1, cell)[: tp * cp]
+    experts = across(place // (tp * ep) * tp * ep, 1, cell)[: tp * ep]
+    columns = across(place % (tp * cp), tp * cp, *cells)
     same: dict[str, tuple[Any, Any]] = {
         "rank": (dist.get_rank(), position[rank]),
         "ranks": (dist.get_world_size(), len(layout.ranks)),
@@ -41,31 +51,33 @@ def check(layout: Layout, rank: int) -> None:
         "pipeline size": (ps.get_pipeline_model_parallel_world_size(), layout.pipeline_size),
         "first stage": (ps.is_pipeline_first_stage(), stage == 0),
         "last stage": (ps.is_pipeline_last_stage(), stage == last),
-        "tensor rank": (ps.get_tensor_model_parallel_rank(), tp),
-        "tensor size": (ps.get_tensor_model_parallel_world_size(), layout.cell_size),
-        "tensor source": (ps.get_tensor_model_parallel_src_rank(), position[cell.leader]),
-        "data rank": (ps.get_data_parallel_rank(), cells.index(cell)),
-        "data size": (ps.get_data_parallel_world_size(), len(cells)),
-        "data size with cp": (ps.get_data_parallel_world_size(with_context_parallel=True), len(cells)),
-        "data source": (ps.get_data_parallel_src_rank(), position[cells[0].ranks[tp]]),
-        "context size": (ps.get_context_parallel_world_size(), 1),
-        "expert size": (ps.get_expert_model_parallel_world_size(), 1),
+        "tensor rank": (ps.get_tensor_model_parallel_rank(), place % tp),
+        "tensor size": (ps.get_tensor_model_parallel_world_size(), tp),
+        "tensor source": (ps.get_tensor_model_parallel_src_rank(), team[0]),
+        "data rank": (ps.get_data_parallel_rank(), columns.index(position[rank])),
+        "data size": (ps.get_data_parallel_world_size(), len(columns)),
+        "data size with cp": (ps.get_data_parallel_world_size(with_context_parallel=True), len(cells) * size // tp),
+        "data source": (ps.get_data_parallel_src_rank(), columns[0]),
+        "context size": (ps.get_context_parallel_world_size(), cp),
+        "context rank": (ps.get_context_parallel_rank(), context),
+        "expert size": (ps.get_expert_model_parallel_world_size(), ep),
+        "expert rank": (ps.get_expert_model_parallel_rank(), place // tp % ep),
         "in embedding group": (ps.is_rank_in_embedding_group(), stage in (0, last)),
         "in positions group": (ps.is_rank_in_position_embedding_group(), stage == 0),
     }
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    in_cell = [position[member] for member in cell.ranks]
-    in_stage = [position[each.ranks[tp]] for each in cells]
-    everybody = [position[member] for each in cells for member in each.ranks]
+    alike = across(place % tp, tp, *cells)
     members = {
-        "tp": in_cell, "dp": in_stage, "dp_cp": in_stage, "intra_dp_cp": in_stage, "expt_dp": in_stage,
-        "tp_dp_cp": everybody, "cp": [position[rank]], "ep": [position[rank]], "expt_tp": in_cell,
+        "tp": team, "dp": columns, "dp_cp": alike, "intra_dp_cp": alike,
+        "expt_dp": across(place % (tp * ep), tp * ep, *cells), "tp_dp_cp": across(0, 1, *cells),
+        "cp": batch[place % tp :: tp], "tp_cp": batch, "ep": experts[place % tp :: tp], "tp_ep": experts,
+        "expt_tp": team,
     }  # fmt: skip
     for name, wanted in members.items():
         group = getattr(groups, name)
         same[f"members of {name}"] = (dist.get_process_group_ranks(group), wanted)
         same[f"rank in {name}"] = (group.rank(), wanted.index(position[rank]))
-    for name, sizes in {"pp": 1, "mp": layout.cell_size}.items():
+    for name, sizes in {"pp": 1, "mp": tp}.items():
         group = getattr(groups, name)
         through = [layout.ranks[member] for member in dist.get_process_group_ranks(group)]
         stages = [index for index in range(layout.pipeline_size) for _ in range(sizes)]

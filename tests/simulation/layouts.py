@@ -18,11 +18,12 @@ def decoded(data: bytes) -> Layout:
 @lru_cache(1 << 10)
 def first_layout(
     tp: int, pp: int, dp: int, layers: int, tied: bool, slices: int, replicas: int, per_host: int,
-    experts: bool,
+    divided: str,
 ) -> tuple[Layout, bytes]:
     """The layout that a job begins with, and its bytes."""
-    units, stages = gpt_units(layers, pp, tied, positions=False, routed=range(layers) if experts else ())
-    tp, ep = (1, tp) if experts else (tp, 1)
-    layout = Layout.grid(tp=tp, ep=ep, pp=pp, dp=dp, stage_units=stages, units=units, num_grains=2 * dp,
+    cp, ep = tp if divided in ("contexts", "both") else 1, tp if divided in ("experts", "both") else 1
+    units, stages = gpt_units(layers, pp, tied, positions=False, routed=range(layers) if ep > 1 else ())
+    tp = tp if divided == "tensors" else 1
+    layout = Layout.grid(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, stage_units=stages, units=units, num_grains=2 * dp,
                          num_slices=slices, replicas=replicas, ranks_per_host=per_host)
     return layout, encode(layout)

@@ -72,8 +72,8 @@ class Scenario:
     """What says who coordinates, as with ``--elastic-store``."""
     shared: bool = True
     """Whether all nodes write records on one disk."""
-    experts: bool = False
-    """Whether it is experts that the ``tp`` ranks of a cell share, and not tensors."""
+    divided: str = "tensors"
+    """What is divided among the ``tp`` ranks of a cell: tensors, experts, contexts, or both of the latter."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -139,7 +139,7 @@ class Scenario:
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
             early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.3,
-            faults=tuple(faults), experts=tp > 1 and rng.random() < 0.5,
+            faults=tuple(faults), divided=rng.choice(("tensors", "experts", "contexts", "both")),
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -158,7 +158,7 @@ class Scenario:
         plain: dict[str, Any] = {
             "tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
             "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False,
-            "store": "etcd" if self.store != "alone" else "alone", "shared": True, "experts": False,
+            "store": "etcd" if self.store != "alone" else "alone", "shared": True, "divided": "tensors",
             "layers": self.pp, "slices": self.dp,
         }  # fmt: skip
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]

@@ -53,7 +53,7 @@ class World:
         # The job
         self.first, self.first_bytes = first_layout(
             scenario.tp, scenario.pp, scenario.dp, scenario.layers, scenario.tied, scenario.slices, scenario.replicas,
-            scenario.per_node, scenario.experts,
+            scenario.per_node, scenario.divided,
         )
         self.tied, self.overlaps, self.verifies = scenario.tied, scenario.overlaps, scenario.verifies
         self.keeps, self.profiles, self.save_every = scenario.replay == "state", scenario.profiles, scenario.save_every

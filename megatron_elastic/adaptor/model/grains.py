@@ -17,7 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_elastic.adaptor.model import linear, router
+from megatron_elastic.adaptor.model import context, linear, router
 from megatron_elastic.adaptor.model.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
@@ -67,7 +67,7 @@ class GrainModel:
         store: list[Mapping[str, Any]] = []
         with router.noted(self._work.measures[op.grain, op.chunk]):
             output, _ = schedules.forward_step(
-                self._forward_step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
+                self._step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
                 cp_group_size=1, is_last_stage=last,
             )  # fmt: skip
         if last:
@@ -76,13 +76,17 @@ class GrainModel:
         assert isinstance(output, torch.Tensor)
         return output
 
+    def _step(self, data: Iterator[Mapping[str, torch.Tensor]], model: torch.nn.Module) -> Any:
+        output, loss_function = self._forward_step(data, model)
+        return output, context.over_all_tokens(loss_function)
+
     def _read(self, part: Part) -> Iterator[Mapping[str, torch.Tensor]]:
         """The part's batch, made only if the forward step asks for it: a middle stage does not."""
         yield self._batch(part)
 
     def tokens(self, grain: int) -> float:
         """Over how many tokens the loss of what was computed of a grain is the mean."""
-        return self._work.losses[grain][1]
+        return context.add_up(torch.tensor(self._work.losses[grain][1])).item()
 
     def backward(
         self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None

@@ -2,13 +2,13 @@
 
 Megatron's groups are made once, by its own ``initialize_model_parallel``. A new layout edits the same objects, because
 dozens of Megatron's modules keep them; the rank lists that ``parallel_state`` keeps beside them follow. Which members a
-group has is remembered as the directions in which it extends, so it has an answer in any layout. In a small grid that
-could not be told from the members, so the groups are made for a model grid, with every rank in its first corner.
+group has is remembered as places in a cell, and whether it extends over cells and stages, so it has an answer in any
+layout. In a small grid that could not be told from the members, so the groups are made for a model grid, with every
+rank in its first corner.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,30 +24,29 @@ from megatron_elastic.layout import Layout
 
 _PP, _DP = 3, 2
 """The model grid: large enough to see how groups extend."""
-_OCCURRENCES = 64
-"""Groups of one extent that a rank may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The directions in which a group extends from a rank; ``ends``: over the first and the last stage only.
+    """Who is in a group: the ranks of these places of a cell, or of several.
 
-    ``first``: it is of ranks of the first stage.
+    Attributes:
+        places: ascending.
+        data: of all cells of a stage.
+        pipeline: of which stages; ``own``: that of the rank whose group it is, ``ends``: the first and the last one.
     """
 
-    tensor: bool
-    expert: bool
+    places: tuple[int, ...]
     data: bool
     pipeline: Literal["own", "first", "ends", "all"]
 
     @classmethod
-    def of(cls, members: Sequence[int], tp: int, ep: int) -> Extent:
-        """What a group of ranks of the model grid extends over; ``data``: over cells of a stage."""
-        stages = {rank // (tp * ep * _DP) for rank in members}
+    def of(cls, members: Sequence[int], size: int) -> Extent:
+        """That of a group of ranks of the model grid, whose cells have this ``size``."""
+        stages = {rank // (size * _DP) for rank in members}
         return cls(
-            tensor=len({rank % tp for rank in members}) > 1,
-            expert=len({rank // tp % ep for rank in members}) > 1,
-            data=len({rank // (tp * ep) % _DP for rank in members}) > 1,
+            places=tuple(sorted({rank % size for rank in members})),
+            data=len({rank // size % _DP for rank in members}) > 1,
             pipeline="own" if len(stages) == 1 else "all" if len(stages) == _PP else "ends",
         )
 
@@ -65,59 +64,44 @@ class Extent:
             cells = layout.stages[index].cells
             if not self.data:
                 cells = (cells[column % len(cells)],)
-            members += [cell.ranks[place] for cell in cells for place in self._places(layout, rank)]
+            members += [cell.ranks[place] for cell in cells for place in self.places]
         return members
-
-    def _places(self, layout: Layout, rank: int) -> list[int]:
-        """The places in a cell of members of the group that ``rank`` is in."""
-        own, tp = layout.place_of(rank), layout.tp
-        return [
-            place
-            for place in range(layout.cell_size)
-            if (self.tensor or place % tp == own % tp) and (self.expert or place // tp == own // tp)
-        ]
-
-    @property
-    def number(self) -> int:
-        """A different small number for each extent."""
-        stages = ("own", "first", "ends", "all").index(self.pipeline)
-        return (self.tensor + 2 * self.data + 4 * self.expert) * 4 + stages
 
 
 _extents: dict[backend.ElasticProcessGroup, Extent] = {}
 _rank_lists: dict[str, Extent] = {}
 
 
-def initialize(transport: Transport, tp: int, ep: int, place: int, timeout: timedelta) -> None:
+def initialize(transport: Transport, layout: Layout, place: int, timeout: timedelta) -> None:
     """Make torch.distributed's default group over ``transport``, and Megatron's groups. Talks to nobody.
 
-    ``edit`` has to follow before they are used. May be called again by a rank that gets another place in a cell; its
-    older groups are gone then.
+    Of ``layout`` the sizes count, of the rank its ``place`` in a cell. ``edit`` has to follow before they are used. May
+    be called again by a rank that gets another place in a cell; its older groups are gone then.
     """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     # Nobody has the other numbers.
-    ranks = [transport.rank if index == place else -1 - index for index in range(tp * ep * _DP * _PP)]
+    size = layout.cell_size
+    ranks = [transport.rank if index == place else -1 - index for index in range(size * _DP * _PP)]
     backend.initialize(transport, ranks, timeout)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=_PP, expert_model_parallel_size=ep,
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=_PP, context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
     )  # fmt: skip
     _extents.clear()
     _rank_lists.clear()
     index_of = {rank: index for index, rank in enumerate(ranks)}
-    seen: Counter[Extent] = Counter()
-    for group in backend.groups()[1:]:
-        extent = Extent.of([index_of[rank] for rank in group.group.ranks], tp, ep)
+    for number, group in enumerate(backend.groups()[1:], start=1):
+        extent = Extent.of([index_of[rank] for rank in group.group.ranks], size)
         if group is parallel_state._POSITION_EMBEDDING_GROUP:
             extent = replace(extent, pipeline="first")
         _extents[group] = extent
-        # The groups of one extent are disjoint, and every rank makes them in the same order: so all members agree.
-        group.group.ident = 1 + extent.number * _OCCURRENCES + seen[extent]
-        seen[extent] += 1
+        # Every rank of a corner has one group of each kind, and makes them in the same order: so all members agree.
+        group.group.ident = number
     for name, value in vars(parallel_state).items():
         if "_RANKS" in name and isinstance(value, list):
-            extent = Extent.of(value, tp, ep)
+            extent = Extent.of(value, size)
             first = value is parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS
             _rank_lists[name] = replace(extent, pipeline="first") if first else extent
 

@@ -68,7 +68,8 @@ class GrainKey:
     Args:
         samples: of a grain, as in ``Layout``.
         batches, batch: the micro-batches of a grain, and which of them is this rank's.
-        sequence: with sequence parallelism, which part of the sequence this rank has: parts draw different numbers.
+        sequence: with context or sequence parallelism, which part of the sequence this rank has: parts draw different
+            numbers.
     """
 
     def __init__(self, seed: int, samples: int, batches: int = 1, batch: int = 0, sequence: int | None = None) -> None:

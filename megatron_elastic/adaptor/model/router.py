@@ -118,6 +118,13 @@ def _note(
     name: str, loss: torch.Tensor, layer_number: int, num_layers: int, reduce_group: object = None,
     avg_group: object = None, reduce_group_has_dp: bool = False,
 ) -> None:
-    """In place of ``save_to_aux_losses_tracker``. With a group the loss is the sum of what its members tell."""
-    if _losses is not None and (reduce_group is not None or parallel_state.get_tensor_model_parallel_rank() == 0):
+    """In place of ``save_to_aux_losses_tracker``. With a group the loss is the sum of what its members tell.
+
+    Without one it is what the first tensor-parallel rank tells, and the mean of that over the context-parallel ones.
+    """
+    if _losses is None:
+        return
+    if reduce_group is not None:
         _losses[name, layer_number] = loss.detach()
+    elif parallel_state.get_tensor_model_parallel_rank() == 0:
+        _losses[name, layer_number] = loss.detach() / parallel_state.get_context_parallel_world_size()

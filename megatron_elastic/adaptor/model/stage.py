@@ -120,9 +120,11 @@ class Stage:
         args, stage = self._args, layout.stage_of(self._rank)
         _, _, first, last = part = self._part_in(layout)
         if self._built is None:
-            tp_index, ep_index = layout.tp_index(self._rank), layout.ep_index(self._rank)
-            self.key = GrainKey(args.seed, layout.samples, layout.ep, ep_index,
-                                tp_index if args.sequence_parallel else None)
+            pieces, piece = layout.cp, layout.cp_index(self._rank)
+            if args.sequence_parallel:
+                pieces, piece = pieces * layout.tp, piece * layout.tp + layout.tp_index(self._rank)
+            self.key = GrainKey(args.seed, layout.samples, layout.batches, layout.batch_of(self._rank),
+                                piece if args.sequence_parallel or pieces > 1 else None)
         kept = {layer.layer_number - 1: layer for model in self.models for layer in model.decoder.layers}
         chunks = layout.chunks(stage)
         transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])

@@ -15,7 +15,7 @@ from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import cpu
-from megatron_elastic.support import check_experts, check_namespace, check_split
+from megatron_elastic.support import check_cells, check_namespace, check_split
 
 Parser = argparse.ArgumentParser
 
@@ -56,7 +56,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("rotary embeddings are fused by Transformer Engine, which is not installed: add "
                          "--no-rope-fusion")
     check_split(args)
-    check_experts(args)
+    check_cells(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     for fault in ElasticConfig.from_args(args).inject:

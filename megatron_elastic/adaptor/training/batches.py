@@ -98,7 +98,7 @@ class Batches:
         grains, and in these the micro-batches.
         """
         size = self._size
-        piece, number = size // layout.samples, part.grain * layout.ep + layout.ep_index(rank)
+        piece, number = size // layout.samples, part.grain * layout.batches + layout.batch_of(rank)
         first = iteration * self._args.global_batch_size + number * size + part.start * piece
         return collate([data[i] for i in range(first, first + part.size * piece)])
 

@@ -19,7 +19,7 @@ import torch
 
 from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.model import groups, linear, random, router, tokens
+from megatron_elastic.adaptor.model import context, groups, linear, random, router, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
@@ -98,6 +98,7 @@ class Trainer:
         random.install(args.seed)
         linear.install()
         router.install()
+        context.install()
         self.layout = memory.first_layout(args, world_size, local_ranks)
         """The newest layout that this rank knows."""
         _check_sizes(self.layout)
@@ -111,9 +112,9 @@ class Trainer:
         """What is measured besides losses and norms."""
         self._check_memory(local_ranks)
         self._check_save()
-        # A tied embedding gets a gradient from each of its two stages, a norm one from each rank of a cell; and grains
-        # may be cut between any samples.
-        each = max(2, args.tensor_model_parallel_size) * self.layout.samples
+        # A tied embedding gets a gradient from each of its two stages, a norm one from each tensor-parallel rank, both
+        # from each context-parallel one; and grains may be cut between any samples.
+        each = max(2, args.tensor_model_parallel_size) * self.layout.cp * self.layout.samples
         self.accumulator = make_accumulator(
             self.config.consistency, each * self.layout.num_batches, main_grads_dtype(args)
         )
@@ -201,7 +202,7 @@ class Trainer:
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""
         timeout = timedelta(seconds=self.config.wait_timeout)
-        groups.initialize(self.transport, layout.tp, layout.ep, layout.place_of(self.rank), timeout)
+        groups.initialize(self.transport, layout, layout.place_of(self.rank), timeout)
         groups.edit(layout, self.rank)
         random.name_streams(self.args.seed)
 
@@ -216,7 +217,7 @@ class Trainer:
         neighbours = layout.hosts[layout.host_of(self.rank)]
         stage.meter = Meter([unit.params for unit in stage.units.values()])
         leader, last = layout.cell_of(self.rank).leader, layout.stage_of(self.rank) == layout.pipeline_size - 1
-        sequence = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        sequence = args.seq_length // (layout.cp * (layout.tp if args.sequence_parallel else 1))
         return Tenure(
             layout, store,
             reduction=Reduction(layout, self.transport, stage.units, store, self.accumulator),
