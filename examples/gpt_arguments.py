@@ -69,6 +69,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Pretrain a GPT on megatron.core; flags as in Megatron-LM.", allow_abbrev=False,
                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     _add_model(parser.add_argument_group("model"))
+    _add_latent_attention(parser.add_argument_group("latent attention"))
     _add_experts(parser.add_argument_group("experts"))
     _add_parallelism(parser.add_argument_group("parallelism"))
     _add_training(parser.add_argument_group("training"))
@@ -107,6 +108,18 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--recompute-num-layers", type=int,
                        help="for --recompute-granularity full; default: 1")
     group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+
+
+def _add_latent_attention(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--multi-latent-attention", action="store_true",
+                       help="keys and values are made of a short vector each token, as are queries, as in DeepSeek-V2")
+    group.add_argument("--q-lora-rank", type=int, metavar="SIZE", help="of the queries' (default: they have none)")
+    group.add_argument("--kv-lora-rank", type=int, default=32, metavar="SIZE", help="of the keys' and values'")
+    group.add_argument("--qk-head-dim", type=int, default=128, help="of queries and keys, without what is rotated")
+    group.add_argument("--qk-pos-emb-head-dim", type=int, default=64, help="what is rotated of them")
+    group.add_argument("--v-head-dim", type=int, default=128)
+    group.add_argument("--rope-type", choices=("rope", "yarn"), default="yarn", help="of latent attention")
+    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys, or what makes them")
 
 
 def _add_parallelism(group: argparse._ArgumentGroup) -> None:
@@ -283,6 +296,21 @@ def _check_experts(args: argparse.Namespace) -> None:
         check_cells(args)
 
 
+def _check_latent_attention(args: argparse.Namespace) -> None:
+    tp, sizes = args.tensor_model_parallel_size, (args.q_lora_rank, args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    _at_least(1, kv_lora_rank=args.kv_lora_rank, qk_head_dim=args.qk_head_dim, v_head_dim=args.v_head_dim,
+              qk_pos_emb_head_dim=args.qk_pos_emb_head_dim, q_lora_rank=args.q_lora_rank or 1)
+    if args.group_query_attention:
+        raise UsageError("--multi-latent-attention has keys for every head: leave out --group-query-attention")
+    if args.position_embedding_type != "rope":
+        raise UsageError("--multi-latent-attention needs --position-embedding-type rope: add it")
+    if tp > 1 and not args.sequence_parallel:
+        raise UsageError("--multi-latent-attention with --tensor-model-parallel-size needs --sequence-parallel: add it")
+    if any(size % tp for size in sizes if size):
+        raise UsageError("--q-lora-rank, and --kv-lora-rank plus --qk-pos-emb-head-dim, must be divisible by "
+                         f"--tensor-model-parallel-size {tp}")
+
+
 def _check_model(args: argparse.Namespace) -> None:
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
     _at_least(1, num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=heads,
@@ -302,6 +330,8 @@ def _check_model(args: argparse.Namespace) -> None:
         wide = 4 * args.hidden_size
         args.ffn_hidden_size = max(64, wide * 2 // 3 // 64 * 64) if args.swiglu else wide
     _divides("--ffn-hidden-size", args.ffn_hidden_size, "--tensor-model-parallel-size", tp)
+    if args.multi_latent_attention:
+        _check_latent_attention(args)
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:

@@ -47,7 +47,10 @@ def model_provider(
 
     return GPTModel(
         config=build_config(args, config_kwargs),
-        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, normalization=args.normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            args.num_experts, qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+        ),
         vp_stage=vp_stage,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

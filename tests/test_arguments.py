@@ -51,6 +51,7 @@ def test_virtual_stages(data: Path) -> None:
 
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+LATENT = "--multi-latent-attention --position-embedding-type rope"
 
 
 @pytest.mark.parametrize(("extra", "world_size", "message"), [
@@ -92,6 +93,11 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
     (f"--num-virtual-stages-per-pipeline-rank 2 {PP2}", 2, "virtual pipeline stages work with --elastic only"),
     ("--num-layers-per-virtual-pipeline-stage 2 --elastic", 1, "need --pipeline-model-parallel-size 2 or more"),
     (f"--sequence-parallel --seq-length 33 {TP2}", 2, "--seq-length 33 is not divisible by --tensor-model-parallel"),
+    (f"{LATENT} --group-query-attention --num-query-groups 2", 1, "leave out --group-query-attention"),
+    ("--multi-latent-attention", 1, "--multi-latent-attention needs --position-embedding-type rope"),
+    (f"{LATENT} --kv-lora-rank 0", 1, "--kv-lora-rank must be at least 1"),
+    (f"{LATENT} {TP2}", 2, "needs --sequence-parallel"),
+    (f"{LATENT} {TP2} --sequence-parallel --q-lora-rank 25", 2, "must be divisible by --tensor-model-parallel-size 2"),
     ("--context-parallel-size 2", 2, "--context-parallel-size needs --elastic"),
     ("--elastic --context-parallel-size 2", 3, "x --context-parallel-size 2 = 2 does not divide the world size 3"),
     ("--elastic --context-parallel-size 2 --seq-length 30", 2, "is not divisible by 2 x --context-parallel-size 2"),

@@ -470,7 +470,6 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
         (["--position-embedding-type", "yarn"], "argument --position-embedding-type: invalid choice: 'yarn'"),
         (["--tensor-model-parallel-size", "3"], "Megatron refuses these flags"),
         (["--transformer-impl", "transformer_engine"], "add --transformer-impl local"),
-        (["--multi-latent-attention", "--no-rope-fusion"], "--multi-latent-attention needs Transformer Engine"),
         (["--position-embedding-type", "rope"], "add --no-rope-fusion"),
     ],
     ids=lambda value: str(value[0]),

@@ -14,6 +14,8 @@ from tests.jobs import Grid, Jobs, assert_same_training, inject
 from tests.test_experts import BIAS, EVERYTHING, EXPERTS
 
 LLAMA = "--position-embedding-type rope --group-query-attention --num-query-groups 2 --swiglu --disable-bias-linear"
+LATENT = ("--multi-latent-attention --position-embedding-type rope --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 "
+          "--qk-pos-emb-head-dim 8 --v-head-dim 10 --qk-layernorm --normalization RMSNorm")  # fmt: skip
 WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
@@ -22,28 +24,31 @@ WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
        window=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 2)))  # fmt: skip
 def test_ranks_have_the_rows_of_the_whole_mask(size: int, chunk: int, window: tuple[int, int] | None) -> None:
     """Of what ``get_default_causal_mask`` and ``get_sliding_window_causal_mask`` make on a device."""
-    from megatron_elastic.adaptor.model import context
+    from megatron_elastic.adaptor.model import attention
 
     length = 2 * size * chunk
     every = torch.ones(length, length, dtype=torch.bool)
     whole = every.triu(1) if window is None else ~every.triu(-window[0]).tril(window[1])
-    rows = [context._rows(2 * chunk, size, index) for index in range(size)]
+    rows = [attention._rows(2 * chunk, size, index) for index in range(size)]
     assert sorted(torch.cat(rows).tolist()) == list(range(length))
     for of_rank in rows:
-        assert torch.equal(context._mask(of_rank, length, window), whole[of_rank])
+        assert torch.equal(attention._mask(of_rank, length, window), whole[of_rank])
 
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "extra"), [
     (1, 2, 2, EVERYTHING),
     pytest.param(2, 2, 1, f"--sequence-parallel {LLAMA} --bf16", marks=pytest.mark.long),
     pytest.param(1, 2, 1, "--elastic-replay state", marks=pytest.mark.long),
+    pytest.param(1, 2, 2, f"{LATENT} --elastic-schedule split", marks=pytest.mark.long),
+    pytest.param(2, 2, 1, f"{LATENT} --sequence-parallel --bf16", marks=pytest.mark.long),
     pytest.param(1, 4, 1, "", marks=pytest.mark.long),
     pytest.param(1, 2, 2, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2", marks=pytest.mark.long),
     pytest.param(1, 2, 1, f"{EXPERTS} --expert-model-parallel-size 4", marks=pytest.mark.long),
     pytest.param(1, 4, 1, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2", marks=pytest.mark.long),
     pytest.param(2, 2, 1, f"{EXPERTS} --sequence-parallel", marks=pytest.mark.long),
-], ids=["CP2 x PP2, everything", "TP2 x CP2, as Llama", "CP2, states replayed", "CP4", "CP2 x EP2 x PP2, biased",
-        "CP2 x EP4", "CP4 x EP2, biased", "TP2 x CP2 with experts"])  # fmt: skip
+], ids=["CP2 x PP2, everything", "TP2 x CP2, as Llama", "CP2, states replayed", "CP2 x PP2, latent",
+        "TP2 x CP2, latent", "CP4", "CP2 x EP2 x PP2, biased", "CP2 x EP4", "CP4 x EP2, biased",
+        "TP2 x CP2 with experts"])  # fmt: skip
 def test_killed(jobs: Jobs, tp: int, cp: int, pp: int, extra: str) -> None:
     flags = (*Grid(tp=tp, pp=pp, steps=4).flags, "--context-parallel-size", str(cp), *extra.split())
     reference = jobs.undisturbed(*flags)
@@ -55,8 +60,8 @@ def test_killed(jobs: Jobs, tp: int, cp: int, pp: int, extra: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("extra", ["", LLAMA, f"{EXPERTS} --moe-router-load-balancing-type aux_loss"],
-                         ids=["GPT", "as Llama", "with experts"])  # fmt: skip
+@pytest.mark.parametrize("extra", ["", LLAMA, LATENT, f"{EXPERTS} --moe-router-load-balancing-type aux_loss"],
+                         ids=["GPT", "as Llama", "latent", "with experts"])  # fmt: skip
 def test_contexts_change_losses_by_rounding_only(jobs: Jobs, extra: str) -> None:
     flags = (*Grid(tp=1, pp=2, steps=4).flags, *WITHOUT_DROPOUT, *extra.split())
     one, two = (

@@ -36,6 +36,10 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> str:
         "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
         "--position-embedding-type rope",
         "--group-query-attention --num-query-groups 2 --add-qkv-bias --kv-channels 16 --ffn-hidden-size 48",
+        "--qk-layernorm --group-query-attention --num-query-groups 2",
+        "--multi-latent-attention --position-embedding-type rope --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 10 --qk-layernorm",
+        "--multi-latent-attention --position-embedding-type rope --normalization RMSNorm --rope-type rope",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --disable-bias-linear",
         "--num-experts 2 --moe-ffn-hidden-size 24",
         "--num-experts 3 --swiglu --disable-bias-linear --normalization RMSNorm",

@@ -32,12 +32,15 @@ FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-drop
 LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights " \
         "--position-embedding-type rope --no-rope-fusion"  # fmt: skip
 MIXTRAL = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+LATENT = f"{LLAMA} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --v-head-dim 10 " \
+         "--qk-pos-emb-head-dim 8 --qk-layernorm"  # fmt: skip
 MODELS = {
     "normalised queries, windows": "--qk-layernorm --window-size 8,0 --window-attn-skip-freq 2",
     "learnable softmax, gated attention": f"{LLAMA} --softmax-type learnable --attention-output-gate",
     "partial rotation": f"{LLAMA} --rotary-percent 0.5 --no-rope-freq 2 --softmax-type off-by-one",
     "norms after residuals, squared ReLU": "--apply-residual-connection-post-layernorm --squared-relu "
                                            "--no-bias-gelu-fusion",
+    "latent attention": f"{LATENT} --rope-type rope",
     "experts": f"{MIXTRAL} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 1e-3",
     "experts with capacity": f"{MIXTRAL} --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
                              "--moe-router-load-balancing-type seq_aux_loss",
@@ -48,6 +51,10 @@ MODELS = {
                                     "--moe-layer-freq ([0]+[1]*3) --moe-router-dtype fp32 --moe-router-num-groups 2 "
                                     "--moe-router-group-topk 1 --moe-router-score-function sigmoid "
                                     "--moe-router-topk-scaling-factor 2.5",
+    "DeepSeek-like": f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 32 "
+                     "--moe-layer-freq ([0]+[1]*3) --moe-router-score-function sigmoid --rotary-scaling-factor 40 "
+                     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+                     "--moe-aux-loss-coeff 1e-3",
 }  # fmt: skip
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EP2 = ("--expert-model-parallel-size", "2")
@@ -81,7 +88,7 @@ def test_a_model_learns_what_plain_megatron_teaches_it(patched: CheckoutJobs, tm
     ours = {step: line["loss"] for step, line in undisturbed.metrics().items()}
     assert ours == pytest.approx({step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
     told, logged = router_losses(plain_log), router_losses(*undisturbed.run_dir.glob("logs/*"))
-    assert set(logged) == set(ours if "loss" in MODELS[name] and "experts" in name else ())
+    assert set(logged) == set(ours if "loss" in MODELS[name] and "--num-experts" in MODELS[name] else ())
     for step, values in logged.items():
         assert values == pytest.approx(told[step], rel=1e-4)
     assert_same(resumed(patched, tmp_path, *model, *KILLS), undisturbed)
@@ -94,9 +101,11 @@ def test_a_model_learns_what_plain_megatron_teaches_it(patched: CheckoutJobs, tm
     ("normalised queries, windows", "--eod-mask-loss --vocab-size 399", CP2),
     ("partial rotation", "", (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
     ("experts", "--moe-router-load-balancing-type seq_aux_loss", (*CP2, *EP2)),
+    ("latent attention", "", (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
+    ("DeepSeek-like", "", (*CP2, *EP2)),
     ("experts with a bias", "", (*CP2, "--expert-model-parallel-size", "4", "--pipeline-model-parallel-size", "1")),
 ], ids=["TP2", "EP2", "EP2, bias, allgather", "TP2 x EP2", "CP2, windows", "TP2 x CP2", "CP2 x EP2",
-        "CP2 x EP4, bias"])  # fmt: skip
+        "TP2 x CP2, latent", "CP2 x EP2, DeepSeek-like", "CP2 x EP4, bias"])  # fmt: skip
 def test_models_of_ranks_that_share_them(
     patched: CheckoutJobs, tmp_path: Path, name: str, more: str, parallel: tuple[str, ...]
 ) -> None:

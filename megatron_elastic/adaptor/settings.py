@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 
 def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None = None) -> TransformerConfig:
@@ -37,6 +37,7 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        qk_layernorm=args.qk_layernorm,
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -67,7 +68,14 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
             account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
             account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
         )
-    return TransformerConfig(**{**fields, **(overrides or {})})
+    if not args.multi_latent_attention:
+        return TransformerConfig(**{**fields, **(overrides or {})})
+    fields.update(
+        q_lora_rank=args.q_lora_rank, kv_lora_rank=args.kv_lora_rank, qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim, v_head_dim=args.v_head_dim, rope_type=args.rope_type,
+        rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
+    )  # fmt: skip
+    return MLATransformerConfig(**{**fields, **(overrides or {})})
 
 
 def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:

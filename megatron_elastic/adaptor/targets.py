@@ -161,7 +161,7 @@ ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_track
 ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
                  "a router's bias is told how many tokens each expert got")
 ATTENTION = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.__init__", "wrapped",
-                   ("self", "config"), "always", "local attention refuses to be made with context parallelism")
+                   ("self", "config"), "always", "local attention is made for contexts and latent attention, too")
 ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.forward", "wrapped",
                 ("self", "query", "key", "value", "attention_mask"), "always",
                 "with context parallelism a rank has a part of the sequence, and looks at all of it")
@@ -230,6 +230,8 @@ TORCH_NORM = Target(_CORE + "transformer.torch_norm", "WrappedTorchNorm.__new__"
 GATING = Target(_CORE + "transformer.moe.moe_utils", "router_gating_linear", "wrapped",
                 ("inp", "weight", "bias", "router_dtype"), "cpu",
                 "asks whether Transformer Engine's product is None, a name that it has only with Transformer Engine")
+LATENT = Target(_CORE + "transformer.multi_latent_attention", "HAVE_TE", "replaced", None, "cpu",
+                "is true without Transformer Engine, whose linear layer it then asks for")
 KERNELS = Target("megatron.legacy.fused_kernels", "load", "replaced", ("args",), "cpu", "there is no CUDA compiler")
 HELPERS = Target(_DATASETS + "utils", "compile_helpers", "replaced", (), "cpu",
                  "compiled for the Python that runs; an installed megatron-core has them ready")

@@ -101,16 +101,31 @@ class Job:
             each = a.moe_ffn_hidden_size or ffn
             biases = hidden + each * gates // tp if a.add_bias_linear else 0
             return int(experts // _expert_parallel(a) * (hidden * each * (gates + 1) // tp + biases))
-        heads = a.num_attention_heads
-        queries = heads * a.kv_channels
-        qkv = queries + 2 * (a.num_query_groups if a.group_query_attention else heads) * a.kv_channels
+        attention, biases = self._attention(norm // hidden)
         wide, networks, router = ffn, 1, 0
         if experts:
             wide, networks = a.moe_shared_expert_intermediate_size or 0, 0
             router = experts * (hidden + 1 if a.add_bias_linear else hidden)
-        biases = qkv // tp if a.add_bias_linear or a.add_qkv_bias else 0
         biases += (1 + networks) * hidden + wide * gates // tp if a.add_bias_linear else 0
-        return int(hidden * (qkv + queries + wide * (gates + 1)) // tp + router + biases + 2 * norm)
+        return int(attention + hidden * wide * (gates + 1) // tp + router + biases + 2 * norm)
+
+    def _attention(self, vectors: int) -> tuple[int, int]:
+        """Weights of a layer's attention on one rank, and biases but that of its output; of a norm's ``vectors``."""
+        a = self.args
+        tp, heads, hidden, norms = a.tensor_model_parallel_size, a.num_attention_heads, a.hidden_size, 0
+        if getattr(a, "multi_latent_attention", False):
+            keys, short = a.qk_head_dim + a.qk_pos_emb_head_dim, a.q_lora_rank or 0
+            queries = short * (hidden + heads * keys) if short else hidden * heads * keys
+            others = hidden * (a.kv_lora_rank + a.qk_pos_emb_head_dim)
+            others += a.kv_lora_rank * heads * (a.qk_head_dim + a.v_head_dim)
+            if a.qk_layernorm:
+                norms = vectors * (short + a.kv_lora_rank)
+            return (queries + others + heads * a.v_head_dim * hidden) // tp + norms, 0
+        wide = heads * a.kv_channels
+        qkv = wide + 2 * (a.num_query_groups if a.group_query_attention else heads) * a.kv_channels
+        if getattr(a, "qk_layernorm", False):
+            norms = 2 * vectors * a.kv_channels
+        return hidden * (qkv + wide) // tp + norms, qkv // tp if a.add_bias_linear or a.add_qkv_bias else 0
 
     def activations(self, unit: str) -> int:
         """Bytes that a grain leaves from a unit's forward for its backward, on one rank. An estimate."""
@@ -132,8 +147,16 @@ class Job:
             each = a.moe_ffn_hidden_size or ffn
             ffn = a.moe_router_topk * each + (a.moe_shared_expert_intermediate_size or 0)
             between += 3 * a.moe_router_topk * a.hidden_size
-        inside = 4 * a.num_attention_heads * a.kv_channels + 2 * ffn * (2 if a.swiglu else 1)
+        inside = a.num_attention_heads * self._channels + 2 * ffn * (2 if a.swiglu else 1)
         return int((shared * between + tokens * ((scores + inside) // tp)) * self.weight)
+
+    @property
+    def _channels(self) -> int:
+        """Of a head: of its queries, keys, values and what it makes of them."""
+        a = self.args
+        if getattr(a, "multi_latent_attention", False):
+            return int(2 * (a.qk_head_dim + a.qk_pos_emb_head_dim + a.v_head_dim))
+        return int(4 * a.kv_channels)
 
     def _experts(self, unit: str) -> int:
         """How many experts a layer has."""

@@ -49,9 +49,6 @@ def _check(args: argparse.Namespace) -> None:
                          "installed: add --transformer-impl local")
     if cpu.needed() and args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion needs a GPU: add --no-gradient-accumulation-fusion")
-    if args.multi_latent_attention and args.transformer_impl == "local":
-        raise UsageError("--multi-latent-attention needs Transformer Engine: queries, keys and values have heads of "
-                         "different sizes, and Megatron's local attention has one size")
     if args.position_embedding_type != "learned_absolute" and args.apply_rope_fusion and not _has_transformer_engine():
         raise UsageError("rotary embeddings are fused by Transformer Engine, which is not installed: add "
                          "--no-rope-fusion")

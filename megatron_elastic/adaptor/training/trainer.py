@@ -19,7 +19,7 @@ import torch
 
 from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.model import context, groups, linear, random, router, tokens
+from megatron_elastic.adaptor.model import attention, groups, linear, random, router, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
@@ -98,7 +98,7 @@ class Trainer:
         random.install(args.seed)
         linear.install()
         router.install()
-        context.install()
+        attention.install()
         self.layout = memory.first_layout(args, world_size, local_ranks)
         """The newest layout that this rank knows."""
         _check_sizes(self.layout)

@@ -3,9 +3,11 @@
 - ``megatron.core.tensor_parallel.random``: its state functions reach into the CUDA generators directly, and its tracker
   warns whenever the CPU's generator moves, which here *is* the generator.
 - Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.model.sequence``).
+- Attention over contexts and latent attention are Transformer Engine's; ours stands in (``adaptor.model.attention``).
 - ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
   draws random numbers besides): there are none.
-- ``megatron.core.transformer.moe.moe_utils``: its router needs a name that only Transformer Engine gives it.
+- ``megatron.core.transformer``'s ``moe.moe_utils`` and ``multi_latent_attention``: routers and latent attention need
+  names that only Transformer Engine gives them.
 - The C++ helpers of ``megatron.core.datasets`` (``helpers``), the distributed optimizer with torch's Adam
   (``torch_adam``) and the writing of checkpoints (``adaptor.checkpoints.writer``), for plain training.
 """
@@ -23,7 +25,7 @@ import torch
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints import common, writer
-from megatron_elastic.adaptor.model import sequence
+from megatron_elastic.adaptor.model import attention, sequence
 from megatron_elastic.adaptor.without_cuda import helpers, torch_adam
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import cpu
@@ -59,7 +61,9 @@ def apply() -> None:
     targets.SET_STATE.replace(_set_state)
     targets.FORK.replace(_fork)
     sequence.allow_torch_norms()
+    attention.install()
     targets.GATING.wrap(_without_transformer_engine)
+    targets.LATENT.replace(_has("transformer_engine"))
 
 
 def _stand_in_for_triton_kernels() -> None:
