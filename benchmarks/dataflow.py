@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             times = {step: line["step_ms"] for step, line in read_metrics(run_dir).items()}
             before[name].append([ms for step, ms in times.items() if 2 < step < _KILLED_AT])
             after[name].append([ms for step, ms in times.items() if step >= _KILLED_AT + _SETTLED])
-            last = max((run_dir / "layouts").iterdir(), key=lambda path: int(path.stem))
+            last = max((run_dir / "layouts").glob("*.json"), key=lambda path: int(path.stem))
             fullest[name] = samples_of_fullest(Layout.from_json(last.read_text()), options.micro_batch_size)
             progress(f"job {number}/{len(jobs)}: {name}")
     emit("dataflow", argv, {

@@ -70,7 +70,7 @@ def kill_in_turn(lines: Iterator[str], run_dir: Path, ranks: int, kills: int, ch
 
 def newest_layout(run_dir: Path) -> Layout:
     """The layout that a job has now."""
-    path = max((run_dir / "layouts").iterdir(), key=lambda path: int(path.stem))
+    path = max((run_dir / "layouts").glob("*.json"), key=lambda path: int(path.stem))
     return Layout.from_json(path.read_text())
 
 

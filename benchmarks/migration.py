@@ -119,7 +119,7 @@ def read_moves(run_dir: Path, parameters: Sequence[int]) -> list[Move]:
     """The moves of a job; ``parameters``: elements of each unit. Raises JobFailed unless each took two layouts."""
     steps = {step: line["step_ms"] for step, line in read_metrics(run_dir).items()}
     events = [event for event in read_events(run_dir) if event["kind"] in ("asked", "switched")]
-    layouts = {int(path.stem): Layout.from_json(path.read_text()) for path in (run_dir / "layouts").iterdir()}
+    layouts = {int(path.stem): Layout.from_json(path.read_text()) for path in (run_dir / "layouts").glob("*.json")}
     asked = [index for index, event in enumerate(events) if event["kind"] == "asked"]
     found = []
     quiet = 3  # the first step that nothing disturbs

@@ -32,7 +32,7 @@ setup_install() {
 
 setup_venv() {
     local stamp=.venv/setup.stamp python wanted
-    wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
+    wanted=$(cat pyproject.toml scripts/setup.sh scripts/constraints.txt | cksum)
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
         return
     fi
@@ -43,8 +43,8 @@ setup_venv() {
     fi
     # torch goes first and alone: which build of it is taken (CPU, CUDA) must not depend on what the others ask for.
     setup_install "installing torch" .venv/bin/python -m pip install --disable-pip-version-check torch==2.13.0
-    setup_install "installing megatron-elastic and its tools" \
-        .venv/bin/python -m pip install --disable-pip-version-check --editable '.[dev]'
+    setup_install "installing megatron-elastic and its tools" .venv/bin/python -m pip install --disable-pip-version-check \
+        --constraint scripts/constraints.txt --editable '.[dev]'
     echo "$wanted" >"$stamp"
     echo "setup: done"
 }

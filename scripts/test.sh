@@ -1,19 +1,16 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the tests. Without arguments the linters and the type checker run first;
-# with arguments, all go to pytest: bash scripts/test.sh tests/test_layout.py -k grid
+# The gate: scripts/check.sh, and then the jobs that tests/tiers/gate.txt lists, some of them of a Megatron-LM checkout if
+# MEGATRON_LM_PATH names one. With arguments, all go to pytest: bash scripts/test.sh tests/test_layout.py -k grid
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
 
-if [[ $# -eq 0 ]]; then
-    echo "== ruff"
-    ruff check .
-    echo "== mypy"
-    mypy
-    echo "== import-linter"
-    lint-imports
-    echo "== pytest"
-    # A job starts with imports on one core: two files at once use the other, too.
-    set -- --numprocesses 2 --dist loadfile
+if [[ $# -gt 0 ]]; then
+    source scripts/setup.sh
+    exec python -m pytest "$@"
 fi
-exec python -m pytest "$@"
+source scripts/check.sh
+echo "== pytest: jobs, one at a time"
+python -m pytest -m gate --once-more
+if [[ -s build/not-tested.txt ]]; then
+    echo "not tested here: $(sort -u build/not-tested.txt | paste -sd ';' | sed 's/;/; /g')"
+fi

@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from typing import Any
 import pytest
 import yaml
 from namespaces import Host, Hosts
+
+from tests.launches import free_port
 
 PATIENCE = 60.0
 """Seconds after which something that must happen counts as not happening, on a busy machine too."""
@@ -159,12 +160,6 @@ def group(store: str, nodes: int, limit: float, members: int = 3, hosts: Hosts |
         yield group
     finally:
         group.close()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class EtcdServer:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RECOVERED, read_digest, read_events, read_metrics
-from tests.nursery import Launched, Nursery, rest_of
+from tests.nursery import Launched, Nursery, output_until, rest_of
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -37,6 +37,12 @@ _LISTENS = "0A"
 """State of a TCP socket, in ``/proc/net``."""
 _LIMIT = 200.0
 """Seconds that a job may take; about thirty times what it needs."""
+_LINE_LIMIT = 150.0
+"""Seconds until a job prints what a test waits for."""
+PATIENT = (
+    "--elastic-hang-timeout", "30", "--elastic-heartbeat-timeout", "10", "--elastic-suspect-timeout", "5",
+)  # fmt: skip
+"""Limits of a job on a busy machine, where a test is not about them."""
 
 
 def environment() -> dict[str, str]:
@@ -75,12 +81,9 @@ class Job:
 
     def read_until(self, text: str) -> str:
         """Read the launcher's output up to the line with ``text``, and return that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return line
-        raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
+        output, line = output_until(self.process, text, _LINE_LIMIT)
+        self.output += output
+        return line
 
     def finish(self, code: int = 0) -> str:
         """Wait for the launcher and check its exit code; returns everything it printed."""
@@ -117,7 +120,7 @@ class Job:
 
     def layouts(self) -> list[Layout]:
         """The layouts in use one after the other; reading checks that they are valid."""
-        paths = sorted((self.run_dir / "layouts").iterdir(), key=lambda path: int(path.stem))
+        paths = sorted((self.run_dir / "layouts").glob("*.json"), key=lambda path: int(path.stem))
         layouts = [Layout.from_json(path.read_text()) for path in paths]
         assert [layout.epoch for layout in layouts] == [int(path.stem) for path in paths]
         return layouts
@@ -148,7 +151,7 @@ class Jobs:
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
             str(script or SCRIPT), "--elastic", "--elastic-slow", "off", "--elastic-run-dir", str(run_dir),
-            "--data-path", str(self.data), *MODEL.split(), *flags,
+            *PATIENT, "--data-path", str(self.data), *MODEL.split(), *flags,
         ]  # fmt: skip
 
     def start(

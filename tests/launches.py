@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import select
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +17,13 @@ from typing import Any
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.observe.records import read_events, read_metrics
-from tests.nursery import rest_of
+from tests.jobs import PATIENT
+from tests.nursery import output_until, rest_of
 
 PROGRAMS = Path(__file__).parent / "cluster_programs"
 MARK = "MEGATRON_ELASTIC_TEST_MARK"
+_LIMIT = 100.0
+"""Seconds that anything here may take, some fifty times what it needs."""
 TOKEN = "a token for tests that nobody would guess"
 
 
@@ -31,16 +37,13 @@ class Run:
 
     def read_until(self, text: str) -> str:
         """Read the launcher's output up to the line with ``text``, and return that line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return line
-        raise AssertionError(f"the launcher ended without printing {text!r}:\n{self.output}")
+        output, line = output_until(self.process, text, _LIMIT)
+        self.output += output
+        return line
 
     def finish(self, code: int = 0) -> str:
         """Wait for the launcher and check its exit code; returns everything it printed."""
-        self.output += rest_of(self.process, 60)
+        self.output += rest_of(self.process, _LIMIT)
         assert self.process.returncode == code, self.output
         return self.output
 
@@ -84,7 +87,7 @@ class Launch:
 
     def member_flags(self, *acts: str, steps: int = 4) -> list[str]:
         at = [flag for act in acts for flag in ("--at", act)]
-        return ["--meet", str(self.path / "meet"), "--steps", str(steps), *at]
+        return [*PATIENT, "--meet", str(self.path / "meet"), "--steps", str(steps), *at]
 
     def go(self) -> None:
         """Let the rank with the act ``wait`` go on."""
@@ -120,6 +123,17 @@ def launches(path: Path) -> Iterator[Launch]:
         assert run.process.stdout is not None
         run.process.stdout.close()
     os.close(launch.told)
+    _await_ends(launch)
+
+
+def _await_ends(launch: Launch) -> None:
+    """What a killed launcher has started ends by itself, and has time to."""
+    deadline = time.monotonic() + _LIMIT
+    for pid in launch.processes():
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+            os.close(pidfd)
     assert launch.processes() == []
 
 
@@ -129,10 +143,18 @@ def family(pid: int) -> list[int]:
     return [pid, *(member for child in children for member in family(child))]
 
 
+_ports = itertools.cycle(range(10_000, 32_000))
+for _ in range(os.getpid() * 97 % 22_000):  # elsewhere in each process, as tests may run in several
+    next(_ports)
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody listens on, and that the kernel gives to nobody who asks for any one."""
+    while True:
+        port = next(_ports)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def start_nodes(launch: Launch, *acts: str, ranks: int, extra: tuple[str, ...] = ()) -> tuple[Run, Run]:

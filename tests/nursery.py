@@ -109,6 +109,33 @@ class Launched:
         return number
 
 
+def output_until(launcher: Launched | subprocess.Popen[str], text: str, limit: float) -> tuple[str, str]:
+    """What a launcher prints up to the line with ``text``, and that line.
+
+    Raises AssertionError when the launcher ends before, or is killed as it did not print it within ``limit`` seconds.
+    """
+    assert launcher.stdout is not None
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        launcher.kill()  # which ends the reading, too
+
+    timer = threading.Timer(limit, give_up)
+    timer.start()
+    output = ""
+    try:
+        for line in launcher.stdout:
+            output += line
+            if text in line:
+                return output, line
+    finally:
+        timer.cancel()
+        timer.join()
+    how = f"did not print {text!r} within {limit:g} s" if late.is_set() else f"ended without printing {text!r}"
+    raise AssertionError(f"the launcher {how}:\n{output}")
+
+
 def rest_of(launcher: Launched | subprocess.Popen[str], limit: float | None) -> str:
     """The rest of what a launcher prints, once it has ended, with what its ``stdout`` has read ahead.
 

@@ -17,6 +17,8 @@ from megatron_elastic.comm import backend
 from tests import world
 from tests.world import Peer
 
+pytestmark = pytest.mark.job
+
 _SIZE = 3
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
            torch.int64, torch.bool, torch.complex64, torch.complex128)  # fmt: skip

@@ -43,6 +43,7 @@ def test_the_benchmarks_of_the_issue_are_there() -> None:
         assert 'if __name__ == "__main__":' in (_CHECKOUT / "benchmarks" / f"{name}.py").read_text(), name
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", ["endurance", "overhead", "recovery"])
 def test_bench_becomes_the_benchmark(name: str) -> None:
     command = [sys.executable, "-m", "megatron_elastic.cli", "bench", name, "--help"]
@@ -146,6 +147,7 @@ def test_peers_give_medians_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torchft_to_ddp_rounds"] == {"min": 1.2, "max": 1.8}
 
 
+@pytest.mark.job
 def test_peers_say_how_to_get_torchft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peers = _benchmark("peers", monkeypatch)
     python = tmp_path / "python"
@@ -163,6 +165,7 @@ def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for _, name in jobs[::width]} == set(overhead.VARIANTS)
 
 
+@pytest.mark.job
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = _benchmark("forked", monkeypatch)
     times = forked.Times(2, 3)
@@ -176,6 +179,7 @@ def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (times.slowest(0), times.slowest(1)) == (10.0, 5.0)
 
 
+@pytest.mark.job
 def test_a_rank_that_fails_takes_the_others_along(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,8 +251,7 @@ def test_consistency_is_held_against_the_usual_way(monkeypatch: pytest.MonkeyPat
         "fast": {name: pytest.approx(0.5) for name in found}}
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 def test_fast_deviates_less_than_the_usual_way_and_bitwise_not_at_all(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_elastic.cli", "bench", "consistency", "--repeat", "1", "--steps", "12",
                "--faults", "1", "--nproc-per-node", "6"]
@@ -261,6 +264,7 @@ def test_fast_deviates_less_than_the_usual_way_and_bitwise_not_at_all(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.job
 def test_control_is_measured_with_the_real_coordinator(tmp_path: Path) -> None:
     sizes = ["--ranks", "32,64", "--pure", "32,64", "--processes", "2", "--repeat", "1"]
     command = [sys.executable, "-m", "megatron_elastic.cli", "bench", "control", *sizes]

@@ -30,8 +30,7 @@ from tests.jobs import ROOT, Job, Jobs
 from tests.launches import Launch, launches
 
 SOURCE = os.environ.get("MEGATRON_LM_PATH", "")
-needs_checkout = pytest.mark.skipif(not SOURCE, reason="MEGATRON_LM_PATH names no Megatron-LM checkout (core_v0.16.1)")
-slow = pytest.mark.slow
+needs_checkout = pytest.mark.checkout
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -211,7 +210,6 @@ def test_the_checkout_fits(checkout: Path) -> None:
     assert changes(checkout) == ""
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> None:
@@ -227,7 +225,6 @@ def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> Non
     assert with_lines == without
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_killed_ranks(patched: CheckoutJobs) -> None:
@@ -245,7 +242,6 @@ def test_killed_ranks(patched: CheckoutJobs) -> None:
     assert len(set(logged)) == 9
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments(patched: CheckoutJobs) -> None:
@@ -274,7 +270,6 @@ def test_kills_at_random_moments(patched: CheckoutJobs) -> None:
         apply(Checkout.at(patched.checkout))
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -303,7 +298,6 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -327,7 +321,6 @@ def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: P
         }
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_checkpoints_of_plain_training_and_for_it(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -349,7 +342,6 @@ def test_checkpoints_of_plain_training_and_for_it(patched: CheckoutJobs, tmp_pat
         assert found == pytest.approx({step: whole[step] for step in (5, 6)}, rel=1e-5)
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_beginning_with_other_weights(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -375,7 +367,6 @@ def test_beginning_with_other_weights(patched: CheckoutJobs, tmp_path: Path) -> 
         assert "Traceback" not in missing.output
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_a_checkpoint_that_only_its_own_layout_could_load(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -387,7 +378,6 @@ def test_a_checkpoint_that_only_its_own_layout_could_load(patched: CheckoutJobs,
     assert "let Megatron save with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable" in job.output
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_micro_batches_that_are_cut(patched: CheckoutJobs) -> None:
@@ -401,7 +391,6 @@ def test_micro_batches_that_are_cut(patched: CheckoutJobs) -> None:
     assert [loss for *_, loss in evaluations(job)] == pytest.approx([loss for *_, loss in evaluations(reference)])
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -426,7 +415,6 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -443,7 +431,6 @@ def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert any(line.startswith("9 ") for line in losses(job.run_dir / "logs" / "rank8.log"))
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -459,7 +446,6 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert validated == {3, 6}
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -483,7 +469,6 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
     assert "Traceback" not in job.output
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:

@@ -18,7 +18,6 @@ GRID = Grid(tp=1, pp=1, steps=60, ranks=6)
 FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12")
 
 
-@pytest.mark.slow
 def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
     reference = jobs.undisturbed(*FLAGS, ranks=6)
     env = {wire.TOKEN_VARIABLE: TOKEN}

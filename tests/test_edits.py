@@ -20,6 +20,8 @@ from megatron_elastic.cluster.control import Interrupted, InterruptFlag
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 
+pytestmark = pytest.mark.job
+
 RANKS = 8
 EDITS = 1000
 KILL_EVERY = 25
@@ -257,7 +259,6 @@ class Fleet:
             member.reports.close()
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_thousand_edits_under_fire() -> None:
     draw = random.Random(20261121)

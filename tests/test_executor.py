@@ -18,6 +18,8 @@ from megatron_elastic.plan import everything, lose
 from tests import world
 from tests.world import Peer
 
+pytestmark = pytest.mark.job
+
 SAMPLES, SEQUENCE, HIDDEN = 4, 3, 5
 
 

@@ -22,10 +22,10 @@ BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mo
 
 @pytest.mark.parametrize(("tp", "ep", "pp", "extra"), [
     (1, 2, 2, f"{EVERYTHING} {BIAS}"),
-    pytest.param(1, 1, 2, "", marks=pytest.mark.long),
-    pytest.param(2, 1, 2, f"--sequence-parallel {BIAS}", marks=pytest.mark.long),
-    pytest.param(2, 2, 1, f"--sequence-parallel {BIAS}", marks=pytest.mark.long),
-    pytest.param(1, 2, 1, "--elastic-replay state", marks=pytest.mark.long),
+    pytest.param(1, 1, 2, ""),
+    pytest.param(2, 1, 2, f"--sequence-parallel {BIAS}"),
+    pytest.param(2, 2, 1, f"--sequence-parallel {BIAS}"),
+    pytest.param(1, 2, 1, "--elastic-replay state"),
 ], ids=["EP2 x PP2, everything", "PP2", "TP2 x PP2, biased", "TP2 x EP2, biased", "EP2, states replayed"])  # fmt: skip
 def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
     flags = (*Grid(tp=tp, pp=pp, steps=4).flags, *EXPERTS.split(), "--expert-model-parallel-size", str(ep),
@@ -36,7 +36,6 @@ def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
     assert_same_training(job, reference, sorted(kills))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", [1, 2])
 def test_ranks_that_share_experts_are_replaced(jobs: Jobs, victim: int) -> None:
     """The newcomer takes the last place of a cell, and the spare of the broken cell another than it had, or its own."""
@@ -49,7 +48,6 @@ def test_ranks_that_share_experts_are_replaced(jobs: Jobs, victim: int) -> None:
     assert [cell.ranks[1] for cell in job.layouts()[-1].stages[0].cells].count(4) == 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ep", [1, 2])
 def test_experts_and_biases_move_with_their_layers(jobs: Jobs, tmp_path: Path, ep: int) -> None:
     """Into another stage, and through checkpoints of another layout; biases are not zero."""

@@ -61,8 +61,7 @@ def test_enumerations_are_read_however_they_were_written(tmp_path: Path) -> None
             torch.load(tmp_path / "other.pt", weights_only=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=pytest.mark.long)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["", pytest.param("--bf16")], ids=["fp32", "bf16"])
 def test_plain_elastic_plain(jobs: Jobs, tmp_path: Path, precision: str) -> None:
     """PP2, then TP2 x PP2 with --elastic, then TP2. As if it had been plain from beginning to end."""
     flags = f"{COMMON} {precision}"

@@ -132,6 +132,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
+@pytest.mark.job
 def test_one_leads_and_all_learn_it(setting: Setting) -> None:
     async def test() -> None:
         async with setting.opened() as stores, campaigning(stores) as campaigns:
@@ -150,6 +151,7 @@ def test_one_leads_and_all_learn_it(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.job
 def test_what_is_recorded_is_seen_by_all(setting: Setting) -> None:
     async def test() -> None:
         async with setting.opened() as stores, campaigning(stores) as campaigns:
@@ -164,6 +166,7 @@ def test_what_is_recorded_is_seen_by_all(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.job
 def test_only_the_newest_term_records(setting: Setting) -> None:
     async def test() -> None:
         async with setting.opened() as stores, campaigning(stores) as campaigns:
@@ -179,6 +182,7 @@ def test_only_the_newest_term_records(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("setting", SHARED, indirect=True)
 def test_a_leader_that_leaves_is_followed_by_another(setting: Setting) -> None:
     async def test() -> None:
@@ -199,6 +203,7 @@ def test_a_leader_that_leaves_is_followed_by_another(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.job
 def test_waits_can_be_cancelled(setting: Setting) -> None:
     async def test() -> None:
         async with setting.opened() as stores:
@@ -270,16 +275,14 @@ def embedded(nodes: int) -> Iterator[Group]:
         yield candidates
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_embedded_survives_the_leaders_death() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
         record(leader, term, 1)
-        killed_at = time.monotonic()
         leader.kill()
         left = [agent for agent in agents.all if agent is not leader]
         later, new = agents.followed(by=left[0], after=term)
-        assert time.monotonic() - killed_at < 10  # 1 to 2 s on a quiet machine
         assert later > term and new is not leader
         assert_recalls(left[1], term, 1)
         record(new, later, 2)
@@ -287,7 +290,7 @@ def test_embedded_survives_the_leaders_death() -> None:
         assert_terms_grow(agents.terms())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_five_survive_two_deaths_in_a_row_and_a_third_ends_all_decisions() -> None:
     with embedded(5) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -312,7 +315,7 @@ def test_five_survive_two_deaths_in_a_row_and_a_third_ends_all_decisions() -> No
         assert not [what for what in leader.drain() if what.get("led", 0) > term]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_stopped_leader_that_comes_back_can_decide_nothing() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -330,7 +333,7 @@ def test_a_stopped_leader_that_comes_back_can_decide_nothing() -> None:
         assert_terms_grow(agents.terms())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 def test_a_member_that_was_cut_off_disturbs_nobody() -> None:
     """It has heard of no leader, but the others have."""
@@ -350,7 +353,7 @@ def test_a_member_that_was_cut_off_disturbs_nobody() -> None:
         assert agents.terms() == [term, later]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_member_that_comes_again_takes_the_lost_place() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -371,7 +374,7 @@ def test_a_member_that_comes_again_takes_the_lost_place() -> None:
         assert later == agents.terms()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_nodes_that_are_no_members_learn_the_leader_and_what_is_recorded() -> None:
     with group("embedded", 4, LIMIT, members=3) as agents:
         observer = agents.all[3]
@@ -384,7 +387,7 @@ def test_nodes_that_are_no_members_learn_the_leader_and_what_is_recorded() -> No
         assert observer.end() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_etcd_survives_the_leaders_death(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -408,7 +411,7 @@ def test_etcd_survives_the_leaders_death(etcd: EtcdServer) -> None:
         assert agents.followed(by=new, after=last)[0] > last  # and at once, because the lease was given back
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_etcd_that_is_killed_and_started_again_is_waited_for(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
         term, leader = agents.followed(by=agents.all[0])

@@ -14,6 +14,8 @@ from megatron_elastic.pipeline.lockstep import Lockstep
 from tests import world
 from tests.world import Peer
 
+pytestmark = pytest.mark.job
+
 OPERATIONS, AT = 6, 3
 
 

@@ -29,6 +29,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "extra",
     [

@@ -9,22 +9,18 @@ import pytest
 
 from tests.jobs import Job
 from tests.test_checkout import (
-    SOURCE,
     CheckoutJobs,
     assert_same,
     checkout,
     inject,
     losses_after_loading,
     losses_of,
+    needs_checkout,
     patched,
 )
 
 __all__ = ["checkout", "patched"]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not SOURCE, reason="MEGATRON_LM_PATH names no Megatron-LM checkout (core_v0.16.1)"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [needs_checkout, pytest.mark.timeout(600)]
 
 STEPS = 8
 FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",

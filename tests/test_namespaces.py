@@ -10,7 +10,7 @@ import namespaces
 import pytest
 from namespaces import Host, Hosts
 
-pytestmark = pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+pytestmark = [pytest.mark.job, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
 
 _LISTEN = """
 import socket, sys

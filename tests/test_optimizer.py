@@ -13,6 +13,8 @@ import torch
 
 from megatron_elastic.state.optimizer import Adam, Optimizer, Rates, Sgd
 
+pytestmark = pytest.mark.job
+
 ROOT = Path(__file__).parent.parent
 STEPS = 8
 

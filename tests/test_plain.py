@@ -13,6 +13,8 @@ import pytest
 
 from megatron_elastic.adaptor.dataset import prepare
 
+pytestmark = pytest.mark.job
+
 ROOT = Path(__file__).parent.parent
 MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
          "--global-batch-size 8 --lr 5e-3 --lr-decay-style constant --log-interval 1 --seed 7")
@@ -57,12 +59,11 @@ def test_loss_falls(data: Path, tmp_path: Path) -> None:
     assert steps[12]["consumed_samples"] == 96
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [
-    pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", marks=pytest.mark.long),
+    pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
     pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-                 "--untie-embeddings-and-output-weights --bf16", marks=pytest.mark.long),
-    pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full", marks=pytest.mark.long),
+                 "--untie-embeddings-and-output-weights --bf16"),
+    pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full"),
 ])  # fmt: skip
 def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     common = f"{layout} --train-iters 6 --eval-iters 0"
@@ -77,8 +78,6 @@ def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     assert metrics(tmp_path / "resumed") == {step: expected[step] for step in (4, 5, 6)}
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_uneven_stages(data: Path, tmp_path: Path) -> None:
     """Megatron gets the flags that say which layers a stage has."""
     common = "--train-iters 4 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
@@ -93,7 +92,6 @@ def test_uneven_stages(data: Path, tmp_path: Path) -> None:
         assert found[0] == pytest.approx(found[1], rel=0.02), "other initial weights, and no more"
 
 
-@pytest.mark.slow
 def test_resume_under_another_layout(data: Path, tmp_path: Path) -> None:
     common = "--train-iters 6 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
     whole = train(data, 4, f"{common} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

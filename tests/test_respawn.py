@@ -39,7 +39,7 @@ def test_who_makes_the_indices_of_data_answers_meanwhile(jobs: Jobs, tmp_path: P
     with pipe.open("w"):  # as soon as somebody reads from it
         makes = int(pipe.with_suffix(".rank").read_text())
         job.kill((makes + 1) % 4)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (job.run_dir / "layouts" / "1.json").exists():  # who makes them has told where it is
             assert time.monotonic() < deadline
             time.sleep(0.02)

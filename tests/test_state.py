@@ -282,6 +282,7 @@ def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduc
     reduction.gather_parameters()
 
 
+@pytest.mark.job
 def test_two_ranks_do_what_one_does() -> None:
     """Bit for bit; and owner and replica of every slice have the same state."""
 
@@ -308,6 +309,7 @@ def test_two_ranks_do_what_one_does() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("missed", "rate"), [(0, 0.0), (1, 0.0), (3, 0.0), (3, 3e3), (12, 3e3)])
 def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> None:
     """A replica whose copying begins before some steps and ends after them catches up by replaying those.
@@ -353,6 +355,7 @@ def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> N
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_copying_keeps_to_its_rate() -> None:
     """And comes piece by piece, from a snapshot."""
     rate, size = 100e3, 5000
@@ -378,6 +381,7 @@ def test_copying_keeps_to_its_rate() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_copies_under_way_can_be_abandoned() -> None:
     """And begun anew in the next epoch, without mixing up the bytes of both."""
 
@@ -403,6 +407,7 @@ def test_copies_under_way_can_be_abandoned() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_reduction_begins_with_the_last_backward() -> None:
     """Of the last grain, and of each unit for itself."""
 
@@ -436,6 +441,7 @@ def test_reduction_begins_with_the_last_backward() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_states_are_replayed() -> None:
     """Replicas are behind until the next vote, and both sides can go back to the step before."""
 
@@ -479,6 +485,7 @@ def test_states_are_replayed() -> None:
 # ---- the vote -----------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_vote() -> None:
     """Everybody learns the same numbers, which are those of one rank that knows everything."""
     norms = {(unit, k): 0.1 * (unit + 1) + 7.7 * k for unit in (0, 1) for k in (0, 1)}
@@ -506,6 +513,7 @@ def test_vote() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_a_vote_of_many_interrupts_all_when_one_dies() -> None:
     """In a tree most have nothing to do with the one that dies."""
 

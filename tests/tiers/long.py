@@ -1,0 +1,125 @@
+"""Long: what the gate does not run, by part (``scripts/long.sh``). It tells, and decides nothing.
+
+Each part goes on where it stopped, as long as the commit is the same; ``--anew`` begins again. Results are in
+``build/long.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.jobs import ROOT
+from tests.tiers.parts import PARTS
+from tests.tiers.selection import as_mark
+
+BUILD = ROOT / "build"
+RESULTS = BUILD / "long.json"
+CHAOS_MINUTES = 2
+SEEDS = 2000
+"""Histories of the simulation that are new with every commit."""
+_PYTEST = [sys.executable, "-m", "pytest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Commands that are run one after the other, and whether they are tests."""
+
+    commands: tuple[Sequence[str], ...]
+    tests: bool = False
+
+
+def parts(seed: int) -> dict[str, Part]:
+    """All parts by name; those that search take their seeds from ``seed``."""
+    simulation = [sys.executable, "-m", "tests.simulation"]
+    tests = {
+        name: Part(([*_PYTEST, "-m", f"long and {as_mark(name)}", "--once-more"],), tests=True) for name in PARTS
+    }  # fmt: skip
+    return {
+        **tests,
+        "hypothesis": Part(
+            ([*_PYTEST, "-m", "pure", "--hypothesis-profile", "search", "--hypothesis-seed", str(seed),
+              "--numprocesses", "2", "--dist", "worksteal"],), tests=True,
+        ),
+        "simulation": Part((
+            [*simulation, "--seeds", f"{seed}:{seed + SEEDS}", "--jobs", "2"], [*simulation, "--mutants"],
+        )),
+        "chaos": Part((
+            ["megatron-elastic", "chaos", "--seed", str(seed), "--minutes", str(CHAOS_MINUTES), "--faults", "20"],
+        )),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run; the exit code only says whether the arguments were right."""
+    commit = _git("rev-parse", "HEAD")
+    seed = int(commit[:7], 16)
+    known = parts(seed)
+    parser = argparse.ArgumentParser(prog="scripts/long.sh", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*known, []], help=f"of {', '.join(known)}; all")
+    parser.add_argument("--anew", action="store_true", help="not from where the last call stopped")
+    args = parser.parse_args()
+    for name in args.parts or known:
+        _run(name, known[name], commit, seed, args.anew)
+    return 0
+
+
+def _run(name: str, part: Part, commit: str, seed: int, anew: bool) -> None:
+    """Run one part, and write down what came of it."""
+    results = _results()
+    before = results.get(name, {})
+    if not anew and before.get("commit") == commit and before.get("done"):
+        print(f"long: {name} is done: {json.dumps(before)}", flush=True)
+        return
+    passed = BUILD / "long" / f"{name}.{commit[:12]}.passed"
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    if anew:
+        passed.unlink(missing_ok=True)
+    log = BUILD / "long" / f"{name}.log"
+    print(f"long: {name} (log: {log})", flush=True)
+    begun, codes = time.monotonic(), []
+    with log.open("w") as file:
+        for command in part.commands:
+            goes_on = ["--passed", str(passed)] if part.tests else []
+            codes.append(subprocess.run(
+                [*command, *goes_on], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode)  # fmt: skip
+    seconds = time.monotonic() - begun
+    result: dict[str, Any] = {"commit": commit, "seed": seed, "seconds": round(seconds, 1)}
+    if part.tests:
+        result |= _of_tests(log.read_text(errors="replace"), passed)
+    else:
+        result |= {"passed": codes.count(0), "failed": len(codes) - codes.count(0), "unsteady": 0}
+    results[name] = {**result, "done": True}
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"long: {name}: {json.dumps(results[name])}", flush=True)
+
+
+def _of_tests(output: str, passed: Path) -> Mapping[str, Any]:
+    """Counts of a run of pytest, and what failed, from the lines that it prints at its end."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    unsteady = re.findall(r"^unsteady: (.+) \(first: ", output, re.MULTILINE)
+    count = len(passed.read_text().splitlines()) if passed.exists() else 0
+    return {"passed": count, "failed": len(failed), "unsteady": len(unsteady),
+            **({"failures": failed} if failed else {}), **({"unsteady_tests": unsteady} if unsteady else {})}
+
+
+def _results() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
