@@ -46,8 +46,8 @@ def _is_clock(node: ast.AST) -> bool:
 
 
 def _bounds_above(compare: ast.Compare, clocks: set[str]) -> Iterator[bool]:
-    """Whether a time, or what was computed of one, must be below something that is none, as on a busy machine it may not
-    be. That it is above something does not depend on the machine.
+    """Whether a time, or what was computed of one, must be below something that is none: a busy machine may exceed that.
+    That it is above something does not depend on the machine.
     """
     sides = [compare.left, *compare.comparators]
     timed = [any(_is_clock(part) or (isinstance(part, ast.Name) and part.id in clocks) for part in ast.walk(side))

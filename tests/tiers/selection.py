@@ -1,8 +1,8 @@
 """Selection: marks tests for the tiers (CONTRIBUTING.md), as a plugin of pytest.
 
 ``pure``: starts no processes that wait for each other; many run at once. ``gate``: starts some (a job), and is in
-``gate.txt``. ``long``: any other job, with its part of ``scripts/long.sh`` as a mark, too. Marks only select: who names a
-test runs it.
+``gate.txt``. ``long``: any other job, with its part of ``scripts/long.sh`` as a mark, too. Marks only select: who names
+a test runs it.
 """
 
 from __future__ import annotations
