@@ -46,7 +46,7 @@ def _is_clock(node: ast.AST) -> bool:
 
 
 def _bounds_above(compare: ast.Compare, clocks: set[str]) -> Iterator[bool]:
-    """Whether a time, or what was computed of one, must be below something that is none: a busy machine may exceed that.
+    """Whether a time, or what was computed of one, must be below something that is none: busy machines may exceed that.
     That it is above something does not depend on the machine.
     """
     sides = [compare.left, *compare.comparators]
