@@ -34,8 +34,8 @@ def test_who_makes_the_indices_of_data_answers_meanwhile(jobs: Jobs, tmp_path: P
     """Making them takes longer than an answer may: nobody is lost but who was killed."""
     pipe, grid = tmp_path / "pipe", Grid(tp=1, pp=2, steps=4, ranks=4)
     os.mkfifo(pipe)
-    job = jobs.start(*grid.flags, "--elastic-report-timeout", "5", ranks=4, script=WAITING,
-                     env={"DATA_PIPE": str(pipe)})
+    limits = ("--elastic-suspect-timeout", "1", "--elastic-heartbeat-timeout", "2.5", "--elastic-report-timeout", "5")
+    job = jobs.start(*grid.flags, *limits, ranks=4, script=WAITING, env={"DATA_PIPE": str(pipe)})
     with pipe.open("w"):  # as soon as somebody reads from it
         makes = int(pipe.with_suffix(".rank").read_text())
         job.kill((makes + 1) % 4)

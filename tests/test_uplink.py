@@ -126,7 +126,8 @@ def test_who_breaks_off_has_not_resigned(tmp_path: Path) -> None:
 
 def test_who_is_cut_off_is_let_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another coordinates: nobody waits until the one before says that it has heard the last word."""
-    monkeypatch.setattr("tests.test_uplink.CONFIG", replace(CONFIG, suspect_timeout=600.0))  # or this takes as long
+    slow = replace(CONFIG, suspect_timeout=600.0, report_timeout=700.0, wait_timeout=800.0)
+    monkeypatch.setattr("tests.test_uplink.CONFIG", slow)  # or this takes as long
 
     async def test(node: Node) -> None:
         first = node.server.coordinator = Heard(1)

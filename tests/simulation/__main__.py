@@ -2,7 +2,7 @@
 
 ``--seeds A:B`` runs a range, ``--minutes M --fresh`` new ones; ``--seed N`` one, with ``--trace`` for all that happens
 in it and ``--shrink`` for a smaller one that goes wrong the same way, which ``--scenario`` runs; ``--mutants`` says
-after how many seeds each known defect is found.
+at which seed each known defect is found, and with ``--keep`` writes that down for the tests (``found.json``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import random
 import sys
 import time
-from dataclasses import replace
 
 from tests.simulation import mutants, run
 from tests.simulation.scenario import Scenario
@@ -32,9 +31,11 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--mutants", nargs="*", metavar="NAME")
+    parser.add_argument("--limit", type=int, default=mutants.LIMIT, help="seeds after which a mutant is not found")
+    parser.add_argument("--keep", action="store_true", help="write down at which seeds mutants were found")
     args = parser.parse_args()
     if args.mutants is not None:
-        return _mutants(args.mutants)
+        return _mutants(args.mutants or list(mutants.MUTANTS), args.limit, args.keep)
     if args.seed is not None or args.scenario is not None:
         scenario = Scenario.of(args.seed) if args.scenario is None else Scenario.from_json(args.scenario)
         return _one(scenario, args.trace, args.shrink)
@@ -80,22 +81,23 @@ def _many(first: int, last: int, jobs: int, minutes: float) -> int:
     return int(bool(total.violations))
 
 
-def _mutants(names: list[str]) -> int:
-    missed = 0
-    for name in names or mutants.MUTANTS:
+def _mutants(names: list[str], limit: int, keep: bool) -> int:
+    found: dict[str, int] = {}
+    for name in names:
         begun = time.monotonic()
         with mutants.put_back(name):
-            for seed in range(mutants.LIMIT):
-                scenario = replace(Scenario.of(seed))
-                violation = run.simulate(scenario)[1]
+            for seed in range(limit):
+                violation = run.simulate(Scenario.of(seed))[1]
                 if violation is not None:
-                    print(f"{name}: found after {seed + 1} seeds, {time.monotonic() - begun:.1f} s: "
+                    found[name] = seed
+                    print(f"{name}: found at seed {seed}, after {time.monotonic() - begun:.1f} s: "
                           f"{str(violation).strip()[:160]!r}", flush=True)
                     break
             else:
-                missed += 1
-                print(f"{name}: NOT FOUND in {mutants.LIMIT} seeds", flush=True)
-    return int(bool(missed))
+                print(f"{name}: NOT FOUND in {limit} seeds", flush=True)
+    if keep:
+        mutants.FOUND.write_text(json.dumps(found, indent=2) + "\n")
+    return int(len(found) < len(names))
 
 
 if __name__ == "__main__":

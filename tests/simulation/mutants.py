@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,8 @@ from tests.simulation.disk import Recorder
 
 LIMIT = 20_000
 """Seeds after which a mutant counts as not found."""
+FOUND = Path(__file__).parent / "found.json"
+"""Mutants, and a seed each at which it is found."""
 
 Patch = Any
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
