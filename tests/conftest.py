@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,12 @@ from tests.nursery import Nursery
 _PROC = Path("/proc")
 _MARK = "MEGATRON_ELASTIC_TEST_RUN"
 """Inherited by whatever tests start, so that processes are found whose parents are gone."""
+
+_NEEDS = [
+    ("long", "MEGATRON_ELASTIC_LONG", "long; scripts/long.sh runs it"),
+    ("checkout", "MEGATRON_LM_PATH", "MEGATRON_LM_PATH names no Megatron-LM checkout (core_v0.16.1)"),
+]
+"""Markers of tests that are skipped without a variable: marker, variable, reason."""
 
 _PATIENCE = 5.0
 """Seconds that what is ending already may take to end; nothing is waited for when nothing is left."""
@@ -35,11 +42,23 @@ def pytest_configure() -> None:
     os.environ[_MARK] = uuid.uuid4().hex
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "MEGATRON_ELASTIC_LONG" not in os.environ:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", type=int, metavar="SEED",
+                     help="only half of the tests, which the seed draws; the others count as deselected")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("half")) is not None:
+        halves: tuple[list[pytest.Item], list[pytest.Item]] = [], []
         for item in items:
-            if item.get_closest_marker("long") is not None:
-                item.add_marker(pytest.mark.skip(reason="long; scripts/long.sh runs it"))
+            halves[crc32(f"{seed} {item.nodeid}".encode()) % 2].append(item)
+        items[:] = halves[0]
+        config.hook.pytest_deselected(items=halves[1])
+    for marker, needed, reason in _NEEDS:
+        if needed not in os.environ:
+            for item in items:
+                if item.get_closest_marker(marker) is not None:
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
