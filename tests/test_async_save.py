@@ -8,7 +8,7 @@ import pytest
 
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PP2_DP2 = Grid(tp=1, pp=2, steps=8, ranks=4)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,7 +87,6 @@ def test_a_job_that_ends_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {TRACKER, "iter_0000003", "iter_0000006", "iter_0000008"}
 
 
-@pytest.mark.long
 def test_a_rank_joins_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """Who begins a checkpoint completes it: before the layout changes."""
     grid = Grid(tp=1, pp=2, steps=40, ranks=4)

@@ -95,7 +95,6 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
 
 
-@pytest.mark.slow
 def test_tracker_missing(jobs: Jobs, damaged: Path) -> None:
     (damaged / TRACKER).unlink()
     (damaged / "iter_0000004" / "metadata.json").unlink()
@@ -103,7 +102,6 @@ def test_tracker_missing(jobs: Jobs, damaged: Path) -> None:
     assert f"{TRACKER} does not exist, and there is no checkpoint; leave --load out" in message
 
 
-@pytest.mark.slow
 def test_tracker_garbage(jobs: Jobs, damaged: Path) -> None:
     (damaged / TRACKER).write_text("release candidate")
     message = fails(jobs, "--load", str(damaged))
@@ -111,7 +109,6 @@ def test_tracker_garbage(jobs: Jobs, damaged: Path) -> None:
     assert "it should hold a step number" in message
 
 
-@pytest.mark.slow
 def test_checkpoint_missing(jobs: Jobs, damaged: Path) -> None:
     shutil.rmtree(damaged / "iter_0000004")
     message = fails(jobs, "--load", str(damaged))
@@ -119,7 +116,6 @@ def test_checkpoint_missing(jobs: Jobs, damaged: Path) -> None:
     assert "write the number of an older one into" in message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
 def test_checkpoint_damaged(jobs: Jobs, damaged: Path, name: str) -> None:
     path = damaged / "iter_0000004" / name
@@ -130,14 +126,12 @@ def test_checkpoint_damaged(jobs: Jobs, damaged: Path, name: str) -> None:
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
     message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--hidden-size", "64", code=1)
     assert f"{checkpoint / 'iter_0000004'} cannot be loaded; give the flags of the model that was saved" in message
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_checkpoint_of_another_batch(jobs: Jobs, checkpoint: Path) -> None:
     message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--global-batch-size", "8", code=1)
     assert "its 4 steps took 64 samples" in message
@@ -155,7 +149,6 @@ def test_program_error_on_one_rank(jobs: Jobs) -> None:
     assert message.count("Traceback") == 1
 
 
-@pytest.mark.slow
 def test_data_too_small_for_evaluation(jobs: Jobs) -> None:
     """Found by the ranks, not by the launcher; still a line and not a traceback."""
     message = fails(jobs, "--eval-iters", "1", "--split", "98,1,1", code=1)
@@ -169,7 +162,6 @@ def test_all_of_a_stage_dead(jobs: Jobs) -> None:
     assert message.endswith("restart the job from its newest checkpoint") or "Restart the job" in message
 
 
-@pytest.mark.slow
 def test_slice_lost(jobs: Jobs) -> None:
     """Rank 1 owns slices whose only copies rank 2 holds."""
     message = fails(jobs, *inject("1@2:vote", "2@2:vote"), code=1)

@@ -261,8 +261,7 @@ def test_consistency_is_held_against_the_usual_way(monkeypatch: pytest.MonkeyPat
         "fast": {name: pytest.approx(0.5) for name in found}}
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 def test_fast_deviates_less_than_the_usual_way_and_bitwise_not_at_all(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_elastic.cli", "bench", "consistency", "--repeat", "1", "--steps", "12",
                "--faults", "1", "--nproc-per-node", "6"]

@@ -33,7 +33,6 @@ from tests.test_interchange import tensors
 
 SOURCE = os.environ.get("MEGATRON_LM_PATH", "")
 needs_checkout = pytest.mark.checkout
-slow = pytest.mark.slow
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -230,7 +229,6 @@ def test_the_checkout_fits(checkout: Path) -> None:
     assert changes(checkout) == ""
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> None:
@@ -246,7 +244,6 @@ def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> Non
     assert with_lines == without
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_killed_ranks(patched: CheckoutJobs) -> None:
@@ -267,7 +264,6 @@ def test_killed_ranks(patched: CheckoutJobs) -> None:
     assert len(set(logged)) == 9
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments(patched: CheckoutJobs) -> None:
@@ -296,7 +292,6 @@ def test_kills_at_random_moments(patched: CheckoutJobs) -> None:
         apply(Checkout.at(patched.checkout))
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -325,7 +320,6 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -349,7 +343,6 @@ def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: P
         }
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_checkpoints_of_plain_training_and_for_it(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -371,7 +364,6 @@ def test_checkpoints_of_plain_training_and_for_it(patched: CheckoutJobs, tmp_pat
         assert found == pytest.approx({step: whole[step] for step in (5, 6)}, rel=1e-5)
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_beginning_with_other_weights(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -404,7 +396,6 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --swiglu --disable-bia
           "--untie-embeddings-and-output-weights --position-embedding-type rope --no-rope-fusion"  # fmt: skip
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "layout", "more", "ours", "without"), [
@@ -444,7 +435,6 @@ def test_optimizers_as_megatron_saves_them(
     assert rest == pytest.approx({step: whole[step] for step in (5, 6)}, rel=tolerance)
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -465,7 +455,6 @@ def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_pat
     assert digests[0] == digests[1]
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
@@ -476,7 +465,6 @@ def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
     assert cli.main(["compare", str(job.run_dir), str(whole.run_dir)]) == 0, job.output
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_a_checkpoint_that_only_its_own_layout_can_load(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -491,7 +479,6 @@ def test_a_checkpoint_that_only_its_own_layout_can_load(patched: CheckoutJobs, t
         assert "Traceback" not in job.output
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_micro_batches_that_are_cut(patched: CheckoutJobs) -> None:
@@ -505,7 +492,6 @@ def test_micro_batches_that_are_cut(patched: CheckoutJobs) -> None:
     assert [loss for *_, loss in evaluations(job)] == pytest.approx([loss for *_, loss in evaluations(reference)])
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -530,7 +516,6 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -547,7 +532,6 @@ def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert any(line.startswith("9 ") for line in losses(job.run_dir / "logs" / "rank8.log"))
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(600)
 def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
@@ -563,7 +547,6 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     assert validated == {3, 6}
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -588,7 +571,7 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
     assert "Traceback" not in job.output
 
 
-@slow
+@pytest.mark.job
 @needs_checkout
 def test_flags_are_counted() -> None:
     """The documentation has the numbers; and each refused flag is one of Megatron's."""
@@ -604,7 +587,6 @@ def test_flags_are_counted() -> None:
         assert f"| {kind} | {count} |" in text, kind
 
 
-@slow
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:

@@ -40,15 +40,15 @@ def test_ranks_have_the_rows_of_the_whole_mask(size: int, chunk: int, window: tu
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "extra"), [
     (1, 2, 2, EVERYTHING),
-    pytest.param(2, 2, 1, f"--sequence-parallel {LLAMA} --bf16", marks=pytest.mark.long),
-    pytest.param(1, 2, 1, "--elastic-replay state", marks=pytest.mark.long),
-    pytest.param(1, 2, 2, f"{LATENT} --elastic-schedule split", marks=pytest.mark.long),
-    pytest.param(2, 2, 1, f"{LATENT} --sequence-parallel --bf16", marks=pytest.mark.long),
-    pytest.param(1, 4, 1, "", marks=pytest.mark.long),
-    pytest.param(1, 2, 2, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2", marks=pytest.mark.long),
-    pytest.param(1, 2, 1, f"{EXPERTS} --expert-model-parallel-size 4", marks=pytest.mark.long),
-    pytest.param(1, 4, 1, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2", marks=pytest.mark.long),
-    pytest.param(2, 2, 1, f"{EXPERTS} --sequence-parallel", marks=pytest.mark.long),
+    pytest.param(2, 2, 1, f"--sequence-parallel {LLAMA} --bf16"),
+    pytest.param(1, 2, 1, "--elastic-replay state"),
+    pytest.param(1, 2, 2, f"{LATENT} --elastic-schedule split"),
+    pytest.param(2, 2, 1, f"{LATENT} --sequence-parallel --bf16"),
+    pytest.param(1, 4, 1, ""),
+    pytest.param(1, 2, 2, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2"),
+    pytest.param(1, 2, 1, f"{EXPERTS} --expert-model-parallel-size 4"),
+    pytest.param(1, 4, 1, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2"),
+    pytest.param(2, 2, 1, f"{EXPERTS} --sequence-parallel"),
 ], ids=["CP2 x PP2, everything", "TP2 x CP2, as Llama", "CP2, states replayed", "CP2 x PP2, latent",
         "TP2 x CP2, latent", "CP4", "CP2 x EP2 x PP2, biased", "CP2 x EP4", "CP4 x EP2, biased",
         "TP2 x CP2 with experts"])  # fmt: skip
@@ -62,7 +62,6 @@ def test_killed(jobs: Jobs, tp: int, cp: int, pp: int, extra: str) -> None:
     assert_same_training(job, reference, sorted(kills))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("extra", ["", LLAMA, LATENT, f"{EXPERTS} --moe-router-load-balancing-type aux_loss"],
                          ids=["GPT", "as Llama", "latent", "with experts"])  # fmt: skip
 def test_contexts_change_losses_by_rounding_only(jobs: Jobs, extra: str) -> None:
@@ -80,7 +79,6 @@ def assert_contexts_round_only(jobs: Jobs, *flags: str) -> None:
             assert two[step][name] == pytest.approx(line[name], rel=1e-5), (step, name)
 
 
-@pytest.mark.long
 def test_micro_batches_are_cut(jobs: Jobs) -> None:
     """Nine of two samples, over two cells of two ranks: losses are the same but rounding, dropout included."""
     flags = (*Grid(tp=1, pp=1, steps=4).flags, "--context-parallel-size", "2", "--micro-batch-size", "2",
@@ -93,7 +91,6 @@ def test_micro_batches_are_cut(jobs: Jobs) -> None:
         assert job.metrics()[step]["loss"] == pytest.approx(line["loss"], rel=1e-6, abs=0), step
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", [1, 2])
 def test_ranks_of_a_context_are_replaced(jobs: Jobs, victim: int) -> None:
     flags = (*Grid(tp=1, pp=1, steps=100, ranks=4).flags, "--context-parallel-size", "2", "--num-layers", "2")
@@ -103,7 +100,6 @@ def test_ranks_of_a_context_are_replaced(jobs: Jobs, victim: int) -> None:
     assert_same_training(job, jobs.undisturbed(*flags, ranks=4), [victim])
 
 
-@pytest.mark.long
 def test_layers_move_and_checkpoints_load_without_contexts(jobs: Jobs, tmp_path: Path) -> None:
     """A stage loses its last cell; a checkpoint goes on without contexts, with the losses that it would have had."""
     flags = (*Grid(tp=1, pp=2, steps=6).flags, *WITHOUT_DROPOUT)

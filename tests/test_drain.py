@@ -41,7 +41,6 @@ def nodes_of(jobs: Jobs, *flags: str) -> Iterator[list[Job]]:
             node.process.communicate()
 
 
-@pytest.mark.slow
 def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
     reference = jobs.undisturbed(*FLAGS, ranks=6)
     with nodes_of(jobs, "--elastic-respawn") as (first, second, third):
@@ -61,8 +60,6 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
     assert first.layouts()[-1].ranks == (0, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_two_nodes_leave_together(jobs: Jobs) -> None:
     """In one change: only one layout has fewer ranks than the one before."""
     reference = jobs.undisturbed(*FLAGS, ranks=6)

@@ -17,7 +17,7 @@ from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 from tests.test_emulated import emulate, lines
 from tests.test_emulation import profile_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 GRID = Grid(tp=1, pp=2, steps=10, ranks=4)
 
@@ -66,7 +66,6 @@ def test_who_holds_up_the_others_runs_faster(jobs: Jobs, tmp_path: Path) -> None
     assert set_clocks(job) == {}, "set back"
 
 
-@pytest.mark.long
 def test_who_waits_saves_energy(jobs: Jobs, tmp_path: Path) -> None:
     told = profile(0.5, 0.75, 1.0, 1.05)
     job = jobs.run(*GRID.flags, *emulate(tmp_path / "p.json", told), "--elastic-dvfs", "energy", "--elastic-policy",

@@ -108,7 +108,6 @@ def _possible(ranks: Sequence[int], kills: Sequence[str]) -> set[tuple[int, str]
     return {*anew, (step - 1, "forward")}  # another column may still be gathering the last step's parameters
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grid", KILLS, ids=str)
 def test_killed_while_saving(jobs: Jobs, grid: Grid) -> None:
     """The checkpoint is complete all the same, and a job that loads it goes on as if nothing had been."""
@@ -176,7 +175,6 @@ def test_three_kills_in_turn(jobs: Jobs) -> None:
 MODERN = "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "flags", "kill"),
     [
@@ -199,7 +197,6 @@ def test_models(jobs: Jobs, grid: Grid, flags: str, kill: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputation_draws_the_same(jobs: Jobs, how: str) -> None:
     """Equal to the job that recomputes nothing, and with a kill in the middle of it."""
@@ -207,7 +204,6 @@ def test_recomputation_draws_the_same(jobs: Jobs, how: str) -> None:
     assert_same_training(job, jobs.undisturbed(*TP2_PP2.flags), [1])
 
 
-@pytest.mark.slow
 def test_fast_consistency(jobs: Jobs) -> None:
     """Float sums: not the same bits after a fault, but the same training; and close to the exact sums."""
     flags = (*PP2_DP4.flags, "--elastic-consistency", "fast")

@@ -15,7 +15,7 @@ from megatron_elastic.observe.compare import compare
 from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 from tests.test_emulation import profile_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PP2 = Grid(tp=1, pp=2, steps=7)
 SETTLED = 2
@@ -66,7 +66,6 @@ def test_a_kill(jobs: Jobs, tmp_path: Path) -> None:
             power.joules(480, steps[1]["ms"] - 480, 1.0), rel=1e-3)  # fmt: skip
 
 
-@pytest.mark.long
 def test_the_memory_of_a_device_is_not_enough_after_a_loss(jobs: Jobs, tmp_path: Path) -> None:
     """Four cells of a stage have room for a quarter of its optimizer state each, but three not for a third. By default
     the job goes on in stages that have room; not under a policy that moves no layers.
@@ -96,7 +95,6 @@ def test_what_cannot_be_is_said_before_anything_starts(jobs: Jobs, tmp_path: Pat
         assert not (job.run_dir / "metrics.jsonl").exists()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "split"])
 def test_cells_of_two_with_one_slow_rank(jobs: Jobs, tmp_path: Path, schedule: str) -> None:
     """The slow one holds up its cell, which holds up all: 480 ms of computing take 960."""
@@ -111,7 +109,6 @@ def test_cells_of_two_with_one_slow_rank(jobs: Jobs, tmp_path: Path, schedule: s
     assert slow["busy_ms"] == pytest.approx(2 * fast["busy_ms"]) == pytest.approx(2 * BATCH / 2 * 60)
 
 
-@pytest.mark.long
 def test_micro_batches_that_are_cut(jobs: Jobs, tmp_path: Path) -> None:
     """Three cells share eight micro-batches of two samples: sixteen samples, so six for one of them."""
     flags = [*PP2.flags, "--micro-batch-size", "2", "--elastic-dataflow", "resize", "--train-iters", "12"]
@@ -122,7 +119,6 @@ def test_micro_batches_that_are_cut(jobs: Jobs, tmp_path: Path) -> None:
     assert_timed(job, profile, [step for step, line in job.metrics().items() if line["epoch"] == last.epoch][1:])
 
 
-@pytest.mark.long
 def test_who_is_slow_gets_less_to_do(jobs: Jobs, tmp_path: Path) -> None:
     """Speeds that are emulated are seen like real ones."""
     grid = Grid(tp=1, pp=1, steps=14, ranks=4)

@@ -28,7 +28,6 @@ LATENT = ("--multi-latent-attention", *ROPE, "--sequence-parallel", "--qk-layern
           "--qk-pos-emb-head-dim", "8", "--v-head-dim", "10")  # fmt: skip
 TOLERANCE = 1e-5
 """Norms of the software library round otherwise than torch's."""
-long = pytest.mark.long
 
 
 def environment(folder: Path, path: str) -> dict[str, str]:
@@ -66,7 +65,7 @@ def engine_jobs(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> EngineJ
     return EngineJobs(jobs, tmp_path_factory.mktemp("engine"))
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @needs_engine
 @pytest.mark.parametrize(
     ("flags", "besides", "kills"),
@@ -95,8 +94,7 @@ def test_kills(
     assert_same_training(killed, engine_jobs.undisturbed(*ENGINE, *flags), lost=sorted(int(kill[0]) for kill in kills))
 
 
-@long
-@pytest.mark.slow
+@pytest.mark.job
 @needs_engine
 @pytest.mark.parametrize("grid", [PP2, TP2], ids=["PP2", "TP2"])
 def test_newcomers(engine_jobs: EngineJobs, grid: tuple[str, ...]) -> None:
@@ -109,8 +107,6 @@ def test_newcomers(engine_jobs: EngineJobs, grid: tuple[str, ...]) -> None:
     assert len(job.layouts()[-1].ranks) == RANKS
 
 
-@long
-@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("flags", [PP2, (*TP2, "--sequence-parallel", *ROPE)], ids=["PP2", "TP2"])
 def test_local_layers(jobs: Jobs, engine_jobs: EngineJobs, flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -134,7 +130,6 @@ def test_local_layers(jobs: Jobs, engine_jobs: EngineJobs, flags: tuple[str, ...
     assert losses(moved, 5) == pytest.approx(losses(local, 5), rel=TOLERANCE)
 
 
-@pytest.mark.slow
 @needs_checkout
 @needs_engine
 @pytest.mark.timeout(600)
@@ -195,7 +190,6 @@ def test_doctor_looks_at_it(tmp_path: Path) -> None:
     assert {finding.problem for finding in doctor.examine_engine(tmp_path)} == {"there is no such module"}
 
 
-@long
 @pytest.mark.parametrize(
     ("version", "missing"),
     [("2.2.0", {"WeightGradStore", "DotProductAttention"}), ("2.5.0", set()), ("2.11.0", set()), ("2.20.2", set())],

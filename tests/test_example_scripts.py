@@ -175,7 +175,7 @@ def small(script: str, scripts: ScriptJobs, folder: Path) -> list[str]:
     return list(changed(given, changes_of(script, given)))
 
 
-@slow
+@pytest.mark.job
 @needs_checkout
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", CHANGES)

@@ -12,14 +12,14 @@ from megatron_elastic.observe.records import read_digest
 from tests.jobs import Grid, Jobs
 from tests.launches import family
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 GRID = Grid(tp=1, pp=2, steps=60, ranks=4)
 
 
 @pytest.mark.parametrize(("number", "everybody"), [
     pytest.param(signal.SIGUSR1, True, id="all processes"),
-    pytest.param(signal.SIGTERM, False, id="the launcher", marks=pytest.mark.long),
+    pytest.param(signal.SIGTERM, False, id="the launcher"),
 ])
 def test_a_job_in_two_parts_trains_as_one(jobs: Jobs, tmp_path: Path, number: signal.Signals, everybody: bool) -> None:
     """Some schedulers signal the launcher, Slurm all processes of the job."""

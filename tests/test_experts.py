@@ -22,10 +22,10 @@ BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mo
 
 @pytest.mark.parametrize(("tp", "ep", "pp", "extra"), [
     (1, 2, 2, f"{EVERYTHING} {BIAS}"),
-    pytest.param(1, 1, 2, "", marks=pytest.mark.long),
-    pytest.param(2, 1, 2, f"--sequence-parallel {BIAS}", marks=pytest.mark.long),
-    pytest.param(2, 2, 1, f"--sequence-parallel {BIAS}", marks=pytest.mark.long),
-    pytest.param(1, 2, 1, "--elastic-replay state", marks=pytest.mark.long),
+    pytest.param(1, 1, 2, ""),
+    pytest.param(2, 1, 2, f"--sequence-parallel {BIAS}"),
+    pytest.param(2, 2, 1, f"--sequence-parallel {BIAS}"),
+    pytest.param(1, 2, 1, "--elastic-replay state"),
 ], ids=["EP2 x PP2, everything", "PP2", "TP2 x PP2, biased", "TP2 x EP2, biased", "EP2, states replayed"])  # fmt: skip
 def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
     flags = (*Grid(tp=tp, pp=pp, steps=4).flags, *EXPERTS.split(), "--expert-model-parallel-size", str(ep),
@@ -38,8 +38,8 @@ def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
 
 @pytest.mark.parametrize(("tp", "victim"), [
     (2, 5),
-    pytest.param(1, 0, marks=pytest.mark.long),
-    pytest.param(1, 1, marks=pytest.mark.long),
+    pytest.param(1, 0),
+    pytest.param(1, 1),
 ], ids=["TP2 x EP2", "EP2, the first place", "EP2, the last place"])  # fmt: skip
 def test_a_cell_is_repaired(jobs: Jobs, tp: int, victim: int) -> None:
     """The newcomer takes the place that was lost, and the others of the cell those that they had."""
@@ -57,7 +57,6 @@ def test_a_cell_is_repaired(jobs: Jobs, tp: int, victim: int) -> None:
     ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ep", [1, 2])
 def test_experts_and_biases_move_with_their_layers(jobs: Jobs, tmp_path: Path, ep: int) -> None:
     """Into another stage, and through checkpoints of another layout; biases are not zero."""
@@ -81,8 +80,8 @@ def test_experts_and_biases_move_with_their_layers(jobs: Jobs, tmp_path: Path, e
 
 @pytest.mark.parametrize("extra", [
     f"{BIAS} --mtp-num-layers 1 --position-embedding-type rope",
-    pytest.param("--elastic-schedule split --overlap-grad-reduce --recompute-granularity full", marks=pytest.mark.long),
-    pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.long),
+    pytest.param("--elastic-schedule split --overlap-grad-reduce --recompute-granularity full"),
+    pytest.param("--tensor-model-parallel-size 2 --sequence-parallel"),
 ], ids=["biased, further prediction", "split, recomputed", "TP2"])  # fmt: skip
 def test_how_many_ranks_share_experts_changes_no_bit(jobs: Jobs, extra: str) -> None:
     """From the first weights on, whatever the number of slices: losses and norms say so, step by step."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 DP4 = Grid(tp=1, pp=1, steps=8, ranks=4)
 SMALL = ("--num-layers", "2", "--micro-batch-size", "2")

@@ -23,7 +23,7 @@ from tests.test_checkout import (
 from tests.test_models import FLAGS, KILLS, MODELS, PP2, STEPS, TOLERANCE, resumed
 
 __all__ = ["checkout", "patched"]
-pytestmark = [pytest.mark.slow, needs_checkout, pytest.mark.timeout(600)]
+pytestmark = [needs_checkout, pytest.mark.timeout(600)]
 
 
 def last_plain_log(patched: CheckoutJobs) -> Path:

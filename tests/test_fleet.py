@@ -253,8 +253,7 @@ def test_killed_and_started_again_it_finds_all_jobs(four: Fleet, capfd: pytest.C
     assert all(len(each.read_text().splitlines()) == 1 for each in noted)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 def test_killed_again_and_again(four: Fleet) -> None:
     """At any point of its turns: every job is started once, and ends as it does."""
     draw, count = random.Random(7), 20
@@ -414,7 +413,7 @@ def paced(four: Fleet, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Paced:
     return Paced(four, jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.timeout(400)
 def test_it_grows_when_idle_and_gives_back_to_who_comes(paced: Paced, four: Fleet) -> None:
     """While it trains, and its result is that of the undisturbed job, bit for bit."""
@@ -460,8 +459,7 @@ def until_grown(paced: Paced, four: Fleet) -> None:
     four.until("it has grown", lambda: paced.joined() == 2)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 @pytest.mark.timeout(400)
 def test_killed_in_the_middle_of_growing(paced: Paced, four: Fleet) -> None:
     """And again while a node leaves: the next one goes on, nothing is begun twice, and bits stay."""
@@ -494,8 +492,7 @@ def test_killed_in_the_middle_of_growing(paced: Paced, four: Fleet) -> None:
     assert not four.told("lost") and not four.told("failed")
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 @pytest.mark.timeout(400)
 def test_a_node_is_lost_and_then_the_job(paced: Paced, four: Fleet) -> None:
     """Losing a node costs the job that node only; losing its first one is the end of it, and of nobody else."""
@@ -518,8 +515,7 @@ def test_a_node_is_lost_and_then_the_job(paced: Paced, four: Fleet) -> None:
     assert four.phase("first") == "done"
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 @pytest.mark.timeout(400)
 def test_a_job_that_does_not_obey(paced: Paced, four: Fleet) -> None:
     """Its first launcher is stopped, so that it answers nobody: that is said, others wait, and it obeys later."""
@@ -543,8 +539,7 @@ def test_a_job_that_does_not_obey(paced: Paced, four: Fleet) -> None:
     assert len(four.told("disobeys")) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 @pytest.mark.timeout(400)
 def test_nodes_that_do_not_come(paced: Paced, four: Fleet) -> None:
     """The job does not get to let them in: they are ended, and after three times it is left as it is."""

@@ -256,7 +256,6 @@ def test_usage_is_averaged() -> None:
     assert usage.means(usage.rigid, 20.0, 1) == [2.5]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_two_months_of_a_large_cluster(name: str, measured: object) -> None:
     """60 days of 15,800 jobs, with about the sizes and the load of ElasticFlow's fourth cluster: under a minute."""

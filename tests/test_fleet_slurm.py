@@ -50,8 +50,6 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
         yield made
 
 
-@pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(_REASON), reason=_REASON)
 def test_it_makes_room_for_jobs_of_slurm(

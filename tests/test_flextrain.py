@@ -42,14 +42,12 @@ def test_every_hook_point_is_covered() -> None:
     assert {kill.partition(":")[2] for kills in KILLS for kill in kills} == set(HOOK_POINTS) - ELSEWHERE
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kills", KILLS, ids="+".join)
 def test_killed(jobs: Jobs, kills: Sequence[str]) -> None:
     job = jobs.run(*SMALL, *inject(*kills))
     assert_same_training(job, jobs.undisturbed(*SMALL), [int(kill[0]) for kill in kills])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_stages_as_asked(jobs: Jobs) -> None:
     """Two, four, three, two; where a stage has one cell, nobody could be missing."""

@@ -247,7 +247,6 @@ def test_who_joins_learns_the_scale(jobs: Jobs) -> None:
     assert len(changes(reference)) > 10
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("steps", [{6: 3, 1: 5, 5: 8}, {6: 4, 1: 7}], ids=str)
 @pytest.mark.parametrize("at", ["forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit"])
 def test_killed_anywhere(jobs: Jobs, steps: Mapping[int, int], at: str) -> None:
@@ -257,7 +256,6 @@ def test_killed_anywhere(jobs: Jobs, steps: Mapping[int, int], at: str) -> None:
     assert_same_scales(job, jobs.undisturbed(*FLAGS))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("tp", "pp", "extra"), [
     (2, 2, "--sequence-parallel --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights"),
     (1, 2, "--elastic-replay state"),
@@ -278,7 +276,6 @@ def test_killed_with_what_there_is_besides(jobs: Jobs, tp: int, pp: int, extra: 
     assert_same_scales(job, reference)
 
 
-@pytest.mark.long
 def test_placement_does_not_show(jobs: Jobs) -> None:
     """Nor how many ranks there are: what overflows depends on the number of slices."""
     job = jobs.run(*FLAGS, "--pipeline-model-parallel-size", "1", "--elastic-slices", "4", ranks=2)
@@ -287,7 +284,6 @@ def test_placement_does_not_show(jobs: Jobs) -> None:
     assert_same_scales(job, reference)
 
 
-@pytest.mark.long
 def test_sums_that_are_not_exact(jobs: Jobs) -> None:
     flags = (*FLAGS, "--elastic-consistency", "fast")
     reference = jobs.undisturbed(*FLAGS)
@@ -298,7 +294,6 @@ def test_sums_that_are_not_exact(jobs: Jobs) -> None:
         assert line["loss"] == pytest.approx(reference.metrics()[step]["loss"], rel=1e-3), step
 
 
-@pytest.mark.long
 def test_micro_batches_are_cut(jobs: Jobs) -> None:
     """Nine of two samples, over two ranks: who computes part of one scales its part of the loss."""
     flags = (*Grid(tp=1, pp=1, steps=8).flags, *EDGE, "--micro-batch-size", "2", "--global-batch-size", "18")
@@ -311,7 +306,6 @@ def test_micro_batches_are_cut(jobs: Jobs) -> None:
             assert line["grad_norm"] == pytest.approx(reference.metrics()[step]["grad_norm"], rel=2e-2), step
 
 
-@pytest.mark.long
 def test_back_to_a_checkpoint_and_from_one(jobs: Jobs, tmp_path: Path) -> None:
     """An owner and its replica die, and the scale is that of the checkpoint; as it is for another job, of one stage."""
     flags = (*Grid(tp=1, pp=1, steps=10, ranks=4).flags, *EDGE, "--elastic-respawn")

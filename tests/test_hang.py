@@ -69,7 +69,7 @@ def assert_found(job: Job, ranks: list[int]) -> None:
          [0, 3, 4, 6]),
         pytest.param(
             Grid(tp=2, pp=1, steps=18), [*hang("3@8:grad_sync", "5@13:edit"), *inject("0@13:forward")], [3, 5],
-            [0, 3, 5], marks=pytest.mark.long,
+            [0, 3, 5],
         ),
     ],
     ids=["PP2", "TP2"],
@@ -84,7 +84,6 @@ def test_who_hangs_is_taken_out_and_replaced(
     assert "WARNING" not in job.output
 
 
-@pytest.mark.long
 def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
     """As when the disk with the data does not answer for a while. Who stands still for a short time stays, too."""
     grid = Grid(tp=1, pp=2, steps=10, ranks=4)
@@ -94,7 +93,6 @@ def test_a_stage_that_stands_still_as_a_whole_stays(jobs: Jobs) -> None:
     assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4))
 
 
-@pytest.mark.long
 def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     """Once; if that does not help, one of those that wait for each other is taken out."""
     grid = Grid(tp=1, pp=2, steps=12)
@@ -108,7 +106,6 @@ def test_a_message_that_is_lost_is_sent_again(jobs: Jobs) -> None:
     assert_exactly_once(job)
 
 
-@pytest.mark.long
 def test_a_message_that_is_lost_before_a_checkpoint_is_sent_again(jobs: Jobs, tmp_path: Path) -> None:
     """Some wait for weights, and some for those to write the checkpoint with, which may take long."""
     grid = Grid(tp=1, pp=4, steps=8)
@@ -119,7 +116,6 @@ def test_a_message_that_is_lost_before_a_checkpoint_is_sent_again(jobs: Jobs, tm
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0
 
 
-@pytest.mark.long
 def test_the_only_cell_of_a_stage_hangs(jobs: Jobs) -> None:
     """The other stage has copies of its state, and does its part."""
     grid = Grid(tp=1, pp=2, steps=12, ranks=2)
@@ -129,7 +125,6 @@ def test_the_only_cell_of_a_stage_hangs(jobs: Jobs) -> None:
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags, ranks=2).run_dir)]) == 0
 
 
-@pytest.mark.long
 def test_a_message_that_is_lost_within_a_cell_keeps_nobody_from_being_interrupted(jobs: Jobs) -> None:
     """A backward pass is finished although an interrupt has come, but not for ever."""
     grid = Grid(tp=2, pp=1, steps=10)

@@ -17,7 +17,6 @@ FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-
          "--elastic-slices", "3")  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_stage_outlives_its_host(jobs: Jobs) -> None:
     """The first replicas are made of the stage's own weights; then copies go to the other stage's host.
 

@@ -61,10 +61,9 @@ def test_enumerations_are_read_however_they_were_written(tmp_path: Path) -> None
             torch.load(tmp_path / "other.pt", weights_only=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", [
-    "", pytest.param("--bf16", marks=pytest.mark.long),
-    pytest.param("--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1", marks=pytest.mark.long),
+    "", pytest.param("--bf16"),
+    pytest.param("--fp16 --initial-loss-scale 4194304 --loss-scale-window 2 --hysteresis 1"),
 ], ids=["fp32", "bf16", "fp16"])  # fmt: skip
 def test_plain_elastic_plain(jobs: Jobs, tmp_path: Path, precision: str) -> None:
     """PP2, then TP2 x PP2 with --elastic, then TP2. As if it had been plain from beginning to end."""
@@ -92,8 +91,6 @@ def test_plain_elastic_plain(jobs: Jobs, tmp_path: Path, precision: str) -> None
     assert losses(again) == pytest.approx({step: whole[step] for step in (5, 6)}, rel=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
 def test_an_optimizer_that_is_not_sharded(jobs: Jobs, tmp_path: Path, precision: str) -> None:
     """PP2, then TP2 x PP2 with --elastic, then PP2 and sharded. In fp32 the weights are nowhere but in the model."""

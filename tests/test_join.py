@@ -15,7 +15,7 @@ from megatron_elastic.cluster import wire
 from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject, open_ports
 from tests.launches import TOKEN, free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 60
 """More than two ranks need to join one after the other."""
@@ -51,11 +51,11 @@ def finish(jobs: Jobs, grid: Grid, job: Job, lost: Sequence[int], width: int | N
         (PP2, ["3@3:backward"]),
         (PP2, ["0@3:commit"]),  # the rank that reports
         (PP2, ["2@3:apply", "1@interrupt"]),  # one of each stage
-        pytest.param(DP4, ["0@3:param_sync", "2@report"], marks=pytest.mark.long),  # both of one stage
+        pytest.param(DP4, ["0@3:param_sync", "2@report"]),  # both of one stage
         # Its cell mate becomes a spare, and forms a new cell with the newcomer.
-        pytest.param(TP2, ["3@3:vote"], marks=pytest.mark.long),
+        pytest.param(TP2, ["3@3:vote"]),
         # The spare has the lowest rank of all when it comes back.
-        pytest.param(TP2, ["1@3:grad_sync"], marks=pytest.mark.long),
+        pytest.param(TP2, ["1@3:grad_sync"]),
         (TP2, ["3@5:param_sync"]),  # the spare's weights were to be distributed, by a layout that it is not in
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else str(value),
@@ -95,7 +95,6 @@ def test_a_newcomer_is_killed_before_it_is_let_in(jobs: Jobs) -> None:
     assert [event["ranks"] for event in job.events("recovered")] == [[1]]
 
 
-@pytest.mark.long
 def test_four_kills_in_turn(jobs: Jobs) -> None:
     """Each when the one before has been replaced; newcomers may be hit as well. Like ``bench endurance``."""
     grid = Grid(tp=1, pp=2, steps=120)
@@ -126,7 +125,6 @@ def test_a_member_is_killed_while_a_newcomer_follows(jobs: Jobs) -> None:
     finish(jobs, DP4, job, [0, 1])
 
 
-@pytest.mark.long
 def test_a_spare_is_killed_and_replaced(jobs: Jobs) -> None:
     """Its process had joined, so it counts."""
     job = start(jobs, TP2, *inject("3@3:vote"))
@@ -137,7 +135,6 @@ def test_a_spare_is_killed_and_replaced(jobs: Jobs) -> None:
     finish(jobs, TP2, job, [2, 3])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 3])
 def test_spares_take_lost_places(jobs: Jobs, victim: int) -> None:
     """Two could form a cell, and do not; one takes the lost place, the other one is left, and nobody is started."""
@@ -173,7 +170,6 @@ def test_a_newcomer_that_raises_does_not_end_the_job(jobs: Jobs) -> None:
     assert "InjectedError" in error["traceback"]
 
 
-@pytest.mark.long
 def test_saving_and_evaluating_while_a_rank_joins(jobs: Jobs) -> None:
     """Every step saves and evaluates, so shadows do; what was saved while a rank followed loads."""
     grid = Grid(tp=1, pp=2, steps=24, ranks=4)

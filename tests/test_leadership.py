@@ -307,7 +307,7 @@ def embedded(nodes: int) -> Iterator[Group]:
         yield candidates
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_embedded_survives_the_leaders_death() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -324,7 +324,7 @@ def test_embedded_survives_the_leaders_death() -> None:
         assert_terms_grow(agents.terms())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_five_survive_two_deaths_in_a_row_and_a_third_ends_all_decisions() -> None:
     with embedded(5) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -349,7 +349,7 @@ def test_five_survive_two_deaths_in_a_row_and_a_third_ends_all_decisions() -> No
         assert not [what for what in leader.drain() if what.get("led", 0) > term]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_stopped_leader_that_comes_back_can_decide_nothing() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -367,7 +367,7 @@ def test_a_stopped_leader_that_comes_back_can_decide_nothing() -> None:
         assert_terms_grow(agents.terms())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
 def test_a_member_that_was_cut_off_disturbs_nobody() -> None:
     """It has heard of no leader, but the others have."""
@@ -387,7 +387,7 @@ def test_a_member_that_was_cut_off_disturbs_nobody() -> None:
         assert agents.terms() == [term, later]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_member_that_comes_again_takes_the_lost_place() -> None:
     with embedded(3) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -408,7 +408,7 @@ def test_a_member_that_comes_again_takes_the_lost_place() -> None:
         assert later == agents.terms()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_nodes_that_are_no_members_learn_the_leader_and_what_is_recorded() -> None:
     with group("embedded", 4, LIMIT, members=3) as agents:
         observer = agents.all[3]
@@ -421,7 +421,7 @@ def test_nodes_that_are_no_members_learn_the_leader_and_what_is_recorded() -> No
         assert observer.end() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_etcd_survives_the_leaders_death(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
         term, leader = agents.followed(by=agents.all[0])
@@ -445,7 +445,7 @@ def test_etcd_survives_the_leaders_death(etcd: EtcdServer) -> None:
         assert agents.followed(by=new, after=last)[0] > last  # and at once, because the lease was given back
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_etcd_that_is_killed_and_started_again_is_waited_for(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
         term, leader = agents.followed(by=agents.all[0])

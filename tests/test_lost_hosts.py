@@ -16,8 +16,6 @@ from tests.jobs import Jobs
 from tests.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not()),
 ]

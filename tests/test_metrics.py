@@ -111,7 +111,6 @@ def test_alert_rules_are_right() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_job_is_counted_while_it_runs(jobs: Jobs) -> None:
     """And a port that is in use is said to be, and harms nothing."""
     port = free_port()
@@ -141,8 +140,6 @@ def test_a_job_is_counted_while_it_runs(jobs: Jobs) -> None:
     end(job)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_devices_are_counted(jobs: Jobs) -> None:
     """What their collectives carry, and their memory."""
     port = free_port()
@@ -159,7 +156,6 @@ def test_devices_are_counted(jobs: Jobs) -> None:
     end(job)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: prometheus)")
 def test_prometheus_reads_it_and_the_dashboard_shows_it(jobs: Jobs, tmp_path: Path) -> None:
     """A real Prometheus during a run with a loss: every query of the dashboard has data, and no alert fires."""

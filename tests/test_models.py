@@ -24,7 +24,7 @@ from tests.test_checkout import (
 )
 
 __all__ = ["checkout", "patched"]
-pytestmark = [pytest.mark.slow, needs_checkout, pytest.mark.timeout(600)]
+pytestmark = [needs_checkout, pytest.mark.timeout(600)]
 
 STEPS = 8
 FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",

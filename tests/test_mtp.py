@@ -22,12 +22,11 @@ WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 @pytest.mark.parametrize(("tp", "pp", "extra"), [
     (1, 2, EVERYTHING),
-    pytest.param(1, 4, f"{UNTIED} --elastic-schedule split --overlap-grad-reduce", marks=pytest.mark.long),
-    pytest.param(2, 2, f"--sequence-parallel --bf16 {EXPERTS} {BIAS}", marks=pytest.mark.long),
-    pytest.param(2, 1, f"--sequence-parallel {UNTIED}", marks=pytest.mark.long),
-    pytest.param(1, 1, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2", marks=pytest.mark.long),
-    pytest.param(1, 2, f"{UNTIED} {EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2",
-                 marks=pytest.mark.long),
+    pytest.param(1, 4, f"{UNTIED} --elastic-schedule split --overlap-grad-reduce"),
+    pytest.param(2, 2, f"--sequence-parallel --bf16 {EXPERTS} {BIAS}"),
+    pytest.param(2, 1, f"--sequence-parallel {UNTIED}"),
+    pytest.param(1, 1, f"{EXPERTS} {BIAS} --expert-model-parallel-size 2"),
+    pytest.param(1, 2, f"{UNTIED} {EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2"),
 ], ids=["PP2, everything", "PP4, untied", "TP2 x PP2, experts", "TP2, untied", "EP2, experts", "CP2 x EP2 x PP2"])
 def test_killed(jobs: Jobs, tp: int, pp: int, extra: str) -> None:  # fmt: skip
     flags = (*Grid(tp=tp, pp=pp, steps=4).flags, *FURTHER.split(), *extra.split())
@@ -40,7 +39,7 @@ def test_killed(jobs: Jobs, tp: int, pp: int, extra: str) -> None:  # fmt: skip
 
 
 @pytest.mark.parametrize("extra", [
-    "", pytest.param(f"{UNTIED} {EXPERTS} {BIAS}", marks=pytest.mark.long),
+    "", pytest.param(f"{UNTIED} {EXPERTS} {BIAS}"),
 ], ids=["tied", "untied experts"])  # fmt: skip
 def test_stages_as_asked(jobs: Jobs, extra: str) -> None:
     """One, in which the embedding has all its uses, four, three: the head has no layer where that is faster."""
@@ -56,7 +55,6 @@ def test_stages_as_asked(jobs: Jobs, extra: str) -> None:
         assert {"embedding", "mtp.0", "mtp.1", "head"} <= set(last)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("chunks", "extra", "lost"), [
     ("--num-layers-per-virtual-pipeline-stage 2", "", 7),
     ("--elastic-placement v", "", 2), ("--elastic-placement v", f"{UNTIED} {EXPERTS} {BIAS}", 2),
@@ -67,7 +65,6 @@ def test_chunks_of_stages(jobs: Jobs, chunks: str, extra: str, lost: int) -> Non
     assert_same_training(job, jobs.undisturbed(*flags), [lost])
 
 
-@pytest.mark.long
 def test_a_split_backward_adds_up_the_same(jobs: Jobs) -> None:
     """The output layer has several products, which autograd would add up."""
     flags = (*Grid(tp=1, pp=2, steps=3).flags, *FURTHER.split(), *UNTIED.split())
@@ -75,14 +72,12 @@ def test_a_split_backward_adds_up_the_same(jobs: Jobs) -> None:
     assert cli.main(["compare", str(split.run_dir), str(jobs.undisturbed(*flags).run_dir)]) == 0
 
 
-@pytest.mark.long
 def test_contexts_change_losses_by_rounding_only(jobs: Jobs) -> None:
     """The next token may be another rank's, and tokens that count are those of all ranks."""
     flags = (*Grid(tp=1, pp=2, steps=4).flags, *WITHOUT_DROPOUT, *FURTHER.split())
     assert_contexts_round_only(jobs, *flags)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("extra", ["", UNTIED], ids=["tied", "untied"])
 def test_checkpoints(jobs: Jobs, tmp_path: Path, extra: str) -> None:
     """Saved by two stages, loaded by one, and as Megatron names things."""

@@ -104,20 +104,19 @@ def test_a_step_waits_once_for_the_device(jobs: Jobs, measured: Callable[[object
 
 
 @pytest.mark.parametrize(("grid", "flags"), [
-    pytest.param(DP4, ("--overlap-grad-reduce", "--overlap-param-gather"), marks=pytest.mark.long),
-    pytest.param(TP2_DP2, (*MODERN.split(), "--overlap-grad-reduce"), marks=pytest.mark.long),
-    pytest.param(PP2_DP2, ("--elastic-schedule", "split", "--bf16"), marks=pytest.mark.long),
-    pytest.param(DP4, ("--recompute-granularity", "full"), marks=pytest.mark.long),
-    pytest.param(TP2_DP2, ("--recompute-granularity", "selective", "--fp16"), marks=pytest.mark.long),
-    pytest.param(DP4, ("--elastic-replay", "state", "--elastic-verify-every", "2"), marks=pytest.mark.long),
-    pytest.param(DP4, ("--micro-batch-size", "2", "--optimizer", "sgd"), marks=pytest.mark.long),
-    pytest.param(TP2_DP2, (*MODERN.split(), "--elastic-reduction", "host"), marks=pytest.mark.long),
+    pytest.param(DP4, ("--overlap-grad-reduce", "--overlap-param-gather")),
+    pytest.param(TP2_DP2, (*MODERN.split(), "--overlap-grad-reduce")),
+    pytest.param(PP2_DP2, ("--elastic-schedule", "split", "--bf16")),
+    pytest.param(DP4, ("--recompute-granularity", "full")),
+    pytest.param(TP2_DP2, ("--recompute-granularity", "selective", "--fp16")),
+    pytest.param(DP4, ("--elastic-replay", "state", "--elastic-verify-every", "2")),
+    pytest.param(DP4, ("--micro-batch-size", "2", "--optimizer", "sgd")),
+    pytest.param(TP2_DP2, (*MODERN.split(), "--elastic-reduction", "host")),
 ])  # fmt: skip
 def test_with_flags(jobs: Jobs, grid: Grid, flags: Sequence[str]) -> None:
     _assert_same(_soft(jobs, grid, *flags), _cpu(jobs, grid, *flags))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("way", "nearly"), [("host", 0.0), ("device", 1e-5)])
 def test_fast_sums_depend_on_their_order_alone(jobs: Jobs, way: str, nearly: float) -> None:
     """Messages are added as on the CPU, softccl begins with the first member."""
@@ -134,10 +133,10 @@ def _kills() -> Iterator[object]:
     """Every point of a step in each grid, by different ranks; those of a recovery after it."""
     for grid in (PP2_DP2, DP4, TP2_DP2):
         for index, point in enumerate(STEP_POINTS):
-            yield pytest.param(grid, [f"{(3 * index + 1) % 4}@3:{point}"], marks=pytest.mark.long)
+            yield pytest.param(grid, [f"{(3 * index + 1) % 4}@3:{point}"])
     for points in (("interrupt", "edit"), ("report", "promote"), ("replicate", "resume")):
         for second in points:
-            yield pytest.param(DP4, ["0@2:vote", f"2@2:{second}"], marks=pytest.mark.long)
+            yield pytest.param(DP4, ["0@2:vote", f"2@2:{second}"])
 
 
 @pytest.mark.parametrize(("grid", "kills"), [
@@ -150,7 +149,6 @@ def test_killed(jobs: Jobs, grid: Grid, kills: list[str]) -> None:
     _assert_same(job, _cpu(jobs, grid), [int(kill.partition("@")[0]) for kill in kills])
 
 
-@pytest.mark.long
 def test_a_loss_in_mid_step_redoes_what_was_lost(jobs: Jobs) -> None:
     """Sums on the device go on from where they are, if no collective of the device was given up."""
     job = _soft(jobs, DP4, "--elastic-inject", "kill:rank=1,step=3,at=backward,grain=5")
@@ -159,7 +157,6 @@ def test_a_loss_in_mid_step_redoes_what_was_lost(jobs: Jobs) -> None:
     assert event["decision"] == "resume" and event["kept_ops"] > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("flags", "kill"), [
     (("--overlap-grad-reduce", "--overlap-param-gather"), "1@3:backward"),
     (("--overlap-grad-reduce", "--overlap-param-gather"), "2@3:forward"),
@@ -174,7 +171,6 @@ def test_killed_while_sums_or_weights_are_under_way(jobs: Jobs, flags: Sequence[
     _assert_same(job, _cpu(jobs, DP4, *flags), [int(kill.partition("@")[0])])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("cp", ["1", "2"])
 def test_killed_with_experts(jobs: Jobs, cp: str) -> None:
     """Circles of experts are others than those of the rest; with contexts ranks of one cell add up, too."""
@@ -184,7 +180,6 @@ def test_killed_with_experts(jobs: Jobs, cp: str) -> None:
     _assert_same(job, _cpu(jobs, grid, *flags), [3])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("grid", "what", "at", "cause"), [
     (PP2_DP2, "error", "backward", "device"),
     (DP4, "lost", "grad_sync", "device"),
@@ -206,7 +201,6 @@ def _no_memory(rank: int, at: str) -> list[str]:
     return ["--elastic-inject", f"device:rank={rank},step=3,at={at},what=memory"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("grid", "at"), [
     (PP2_DP2, "forward"), (PP2_DP2, "backward"), (DP4, "grad_sync"), (TP2_DP2, "backward"), (DP4, "data"),
 ], ids=str)  # fmt: skip
@@ -221,7 +215,6 @@ def test_memory_is_short(jobs: Jobs, grid: Grid, at: str) -> None:
     assert not job.events("device_out")
 
 
-@pytest.mark.long
 def test_another_rank_is_started_where_memory_was_short(jobs: Jobs) -> None:
     """What was in the way, or in pieces, has gone with the process."""
     grid = Grid(tp=1, pp=1, steps=30, ranks=4)
@@ -230,7 +223,6 @@ def test_another_rank_is_started_where_memory_was_short(jobs: Jobs) -> None:
     assert len(job.layouts()[-1].ranks) == 4, job.output
 
 
-@pytest.mark.long
 def test_a_job_whose_memory_is_short_everywhere_ends(jobs: Jobs) -> None:
     """All at the same place, or others when they do the step of the first again, if they had not come there yet."""
     everywhere = [flag for rank in range(4) for flag in _no_memory(rank, "backward")]
@@ -244,7 +236,6 @@ def test_a_job_whose_memory_is_short_everywhere_ends(jobs: Jobs) -> None:
         assert list(job.metrics()) == [1, 2]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("tp", "at"), [(1, "backward"), (2, "backward"), (1, "replay"), (1, "param_sync")])
 def test_a_device_hangs(jobs: Jobs, tp: int, at: str) -> None:
     """Its rank is killed, where other devices wait for it when that happens again."""
@@ -261,7 +252,6 @@ def test_a_device_hangs(jobs: Jobs, tp: int, at: str) -> None:
 # ---- everything else -------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("grid", [Grid(tp=1, pp=2, steps=30, ranks=4), Grid(tp=2, pp=1, steps=30, ranks=4)], ids=str)
 def test_join(jobs: Jobs, grid: Grid) -> None:
     job = jobs.start(*grid.flags, *SMALL, *SOFT, "--elastic-respawn", *inject("3@3:backward"), ranks=4)
@@ -270,7 +260,6 @@ def test_join(jobs: Jobs, grid: Grid) -> None:
     assert len(job.layouts()[-1].ranks) == 4, job.output
 
 
-@pytest.mark.long
 def test_scale(jobs: Jobs) -> None:
     """Another number of stages: units and owners move."""
     grid = Grid(tp=1, pp=2, steps=40, ranks=4)
@@ -285,7 +274,6 @@ def test_scale(jobs: Jobs) -> None:
     assert job.layouts()[-1].pipeline_size == 1
 
 
-@pytest.mark.long
 def test_cells_of_another_shape(jobs: Jobs) -> None:
     """Experts are shared by fewer ranks and by more: other circles, on the same devices."""
     exact = (*EXPERTS.split(), "--moe-token-dispatcher-type", "alltoall", "--elastic-slices", "4")
@@ -301,7 +289,6 @@ def test_cells_of_another_shape(jobs: Jobs) -> None:
     assert {layout.ep for layout in job.layouts()} == {1, 2}
 
 
-@pytest.mark.long
 def test_micro_batches_are_cut(jobs: Jobs) -> None:
     """Four micro-batches of two samples over three cells: other sums than whole ones, and the same as on the CPU."""
     grid = Grid(tp=1, pp=1, steps=5, ranks=4)
@@ -313,7 +300,6 @@ def test_micro_batches_are_cut(jobs: Jobs) -> None:
     assert any(cell.parts for cell in job.layouts()[-1].stages[0].cells)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["weights", "moments", "replica"])
 def test_damage_is_healed(jobs: Jobs, what: str) -> None:
     flip = ("--elastic-verify-every", "1", "--elastic-inject", f"flip:rank=1,step=3,at=forward,what={what}")
@@ -323,7 +309,6 @@ def test_damage_is_healed(jobs: Jobs, what: str) -> None:
     assert job.events("damaged")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("then", ["cpu", "soft"])
 def test_checkpoints_are_the_same_on_both(jobs: Jobs, tmp_path: Path, then: str) -> None:
     """Saved on soft while it trains, loaded there or on the CPU."""
@@ -340,13 +325,11 @@ def test_checkpoints_are_the_same_on_both(jobs: Jobs, tmp_path: Path, then: str)
     assert read_digest(again.run_dir) == read_digest(reference.run_dir)
 
 
-@pytest.mark.long
 def test_a_job_that_does_not_fit_its_devices_ends_at_once(jobs: Jobs) -> None:
     job = jobs.start(*DP4.flags, *SMALL, *SOFT, ranks=4, env={"SOFT_MEMORY": "65536"})
     assert "ranks on a device need" in job.finish(code=1)
 
 
-@pytest.mark.long
 def test_a_device_that_an_import_starts_is_started_by_the_ranks(jobs: Jobs) -> None:
     """It could not be used after a fork."""
     preload = "numpy,torch,tests.megatron_programs.starts_device,megatron.core"

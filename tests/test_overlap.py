@@ -11,7 +11,6 @@ FLAGS = ("--train-iters", "8", "--elastic-slices", "4", "--pipeline-model-parall
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replay", "kills"),
     [
@@ -27,8 +26,6 @@ def test_overlap_does_not_show(jobs: Jobs, replay: str, kills: tuple[str, ...]) 
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_checkpoints_and_evaluations_wait_for_parameters(jobs: Jobs) -> None:
     flags = (*FLAGS, "--eval-interval", "2", "--eval-iters", "1", "--split", "6,2,2")
     saves = "--save-interval", "3", "--save"

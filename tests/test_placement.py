@@ -11,7 +11,6 @@ FLAGS = ("--elastic-slices", "4", "--train-iters", "6")
 PP1, PP2 = (("--pipeline-model-parallel-size", str(size)) for size in (1, 2))
 
 
-@pytest.mark.slow
 def test_the_pipeline_degree_does_not_show(jobs: Jobs) -> None:
     """Not even in bf16, where a tied embedding's two gradients must not be added before they are exact."""
     deep, flat = jobs.start(*FLAGS, *PP2, "--bf16", ranks=4), jobs.start(*FLAGS, *PP1, "--bf16", ranks=2)
@@ -20,7 +19,6 @@ def test_the_pipeline_degree_does_not_show(jobs: Jobs) -> None:
     assert cli.main(["compare", str(deep.run_dir), str(flat.run_dir)]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -36,7 +34,6 @@ def test_kills_do_not_show_whatever_the_optimizer(jobs: Jobs, optimizer: str) ->
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_sgd_goes_on_under_another_layout(jobs: Jobs) -> None:
     flags = (*FLAGS, "--optimizer", "sgd", "--lr", "0.05", "--lr-decay-iters", "6")
     folder = jobs.folder / "sgd-checkpoint"

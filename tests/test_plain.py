@@ -57,12 +57,12 @@ def test_loss_falls(data: Path, tmp_path: Path) -> None:
     assert steps[12]["consumed_samples"] == 96
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("layout", [
-    pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", marks=pytest.mark.long),
+    pytest.param("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
     pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-                 "--untie-embeddings-and-output-weights --bf16", marks=pytest.mark.long),
-    pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full", marks=pytest.mark.long),
+                 "--untie-embeddings-and-output-weights --bf16"),
+    pytest.param("--tensor-model-parallel-size 2 --recompute-granularity full"),
 ])  # fmt: skip
 def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     common = f"{layout} --train-iters 6 --eval-iters 0"
@@ -77,8 +77,7 @@ def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     assert metrics(tmp_path / "resumed") == {step: expected[step] for step in (4, 5, 6)}
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.job
 def test_uneven_stages(data: Path, tmp_path: Path) -> None:
     """Megatron gets the flags that say which layers a stage has."""
     common = "--train-iters 4 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
@@ -93,7 +92,7 @@ def test_uneven_stages(data: Path, tmp_path: Path) -> None:
         assert found[0] == pytest.approx(found[1], rel=0.02), "other initial weights, and no more"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_resume_under_another_layout(data: Path, tmp_path: Path) -> None:
     common = "--train-iters 6 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
     whole = train(data, 4, f"{common} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

@@ -198,7 +198,6 @@ def test_ours_is_never_below_any_other_that_can_be_run(seed: int) -> None:
     assert_never_below(seed)
 
 
-@pytest.mark.long
 def test_ours_is_never_below_any_other_in_many_jobs() -> None:
     for seed in range(120):
         assert_never_below(seed)
@@ -271,14 +270,13 @@ def test_histories_under_a_policy(name: str) -> None:
     assert total.ends["finished"] > 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "column",
-        pytest.param("oobleck", marks=pytest.mark.long),
-        pytest.param("recycle", marks=pytest.mark.long),
-        pytest.param("varuna", marks=pytest.mark.long),
+        pytest.param("oobleck"),
+        pytest.param("recycle"),
+        pytest.param("varuna"),
     ],
 )
 def test_real_ranks_go_on_as_foreseen_with_the_same_bits(name: str, jobs: Jobs) -> None:
@@ -298,8 +296,6 @@ def test_real_ranks_go_on_as_foreseen_with_the_same_bits(name: str, jobs: Jobs) 
         assert set(before.lost) <= set(later.lost)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_real_ranks_take_the_way_that_is_best(jobs: Jobs, tmp_path: Path) -> None:
     """By costs that are given: it is written down with the others, and the bits stay."""
     grid = Grid(tp=1, pp=2, steps=12)

@@ -13,7 +13,7 @@ from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newes
 from tests.jobs import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_every_start_finds_a_complete_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.megatron_programs.power_cuts", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -169,7 +169,6 @@ def test_killed_while_the_batch_grows(jobs: Jobs) -> None:
     assert all(event["redone_ops"] <= 2 * SIZES[event["step"] - 1] for event in resumed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", ["data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync",
                                    "commit"])  # fmt: skip
@@ -183,7 +182,6 @@ def test_killed_anywhere_before_and_after_a_change(
     assert_same(job, jobs.undisturbed(*flags), [1, 2, 6])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("tp", "pp", "extra"), [
     (2, 2, [*MODERN.split(), *OVERLAP]),
@@ -199,7 +197,6 @@ def test_other_cells_and_programs(jobs: Jobs, tp: int, pp: int, extra: Sequence[
     assert_same(job, jobs.undisturbed(*flags), [2, 5])
 
 
-@pytest.mark.long
 def test_micro_batches_are_cut(jobs: Jobs) -> None:
     """Of nine over two cells one is cut, which smaller batches do not have; losses are the same but rounding."""
     flags = ("--rampup-batch-size", "6", "6", "12", "--train-samples", "54", "--global-batch-size", "18",
@@ -221,7 +218,6 @@ def sizes_at(job: Job, *kinds: str) -> list[int]:
     return [ramp.samples(event["step"]) for kind in kinds for event in job.events(kind)]
 
 
-@pytest.mark.long
 def test_a_rank_joins_while_the_batch_grows(jobs: Jobs) -> None:
     flags = (*grid(1, 2), *LONG)
     job = jobs.run(*flags, "--elastic-respawn", *inject("3@2:backward"))
@@ -230,7 +226,6 @@ def test_a_rank_joins_while_the_batch_grows(jobs: Jobs) -> None:
     assert sizes_at(job, "switched")[0] < BATCH
 
 
-@pytest.mark.long
 def test_stages_change_while_the_batch_grows(jobs: Jobs) -> None:
     """One stage of eight cells, of which half have nothing to compute at first."""
     flags = (*grid(1, 2), *LONG, "--elastic-slices", "4")
@@ -243,7 +238,6 @@ def test_stages_change_while_the_batch_grows(jobs: Jobs) -> None:
     assert sizes_at(job, "switched")[0] < BATCH
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_checkpoint_from_the_middle(jobs: Jobs, tmp_path: Path) -> None:
     """Under another layout, with the same bits; with other batches it is refused."""
@@ -260,7 +254,6 @@ def test_a_checkpoint_from_the_middle(jobs: Jobs, tmp_path: Path) -> None:
     assert "its 3 steps took 16 samples, and with these flags they would have taken 12" in other.finish(code=1)
 
 
-@pytest.mark.long
 def test_everybody_goes_back_to_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     """Owner and replica are lost at once, after the batch has grown; it does so again."""
     flags = (*grid(1, 2), *SHORT)
@@ -269,7 +262,6 @@ def test_everybody_goes_back_to_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None
     assert [event["decision"] for event in job.events("recovered")] == ["reload"]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_as_plain_training(jobs: Jobs, tmp_path: Path) -> None:
     """From the same weights; learning rate and weight decay follow the samples."""
@@ -301,7 +293,6 @@ def logged(*logs: Path) -> dict[int, tuple[int, str, int]]:
     return {int(line[1]): (int(line[2]), line[3], int(line[4])) for line in found}
 
 
-@pytest.mark.long
 @needs_checkout
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("extra", "parallel"), [
@@ -339,7 +330,6 @@ def test_as_megatron_lm(
     assert rest == pytest.approx({step: whole[step] for step in steps if step > 3}, rel=1e-5)
 
 
-@pytest.mark.long
 @needs_checkout
 @pytest.mark.parametrize(("flags", "reason"), [
     (("--rampup-batch-size", "1", "3", "24", "--train-samples", "60"), "START and INCREMENT must be multiples of"),

@@ -43,7 +43,6 @@ FLAGS = ("--train-iters", "10", "--elastic-slices", "4", "--pipeline-model-paral
          "--elastic-replay", "state")  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kills",
     [
@@ -67,13 +66,11 @@ def test_kills_do_not_show_while_replicas_are_behind(jobs: Jobs, kills: tuple[st
             assert int(kill.partition("@")[2].partition(":")[0]) in behind, "its gradients died with it"
 
 
-@pytest.mark.slow
 def test_replays_make_the_same_steps(jobs: Jobs) -> None:
     state, gradient = jobs.undisturbed(*FLAGS), jobs.run(*FLAGS, "--elastic-replay", "gradient")
     assert cli.main(["compare", str(state.run_dir), str(gradient.run_dir)]) == 0
 
 
-@pytest.mark.long
 def test_ranks_join_and_memory_is_verified_while_states_are_replayed(jobs: Jobs) -> None:
     flags = (*FLAGS, "--train-iters", "80", "--elastic-verify-every", "2")
     reference = jobs.undisturbed(*flags)

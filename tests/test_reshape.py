@@ -29,7 +29,6 @@ def shapes(job: Job) -> list[tuple[int, int]]:
     return [found[0], *(after for before, after in itertools.pairwise(found) if after != before)]
 
 
-@pytest.mark.slow
 def test_experts_are_shared_by_fewer_and_by_more(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     """No bit is another one. A rank is killed while states are put together, one when some are in the new cells."""
     job = start(jobs, *EP2, *inject("3@recut"), ranks=4, dies="0@promote")
@@ -46,7 +45,6 @@ def test_experts_are_shared_by_fewer_and_by_more(jobs: Jobs, capsys: pytest.Capt
     assert layouts[-1].lost == (0, 3)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("point", ["recut>data", "recut>replay", "recut>param_sync", "switch", "edit", "param_sync"])
 def test_kills(jobs: Jobs, point: str) -> None:
     """Of a rank whose states are being cut anew, that is about to get into the new cells, or has just got there. Three
@@ -62,7 +60,6 @@ def test_kills(jobs: Jobs, point: str) -> None:
     assert shapes(job) == [(1, 2), (1, 1), (1, 2)]
 
 
-@pytest.mark.long
 def test_states_come_no_faster_than_allowed(jobs: Jobs) -> None:
     """Then they follow for more steps, in cells of the old shape. Who watches sees how far they are."""
     job = start(jobs, *EP2, "--train-iters", "64", "--elastic-background-mbps", "1", ranks=4)
@@ -79,7 +76,6 @@ def test_states_come_no_faster_than_allowed(jobs: Jobs) -> None:
     assert done and all(0 < have <= size for have, size in done.values())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("tp", "pp", "ep", "extra"), [
     (1, 2, (1, 2, 1), f"{EVERYTHING} {BIAS}"),
     (2, 1, (1, 2, 1), f"--sequence-parallel {BIAS}"),
@@ -101,7 +97,6 @@ def test_other_models(jobs: Jobs, tp: int, pp: int, ep: tuple[int, ...], extra: 
     assert all((event["steps"] > 0) == follows for event in job.events("reshaped"))
 
 
-@pytest.mark.slow
 def test_contexts_are_shared_by_fewer_and_by_more(jobs: Jobs) -> None:
     """Up to the first change no bit is another one, and after it losses differ by rounding. A rank is killed in the new
     cells before another has heard of them, which hears it from the interrupt.
@@ -122,7 +117,6 @@ def test_contexts_are_shared_by_fewer_and_by_more(jobs: Jobs) -> None:
             assert step >= before or line[name] == reference[step][name]
 
 
-@pytest.mark.long
 def test_newcomers_and_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
     """Who comes later begins with the flags' sizes, and gets into cells of others. Without copies, a checkpoint that
     such cells have saved is what is gone back to when a rank dies; and another job goes on from it with the flags'.
@@ -148,7 +142,6 @@ def test_newcomers_and_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
     assert all(line["loss_hex"] == reference.metrics()[step]["loss_hex"] for step, line in rest.items())
 
 
-@pytest.mark.slow
 def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     """With the reason, and before anything happens."""
     flags = (*Grid(tp=1, pp=1, steps=8).flags, *EXACT, "--expert-model-parallel-size", "2", "--seq-length", "36")

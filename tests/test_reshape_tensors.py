@@ -59,7 +59,6 @@ def assert_as_if_started_anew(job: Job, jobs: Jobs, flags: tuple[str, ...], rank
     assert read_digest(job.run_dir)["units"] == read_digest(last.run_dir)["units"]
 
 
-@pytest.mark.slow
 def test_tensors_are_shared_by_fewer_and_by_more(jobs: Jobs, tmp_path: Path) -> None:
     """A rank is killed while states are put together, one when some are in the new cells."""
     flags = (*DENSE, *MODERN.split())
@@ -75,7 +74,6 @@ def test_tensors_are_shared_by_fewer_and_by_more(jobs: Jobs, tmp_path: Path) -> 
     assert_as_if_started_anew(job, jobs, flags, 4, tmp_path)
 
 
-@pytest.mark.slow
 def test_losses_stay_but_for_rounding(jobs: Jobs) -> None:
     """In fp32 and without dropout, from one rank to two and back; no rank of a pair knew the other before."""
     flags = (*Grid(tp=1, pp=1, steps=STEPS).flags, *COMMON, *WITHOUT_DROPOUT, "--sequence-parallel")
@@ -91,7 +89,6 @@ def test_losses_stay_but_for_rounding(jobs: Jobs) -> None:
             assert line[name] == pytest.approx(reference[step][name], rel=1e-4), (step, name)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("point", ["recut>data", "recut>replay", "recut>param_sync", "switch", "edit", "param_sync"])
 def test_kills(jobs: Jobs, tmp_path: Path, point: str) -> None:
     """Of a rank whose states are being cut anew, that is about to get into the new cells, or has just got there."""
@@ -105,7 +102,6 @@ def test_kills(jobs: Jobs, tmp_path: Path, point: str) -> None:
     assert_as_if_started_anew(job, jobs, DENSE, 4, tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("pp", "extra"), [
     (2, f"{EXPERTS} {BIAS} --sequence-parallel --moe-token-dispatcher-type alltoall"),
     (1, "--group-query-attention --num-query-groups 2 --swiglu --elastic-replay state --elastic-verify-every 1"),
@@ -121,7 +117,6 @@ def test_other_models(jobs: Jobs, tmp_path: Path, pp: int, extra: str) -> None:
     assert_as_if_started_anew(job, jobs, flags, 4 * pp, tmp_path)
 
 
-@pytest.mark.long
 def test_newcomers_and_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
     """Who comes later begins with the flags' size, and gets into cells of another. Without copies, a checkpoint that
     such cells have saved is what is gone back to when a rank dies.

@@ -9,7 +9,7 @@ import pytest
 from megatron_elastic.layout import Layout
 from tests.jobs import Grid, Job, Jobs, inject
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 SIZE = 2
 """Samples of a micro-batch."""

@@ -42,7 +42,6 @@ def test_reading_overlaps_with_computing(jobs: Jobs, measured: Callable[[object]
         assert min(step["seconds"] for step in ahead) < min(step["seconds"] for step in at_once)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("model", "how", "kills"), [
     ((), (), ["1@2:backward", "2@4:forward"]),
     ((), (), ["0@3:vote"]),
@@ -59,7 +58,6 @@ def test_ranks_are_lost(jobs: Jobs, model: Sequence[str], how: Sequence[str], ki
     assert_same_training(job, reference, [int(kill.partition("@")[0]) for kill in kills])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "soft"])
 def test_ranks_join(jobs: Jobs, device: str) -> None:
     grid = Grid(tp=1, pp=2, steps=30, ranks=4)
@@ -69,7 +67,6 @@ def test_ranks_join(jobs: Jobs, device: str) -> None:
     assert len(job.layouts()[-1].ranks) == 4, job.output
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "soft"])
 def test_batches_grow(jobs: Jobs, device: str) -> None:
     """The next step has more micro-batches than this one."""
@@ -79,7 +76,6 @@ def test_batches_grow(jobs: Jobs, device: str) -> None:
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
 
 
-@pytest.mark.long
 def test_nobody_waits_for_the_device_but_the_vote(jobs: Jobs) -> None:
     """Batches come in a stream of their own, for which only the device waits."""
     job = jobs.start(*PP2_DP2.flags, "--elastic-device", "soft", ranks=4, script=COUNTED)
@@ -91,7 +87,6 @@ def test_nobody_waits_for_the_device_but_the_vote(jobs: Jobs) -> None:
             assert set(step["waits"]) == {"Event.synchronize", "Event.synchronize, in another thread"}, step
 
 
-@pytest.mark.long
 def test_evaluations_are_of_other_data(jobs: Jobs) -> None:
     flags = (*PP2_DP2.flags, "--eval-iters", "2", "--eval-interval", "2", "--split", "60,20,20")
     job, reference = jobs.run(*flags, ranks=4), jobs.undisturbed(*flags, *AT_ONCE, ranks=4)
@@ -100,7 +95,6 @@ def test_evaluations_are_of_other_data(jobs: Jobs) -> None:
     assert_same_training(job, reference)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_sample_that_cannot_be_read_is_told_as_ever(jobs: Jobs, workers: str) -> None:
     """Whoever gets it raises: it is the program's error, and its traceback leads to the data set."""

@@ -34,7 +34,6 @@ def steps(job: Job, kind: str) -> list[int]:
     return [event["step"] for event in job.events(kind)]
 
 
-@pytest.mark.slow
 def test_everything_is_on_a_disk_that_fills(jobs: Jobs, small_disk: Path) -> None:
     """Run directory, checkpoints and data: training goes on while it is full, with a loss meanwhile, and after."""
     data = small_disk / "data"
@@ -61,7 +60,6 @@ def test_everything_is_on_a_disk_that_fills(jobs: Jobs, small_disk: Path) -> Non
     assert {path.name for path in folder.iterdir()} == {TRACKER, *(f"iter_{step:07d}" for step in saved)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["sync", "async"])
 def test_checkpoints_that_never_fit(jobs: Jobs, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Each is tried and given up, on all ranks, whatever else happens; the last one ends the job with an error."""
@@ -75,8 +73,6 @@ def test_checkpoints_that_never_fit(jobs: Jobs, tmp_path: Path, flags: tuple[str
     assert steps(job, "saved") == []
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_disks_that_are_full_and_slow_on_purpose(jobs: Jobs, tmp_path: Path) -> None:
     """Rank 1's, until it dies, and rank 2's for a moment."""
     disks = ("--elastic-inject", "disk:rank=1,step=3,at=data,what=full",
@@ -88,7 +84,6 @@ def test_disks_that_are_full_and_slow_on_purpose(jobs: Jobs, tmp_path: Path) -> 
     assert steps(job, "saved")[0] == 2 and steps(job, "saved")[-1] == 8
 
 
-@pytest.mark.slow
 def test_a_disk_that_stands_still_can_be_interrupted(jobs: Jobs, tmp_path: Path) -> None:
     """All wait for it; a rank that dies meanwhile is recovered from at once."""
     with freezer(tmp_path / "disk") as disk:
@@ -104,7 +99,6 @@ def test_a_disk_that_stands_still_can_be_interrupted(jobs: Jobs, tmp_path: Path)
         assert steps(job, "saved") == [4, 8]
 
 
-@pytest.mark.slow
 def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
     """With ``--async-save`` training goes on, also with a rank less, and what can be written later is."""
     with freezer(tmp_path / "disk") as disk:
@@ -127,7 +121,6 @@ def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> No
         assert steps(job, "save_failed") == []
 
 
-@pytest.mark.slow
 def test_all_cells_write(jobs: Jobs, tmp_path: Path) -> None:
     """Each rank of a stage writes what it owns, and that is about as much as the others do."""
     grid = Grid(tp=2, pp=1, steps=2)

@@ -61,7 +61,6 @@ def shape(layout: Layout) -> list[int]:
     return [stage.width for stage in layout.stages]
 
 
-@pytest.mark.slow
 def test_stages_as_asked(jobs: Jobs) -> None:
     """Four, two, three and four, while training goes on; all ranks work in the end."""
     job = start(jobs, *TIED, *PP4)
@@ -77,7 +76,6 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
 
 
-@pytest.mark.slow
 def test_cells_as_asked(jobs: Jobs) -> None:
     """Fewer, of which one loses a rank, for whom a spare comes; more; and all. What cannot be is refused."""
     flags = (*TIED, "--pipeline-model-parallel-size", "2")
@@ -104,7 +102,6 @@ def test_cells_as_asked(jobs: Jobs) -> None:
     assert [event["cells"] for event in job.events("asked")] == [4, 5, 7]
 
 
-@pytest.mark.slow
 def test_a_newcomer_beside_one_who_has_moved(jobs: Jobs) -> None:
     """The rest of a cell has come to its layers one by one, a newcomer to all at once: what they compute in parts is
     added up layer by layer all the same.
@@ -122,7 +119,6 @@ def test_a_newcomer_beside_one_who_has_moved(jobs: Jobs) -> None:
     assert not job.events("error")
 
 
-@pytest.mark.long
 def test_stages_and_cells_at_once(jobs: Jobs) -> None:
     """Of cells of two ranks: into more stages and fewer cells, and all of them again."""
     flags = (*TIED, "--tensor-model-parallel-size", "2")
@@ -138,7 +134,6 @@ def test_stages_and_cells_at_once(jobs: Jobs) -> None:
     assert shape(layouts[-1]) == [2, 2]
 
 
-@pytest.mark.long
 def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
     """By the costs of a profile, after a loss has made a stage narrower: at once without, then with another cut."""
     flags = (*TIED, "--pipeline-model-parallel-size", "2")
@@ -155,20 +150,17 @@ def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
     assert (layers[-1], shape(layouts[-1])) == ([3, 1], [2, 1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "ranks", "stages"),
     [
         ("--untie-embeddings-and-output-weights --bf16", 4, (2, 1)),
-        pytest.param("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, (1, 4),
-                     marks=pytest.mark.long),
-        pytest.param("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3),
-                     marks=pytest.mark.long),
+        pytest.param("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8, (1, 4)),
+        pytest.param("--bf16 --pipeline-model-parallel-size 3 --num-layers 3 --elastic-replicas 0", 3, (1, 3)),
         pytest.param("--context-parallel-size 2 --expert-model-parallel-size 4 --num-experts 4 --swiglu "
-                     "--disable-bias-linear", 8, (2, 1), marks=pytest.mark.long),
+                     "--disable-bias-linear", 8, (2, 1)),
         pytest.param("--context-parallel-size 4 --expert-model-parallel-size 2 --num-experts 4 --swiglu "
-                     "--disable-bias-linear", 8, (2, 1), marks=pytest.mark.long),
-        pytest.param("--tensor-model-parallel-size 2 --context-parallel-size 2", 8, (2, 1), marks=pytest.mark.long),
+                     "--disable-bias-linear", 8, (2, 1)),
+        pytest.param("--tensor-model-parallel-size 2 --context-parallel-size 2", 8, (2, 1)),
     ],
     ids=["untied-bf16", "TP2", "bf16-without-replicas", "CP2 x EP4", "CP4 x EP2", "TP2 x CP2"],
 )
@@ -184,13 +176,12 @@ def test_other_models(jobs: Jobs, flags: str, ranks: int, stages: tuple[int, ...
     assert assert_same(job, reference)[-1].pipeline_size == stages[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "outside"),
     [
-        pytest.param("1@switch", "5@switch", 2, marks=pytest.mark.long),
-        pytest.param("0@replicate", "6@promote", 3, marks=pytest.mark.long),
-        pytest.param("6@edit", "2@param_sync", 1, marks=pytest.mark.long),
+        pytest.param("1@switch", "5@switch", 2),
+        pytest.param("0@replicate", "6@promote", 3),
+        pytest.param("6@edit", "2@param_sync", 1),
     ],
     ids=["switch", "replicate-promote", "edit-param_sync"],
 )
@@ -213,7 +204,6 @@ def test_kills_while_units_move(jobs: Jobs, first: str, second: str, outside: in
     assert sorted(shape(layouts[-1])) == [1, 2, 2]
 
 
-@pytest.mark.long
 def test_checkpoints_and_evaluation_in_between(jobs: Jobs) -> None:
     """Saved with other stages than the job began with, loaded with others again; evaluated at the right weights."""
     steps = ("--train-iters", "18", "--eval-interval", "5", "--eval-iters", "1", "--split", "3,1,1")
@@ -239,7 +229,6 @@ def test_checkpoints_and_evaluation_in_between(jobs: Jobs) -> None:
     assert (rest.run_dir / "digest.json").read_text() == (reference.run_dir / "digest.json").read_text()
 
 
-@pytest.mark.slow
 def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     """With the reason; training goes on as if nobody had asked. And jobs that are over do not answer."""
     flags = ("--train-iters", "12", "--pipeline-model-parallel-size", "2")
@@ -261,7 +250,6 @@ def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str
         assert f"no elastic job runs in {run_dir}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     job = start(jobs, "--train-iters", "1000", ranks=1)
     job.read_until(" 1/1000")
@@ -271,7 +259,6 @@ def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pyt
     assert f"the job of {job.run_dir} does not answer" in capsys.readouterr().err
 
 
-@pytest.mark.long
 def test_down_to_the_last_cell(jobs: Jobs) -> None:
     """All of one stage, one after the other: it dissolves; then all others but one."""
     job = start(jobs, *TIED, "--pipeline-model-parallel-size", "2")
@@ -290,7 +277,6 @@ def test_down_to_the_last_cell(jobs: Jobs) -> None:
     assert {narrow.stage_of(copy) for copies in narrow.replicas[head] for copy in copies} == {0}
 
 
-@pytest.mark.long
 def test_a_stage_dies_at_once_and_its_ranks_come_back(jobs: Jobs) -> None:
     """With two replicas one is in another stage. The newcomers widen the stages that are left."""
     flags = (*TIED, *PP4)
@@ -306,7 +292,6 @@ def test_a_stage_dies_at_once_and_its_ranks_come_back(jobs: Jobs) -> None:
     assert layouts[-1].pipeline_size == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", [False, True])
 def test_the_last_cell_dies_before_its_copies_are_made(jobs: Jobs, saved: bool) -> None:
     """A checkpoint brings its units back, in other stages; without one that is the end, and is said to be."""

@@ -15,7 +15,7 @@ from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 from tests.test_emulated import emulate
 from tests.test_emulation import profile_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PP4 = Grid(tp=1, pp=4, steps=12)
 KILLED_AT = 6
@@ -53,7 +53,6 @@ def test_an_emulated_job_is_as_fast_as_was_foreseen(jobs: Jobs, tmp_path: Path) 
     assert statistics.median(times) > 0.9 * after.step_ms, "as fast as it should be at most; benches tell how exactly"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("grid", "flags"), [
     (PP4, ()), (Grid(tp=2, pp=2, steps=12), ("--num-virtual-stages-per-pipeline-rank", "2")),
 ], ids=["PP4", "TP2 PP2 with two chunks"])  # fmt: skip
@@ -68,7 +67,6 @@ def test_a_rank_dies_in_a_step_of_a_searched_order(
     assert early <= KILLED_AT and late, job.output
 
 
-@pytest.mark.long
 def test_chunks_are_placed_otherwise_while_it_runs(jobs: Jobs, tmp_path: Path) -> None:
     """From one chunk a stage to those of the fastest order, as soon as that is found; a rank dies there."""
     grid = Grid(tp=1, pp=4, steps=26)
@@ -133,12 +131,11 @@ def test_what_did_not_fit_runs_with_chunks_recomputed(jobs: Jobs, tmp_path: Path
 
 @pytest.mark.parametrize(("grid", "profile", "flags", "lost"), [
     pytest.param(PP2, TOO_LITTLE, (), (), id="PP2"),
-    pytest.param(PP2, TOO_LITTLE, (), ("5@6:backward",), marks=pytest.mark.long, id="PP2, a rank dies"),
+    pytest.param(PP2, TOO_LITTLE, (), ("5@6:backward",), id="PP2, a rank dies"),
     pytest.param(Grid(tp=2, pp=2, steps=8), short_of_memory(33.5), ("--swiglu", "--normalization", "RMSNorm"),
-                 ("3@6:forward",), marks=pytest.mark.long, id="TP2 PP2, a rank dies"),
+                 ("3@6:forward",), id="TP2 PP2, a rank dies"),
     pytest.param(PP2, short_of_memory(27.5, experts=True),
-                 ("--num-experts", "2", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01"), (),
-                 marks=pytest.mark.long, id="PP2 with experts"),
+                 ("--num-experts", "2", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01"), (), id="PP2 with experts"),
 ])  # fmt: skip
 def test_chunks_are_recomputed_while_it_runs(
     jobs: Jobs, tmp_path: Path, grid: Grid, profile: Profile, flags: tuple[str, ...], lost: tuple[str, ...]
@@ -154,7 +151,6 @@ def test_chunks_are_recomputed_while_it_runs(
     assert job.events("ordered")[0]["recomputed"]
 
 
-@pytest.mark.long
 def test_a_rank_dies_where_only_recomputed_chunks_fit(jobs: Jobs, tmp_path: Path) -> None:
     """The others' devices have room for what it owned, and go on recomputing."""
     emulated = emulate(tmp_path / "profile.json", TOO_LITTLE)

@@ -20,7 +20,7 @@ MODERN = (
     ("flags", "kills"),
     [
         ([], ["3@2:backward", "4@3:apply"]),
-        pytest.param(MODERN.split(), ["6@3:grad_sync"], marks=pytest.mark.long),
+        pytest.param(MODERN.split(), ["6@3:grad_sync"]),
     ],
     ids=["usual", "modern"],
 )

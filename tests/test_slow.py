@@ -38,14 +38,11 @@ def slowed(jobs: Jobs, grid: Grid, way: str, *slowness: str) -> Job:
     return job
 
 
-@pytest.mark.slow
 def test_a_slow_rank_gets_less_to_do_and_then_as_much_as_before(jobs: Jobs) -> None:
     job = slowed(jobs, Grid(tp=1, pp=1, steps=100, ranks=2), "share", *slow(15, 5), *slow(40, 1))
     assert_shared(job)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_micro_batches_are_cut_for_slow_ranks_too(jobs: Jobs) -> None:
     """Those that are cut differ by rounding: there is nothing to compare."""
     flags = Grid(tp=1, pp=1, steps=100, ranks=2).flags
@@ -62,8 +59,6 @@ def assert_shared(job: Job) -> None:
     assert all(mine > 0 for _, mine in loads)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None:
     job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", *slow(10, 40))
     for kind in ("slow", "evicted"):  # others may seem slow for a while: processors are shared

@@ -15,7 +15,7 @@ from tests.lost_hosts import FLAGS
 from tests.slurm import Slurm
 
 _REASON = namespaces.why_not() or slurm.why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(bool(_REASON), reason=_REASON)]
+pytestmark = [pytest.mark.skipif(bool(_REASON), reason=_REASON)]
 
 NODES = 3
 RANKS = 2

@@ -29,13 +29,12 @@ def test_killed(jobs: Jobs) -> None:
             assert for_cell("split", layout, leader) == ops
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "flags", "extra"),
     [
         (PP4, "", OVERLAP),
-        pytest.param(TP2_PP2, "", ("--recompute-granularity", "full"), marks=pytest.mark.long),
-        pytest.param(TP2_PP2, MODERN, (*OVERLAP, "--recompute-granularity", "selective"), marks=pytest.mark.long),
+        pytest.param(TP2_PP2, "", ("--recompute-granularity", "full")),
+        pytest.param(TP2_PP2, MODERN, (*OVERLAP, "--recompute-granularity", "selective")),
     ],
     ids=["overlap", "recompute", "modern"],
 )

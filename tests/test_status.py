@@ -204,7 +204,6 @@ def test_answers(tmp_path: Path) -> None:
 # ---- with a job ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_copies_are_seen_while_training_goes_on(jobs: Jobs) -> None:
     """After a loss replicas are made for several steps: who gets them from whom, and how much of it is there."""
     job = jobs.start("--train-iters", "5000", "--elastic-background-mbps", "0.5", *inject("1@3:backward"), ranks=4)
@@ -237,7 +236,6 @@ def test_copies_are_seen_while_training_goes_on(jobs: Jobs) -> None:
     job.finish(143)
 
 
-@pytest.mark.slow
 def test_a_job_while_it_runs_and_afterwards(jobs: Jobs, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is who is in the records, and in the names of the processes; what a rank does can be seen."""

@@ -359,12 +359,11 @@ def job(jobs: Jobs) -> Job:
     return jobs.run(*FLAGS, "--elastic-trace", "6-9", "--elastic-inject", "kill:rank=3,step=8,at=backward", ranks=4)
 
 
-@pytest.mark.slow
 def test_tracing_changes_nothing(jobs: Jobs, job: Job) -> None:
     assert compare(job.run_dir, jobs.undisturbed(*FLAGS, ranks=4).run_dir) is None
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_parts_add_up_to_steps_and_to_a_recovery(job: Job) -> None:
     """Also the step that a rank was killed in."""
     traces, metrics = Traces.read([job.run_dir]), job.metrics()
@@ -392,7 +391,7 @@ def test_parts_add_up_to_steps_and_to_a_recovery(job: Job) -> None:
         assert [-1] in [wait.whom for wait in trace.waits]  # for the coordinator's decision
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_one_file_for_the_viewer(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json.gz"
     assert cli.main(["trace", str(job.run_dir), "-o", str(path)]) == 0
@@ -411,7 +410,6 @@ def test_one_file_for_the_viewer(job: Job, tmp_path: Path, capsys: pytest.Captur
     assert {each["name"].split()[0] for each in events if each["ph"] == "b"} >= {"reduce", "gather"}
 
 
-@pytest.mark.long
 @pytest.mark.skipif(bool(perfetto_engine.why_not()), reason=perfetto_engine.why_not())
 def test_the_viewers_own_engine_reads_it(job: Job, tmp_path: Path) -> None:
     """What it has made of the file adds up, too, and nothing in it was left out."""
@@ -445,7 +443,7 @@ def test_the_viewers_own_engine_reads_it(job: Job, tmp_path: Path) -> None:
         assert whole["took"] / 1e6 == pytest.approx(recovered["mttr_ms"], rel=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_critical_path_of_a_job(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     traces = Traces.read([job.run_dir])
     for step in traces.steps:

@@ -40,7 +40,6 @@ def test_killed(jobs: Jobs) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("flags", "extra"), [("", ""), (MODERN, EVERYTHING)], ids=["usual", "everything"])
 def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
     reference = jobs.undisturbed(*TP2_PP2.flags, *flags.split())
@@ -48,13 +47,11 @@ def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
     assert_same_training(job, reference, [7])
 
 
-@pytest.mark.long
 def test_checkpoints(jobs: Jobs) -> None:
     """Saved as a V, loaded with one chunk a stage, and the other way."""
     assert_loaded_either_way(jobs, PP2_DP4, V, "v")
 
 
-@pytest.mark.long
 def test_layers_move(jobs: Jobs) -> None:
     """A stage loses all its cells: others take its layers over. And so with other numbers of stages."""
     flags = ("--pipeline-model-parallel-size", "3", "--train-iters", "14", "--num-layers", "6")

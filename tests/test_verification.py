@@ -69,7 +69,6 @@ def test_flips_name_what_they_damage() -> None:
 
 
 @pytest.mark.parametrize(("what", "decision"), [("weights", "resume"), ("moments", "back"), ("replica", "resume")])
-@pytest.mark.slow
 def test_damage_at_rest_is_healed(jobs: Jobs, what: str, decision: str) -> None:
     """The rank itself finds it, so one replica is enough. What an owner has, all may have weights from."""
     job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4))
@@ -77,7 +76,6 @@ def test_damage_at_rest_is_healed(jobs: Jobs, what: str, decision: str) -> None:
     assert [event["decision"] for event in job.events("recovered")] == [decision]
 
 
-@pytest.mark.slow
 def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
     kill = ["--elastic-inject", "kill:rank=6,step=4,at=interrupt"]
     job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", "--elastic-replicas", "2", *flip("moments", 4), *kill)
@@ -86,7 +84,6 @@ def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
     assert len(job.events("damaged")) == 1
 
 
-@pytest.mark.slow
 def test_replicas_in_another_stage_are_looked_at_too(jobs: Jobs) -> None:
     """The only cell of a stage has its replicas there."""
     grid = Grid(tp=1, pp=4, steps=8)
@@ -97,7 +94,6 @@ def test_replicas_in_another_stage_are_looked_at_too(jobs: Jobs) -> None:
     assert not job.events("tangle")
 
 
-@pytest.mark.slow
 def test_the_majority_is_right(jobs: Jobs) -> None:
     """Damage to a replica between its turns does no harm to the others, who outvote it."""
     flags = ["--elastic-verify-every", "3", "--elastic-replicas", "2"]
@@ -105,7 +101,6 @@ def test_the_majority_is_right(jobs: Jobs) -> None:
     assert_healed(job, jobs.undisturbed(*GRID.flags), [(5, "state")])
 
 
-@pytest.mark.slow
 def test_two_copies_that_differ_end_the_job(jobs: Jobs) -> None:
     job = jobs.start(*GRID.flags, "--elastic-verify-every", "3", *flip("replica", 3, at="data"))
     assert "nothing tells which is right" in job.finish(code=1)

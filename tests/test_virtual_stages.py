@@ -44,9 +44,8 @@ def test_few_grains_with_the_backward_split(jobs: Jobs) -> None:
     assert cli.main(["compare", *runs]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "extra"), [
-    pytest.param("", "", marks=pytest.mark.long), (MODERN, EVERYTHING),
+    pytest.param("", ""), (MODERN, EVERYTHING),
 ], ids=["usual", "everything"])
 def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
     reference = jobs.undisturbed(*TP2_PP2.flags, *flags.split())
@@ -54,7 +53,6 @@ def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
     assert_same_training(job, reference, [7])
 
 
-@pytest.mark.long
 def test_checkpoints(jobs: Jobs) -> None:
     """Saved with virtual stages, loaded without, and the other way."""
     assert_loaded_either_way(jobs, PP2_DP4, VIRTUAL, "chunks")

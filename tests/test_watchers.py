@@ -43,7 +43,7 @@ def watched(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return Watched(job, board, collector if HAS_OPENTELEMETRY else None)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_job_tells_each_thing_once_and_as_in_the_records(watched: Watched) -> None:
     told = [json.loads(each) for each in watched.job.output.splitlines()]
     assert len({_thing(each) for each in told}) == len(told)
@@ -59,7 +59,7 @@ def _thing(told: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in told.items() if name != "time"}, sort_keys=True)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_job_tells_tensorboard(watched: Watched) -> None:
     pytest.importorskip("tensorboard")
     scalars, texts = read(watched.board)
@@ -71,7 +71,7 @@ def test_a_job_tells_tensorboard(watched: Watched) -> None:
     assert {text.split()[0] for _, text in texts} >= {"**started**", "**fault**", "**recovered**", "**finished**"}
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_job_tells_opentelemetry(watched: Watched) -> None:
     if watched.collector is None:
         pytest.skip("opentelemetry is not installed")
