@@ -3,7 +3,8 @@
 Job after job with a tiny GPT and ``--elastic-respawn``, each with random faults of all kinds, drawn from the seed: at
 hook points of the step and of recoveries (``--elastic-inject``) and from outside at any moment, some of them at once.
 Each job is compared bit for bit with one that nothing disturbed. With ``--nodes`` jobs are on several hosts, which are
-network namespaces of this machine, and hosts and their links have faults, too.
+network namespaces of this machine, and hosts and their links have faults, too. With ``--device soft`` jobs are on a
+device made of software, which has faults of its own, and are compared with one on the CPU.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from pathlib import Path
 
 import namespaces
 from common import JobFailed, emit, prepare_data, progress, run, run_job, run_root, summary
-from under_fire.draw import KINDS, KINDS_OF_HOSTS, VARIANTS, Round
+from under_fire.draw import KINDS, KINDS_OF_DEVICES, KINDS_OF_HOSTS, VARIANTS, Round
 from under_fire.hosted import HostedJob
 from under_fire.job import Job
 from under_fire.tally import Tally
+
+from megatron_elastic import usage
+from megatron_elastic.device.soft import build
+
+_KINDS = KINDS | KINDS_OF_HOSTS | KINDS_OF_DEVICES
 
 
 def _layout(text: str) -> list[tuple[int, int, int]]:
@@ -43,10 +49,10 @@ def _names(known: Sequence[str], text: str) -> list[str]:
     return names
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic chaos``."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic chaos", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="megatron-elastic chaos", formatter_class=usage.Formatter,
         description="Let random faults happen to jobs, and compare each with one that nothing disturbed.",
         epilog="example:\n  megatron-elastic chaos --seed 1 --minutes 10 --layout 1x2x4,2x2x2\n\n"
         "Progress goes to stderr; the last line of stdout is one JSON object. Exit code 1 if anything is wrong; the\n"
@@ -60,13 +66,22 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, metavar="K",
                         help="hosts of a job, network namespaces that are lost and cut off as well; needs root, ip, tc "
                              "and nft (default: 1, this machine itself)")
+    parser.add_argument("--device", choices=("cpu", "soft"), default="cpu",
+                        help="what ranks compute on; the undisturbed job is on the CPU (default: %(default)s)")
     parser.add_argument("--layout", type=_layout, metavar="TPxPPxDP,...",
                         help="layouts, taken in turns (default: 1x2x4,2x2x2,1x4x2; on K hosts 1x2xK,2x1xK)")
     parser.add_argument("--variants", type=partial(_names, list(VARIANTS)), default=list(VARIANTS), metavar="NAMES",
                         help=f"models and flags, taken in turns (default: {','.join(VARIANTS)})")
-    kinds = [*KINDS, *KINDS_OF_HOSTS]
+    kinds = list(_KINDS)
     parser.add_argument("--kinds", type=partial(_names, kinds), default=kinds, metavar="NAMES",
-                        help=f"kinds of faults (default: {','.join(KINDS)}; on hosts also {','.join(KINDS_OF_HOSTS)})")
+                        help=f"kinds of faults (default: {','.join(KINDS)}; on hosts also {','.join(KINDS_OF_HOSTS)}; "
+                             f"on soft also {','.join(KINDS_OF_DEVICES)})")
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags."""
+    parser = make_parser()
     options = parser.parse_args(argv)
     nodes = options.nodes
     if options.layout is None:
@@ -77,6 +92,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--nodes {nodes}: its hosts cannot have equal parts of the ranks of {wrong}")
     if nodes > 1 and (reason := namespaces.why_not()):
         parser.error(f"--nodes {nodes}: {reason}")
+    if options.device == "soft" and build.compiler() is None:
+        parser.error("--device soft: no C++ compiler (g++, or what CXX names)")
     return options
 
 
@@ -84,12 +101,15 @@ def main(argv: Sequence[str]) -> int:
     """Run job after job; 0 if nothing was wrong."""
     options = parse_args(argv)
     data, tally, number = prepare_data(), Tally(), options.first
-    kinds = {kind: often for kind, often in (KINDS | KINDS_OF_HOSTS).items() if kind in options.kinds}
+    kinds = {kind: often for kind, often in _KINDS.items() if kind in options.kinds}
+    if options.device == "soft":
+        build.library()  # or all ranks would wait for the first one
     until = time.monotonic() + 60 * options.minutes
     with run_root() as root:
         while time.monotonic() < until and (options.jobs is None or tally.jobs < options.jobs):
             round_ = Round(options.seed * 100_003 + number, options.layout[number % len(options.layout)],
-                           options.variants[number // len(options.layout) % len(options.variants)], options.nodes)
+                           options.variants[number // len(options.layout) % len(options.variants)],
+                           options.nodes, options.device)
             round_.draw(kinds, options.faults)
             folder = root / str(number)
             folder.mkdir()
@@ -111,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 def _one(round_: Round, folder: Path, data: Path, tally: Tally) -> str | None:
     reference, run_dir = folder / "undisturbed", folder / "disturbed"
     run_job(reference, round_.ranks, round_.flags(data, folder / "checkpoints-0"))
-    flags = round_.flags(data, folder / "checkpoints-1")
+    flags = round_.flags(data, folder / "checkpoints-1", round_.device)
     if round_.nodes == 1:
         job = Job(round_, run_dir, flags)
         code = job.run()

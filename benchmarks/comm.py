@@ -12,22 +12,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import emit, load_average, progress, run
+from common import emit, free_port, load_average, progress, run
 from forked import FORK, LIMIT, Times, run_ranks
 
 from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
-from megatron_elastic.device import cpu
+from megatron_elastic.device import stand_in
 
-cpu.install()
+stand_in.install()
 from megatron.core import parallel_state  # noqa: E402  after the CPU's answers are in place
 
 MEASURES = ("full_rebuild_ms", "partial_rebuild_ms", "in_place_ms")
@@ -232,13 +231,6 @@ def rank_main(bench: Bench, me: int, folder: Path) -> None:
     if me == bench.joiner:
         lists = json.loads((folder / "lists").read_text())
     measure_elastic(bench, me, lists)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(argv: Sequence[str]) -> int:

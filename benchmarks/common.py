@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic import __version__
+from megatron_elastic.cluster import scale
+from megatron_elastic.layout import Layout
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DATA = CHECKOUT / "data" / "stdlib"
 """The default corpus, prepared once; git ignores it."""
 SCRIPT = "examples/pretrain_gpt.py"
+_EVEN = re.compile(r"slices and grains are even over (\d+) ranks")
 _PACKAGES = ("torch", "megatron-core", "ucxx-cu12")
 
 
@@ -60,6 +65,12 @@ def run_root() -> Iterator[Path]:
     subprocess.run(["rm", "-r", str(root)], check=True)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def prepare_data() -> Path:
     """The folder of the default corpus, made if missing."""
     if not (DATA / "data.json").is_file():
@@ -68,17 +79,45 @@ def prepare_data() -> Path:
     return DATA
 
 
-def run_job(run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT) -> None:
-    """Train ``script`` with ``flags`` over ``ranks`` ranks; records go to ``run_dir``.
+def run_job(
+    run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT, checkout: Path = CHECKOUT
+) -> None:
+    """Train ``script`` with ``flags`` over ``ranks`` ranks, as a checkout has it; records go to ``run_dir``.
 
     Raises JobFailed, with the end of the job's output, unless it exits with 0.
     """
-    _run(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
+    _run(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"), checkout)
 
 
 def watch_job(run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT) -> Generator[str, None, None]:
     """The same, and the lines of the launcher's output as they come."""
     yield from watch(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
+
+
+def ask_while_it_trains(
+    run_dir: Path, ranks: int, flags: Sequence[str], requests: Sequence[Sequence[str]], *,
+    done: str, first: int, between: int, script: str = SCRIPT,
+) -> None:  # fmt: skip
+    """Run a job and ask it for other shapes, one after the other: ``requests``, as flags of ``megatron-elastic scale``.
+
+    The first is made after step ``first``, each further one so many steps after a line with ``done`` in it has told
+    that the one before has come true. Raises JobFailed, also if one is refused or does not come true.
+    """
+    asked, step, due = 0, 0, first
+    with closing(watch_job(run_dir, ranks, flags, script)) as lines:
+        for line in lines:
+            if line.startswith("step"):
+                step = int(line.split()[1].partition("/")[0])
+            if done in line:
+                due = step + between
+            if step >= due and asked < len(requests):
+                due = sys.maxsize
+                with redirect_stdout(sys.stderr):
+                    if scale.main([str(run_dir), *requests[asked]]):
+                        raise JobFailed(f"the job of {run_dir} refused {' '.join(requests[asked])}")
+                asked += 1
+    if due == sys.maxsize or asked < len(requests):
+        raise JobFailed(f"the job of {run_dir} ended before all {len(requests)} changes were done")
 
 
 def pid_of(run_dir: Path, rank: int) -> int:
@@ -93,6 +132,18 @@ def pid_of(run_dir: Path, rank: int) -> int:
     raise JobFailed(f"no process writes {log}")
 
 
+def newest_layout(run_dir: Path) -> Layout:
+    """The layout that a job has now."""
+    path = max((run_dir / "layouts").iterdir(), key=lambda path: int(path.stem))
+    return Layout.from_json(path.read_text())
+
+
+def even_over(line: str) -> int | None:
+    """Over how many ranks a job's line of output says that all is even again; None if it says something else."""
+    match = _EVEN.search(line)
+    return int(match[1]) if match else None
+
+
 def step_times(metrics: dict[int, dict[str, Any]], leave_out: int = 2) -> list[float]:
     """Step times in ms, without the first steps, which also warm things up."""
     return [metrics[step]["step_ms"] for step in sorted(metrics)[leave_out:]]
@@ -102,6 +153,12 @@ def summary(values: Iterable[float]) -> dict[str, float]:
     """Median and worst of some times, in ms."""
     values = list(values)
     return {"median": round(statistics.median(values), 1), "worst": round(max(values), 1)}
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median and range of some times, in ms."""
+    values = list(values)
+    return {"median": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
 
 
 def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:
@@ -174,10 +231,11 @@ def watch(
     _check(code, command, output)
 
 
-def _run(command: Sequence[str], output: Path) -> None:
+def _run(command: Sequence[str], output: Path, checkout: Path = CHECKOUT) -> None:
     """Run a command with its output in a file; passes an interruption on and waits, so that no process is left."""
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
     with output.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=checkout, stdout=sink, stderr=subprocess.STDOUT, env=env)
         try:
             code = process.wait()
         except BaseException:

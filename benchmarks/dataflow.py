@@ -39,8 +39,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megatron-elastic bench dataflow", description="Step times after a loss: reroute against resize.")
     add_flags(parser)
-    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.set_defaults(tp=1, pp=1, nproc_per_node=3, global_batch_size=12, steps=30)
+    parser.set_defaults(tp=1, pp=1, nproc_per_node=3, micro_batch_size=4, global_batch_size=12, steps=30)
     options = parser.parse_args(argv)
     check_flags(parser, options)
     if options.steps <= _KILLED_AT + _SETTLED:
@@ -53,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_args(argv)
     load = load_average()
     kill = f"kill:rank={options.nproc_per_node - 1},step={_KILLED_AT},at=forward"
-    flags = [*flags_of_job(options, prepare_data()), "--micro-batch-size", str(options.micro_batch_size),
-             "--elastic", "--elastic-inject", kill]
+    flags = [*flags_of_job(options, prepare_data()), "--elastic", "--elastic-inject", kill]
     before: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     after: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     fullest: dict[str, float] = {}
@@ -74,7 +72,6 @@ def main(argv: Sequence[str]) -> int:
         "samples_of_fullest_cell": fullest,
         **circumstances(options),
         "steps_counted": (options.steps + 1 - _KILLED_AT - _SETTLED) * options.rounds,
-        "micro_batch_size": options.micro_batch_size,
         "load_before": load,
     })
     return 0

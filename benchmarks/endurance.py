@@ -22,7 +22,9 @@ from typing import Any
 from common import (
     JobFailed,
     emit,
+    even_over,
     load_average,
+    newest_layout,
     pid_of,
     prepare_data,
     progress,
@@ -34,11 +36,9 @@ from common import (
 )
 from recovery import add_model_flags, flags_of_job
 
-from megatron_elastic.layout import Layout
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import read_digest, read_events
 
-_EVEN = re.compile(r"slices and grains are even over (\d+) ranks")
 _STEP = re.compile(r"step +(\d+)/")
 _BEGIN = 3
 """Step after which the first rank is killed."""
@@ -52,7 +52,7 @@ def kill_in_turn(lines: Iterator[str], run_dir: Path, ranks: int, kills: int, ch
     even = True
     begun, step_s = time.monotonic(), 0.0
     for line in lines:
-        if (match := _EVEN.search(line)) and int(match[1]) == ranks and victims:
+        if even_over(line) == ranks and victims:
             even, wait = True, choose.randrange(3)
             progress(f"{len(victims)}/{kills}: rank {victims[-1]} is replaced")
         elif _STEP.match(line):
@@ -66,12 +66,6 @@ def kill_in_turn(lines: Iterator[str], run_dir: Path, ranks: int, kills: int, ch
     if len(victims) < kills or not even:
         raise JobFailed(f"the job ended before all of {kills} killed ranks had been replaced; give it more --steps")
     return victims
-
-
-def newest_layout(run_dir: Path) -> Layout:
-    """The layout that a job has now."""
-    path = max((run_dir / "layouts").glob("*.json"), key=lambda path: int(path.stem))
-    return Layout.from_json(path.read_text())
 
 
 def times_to_width(run_dir: Path, ranks: int) -> list[float]:

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from common import (
     SCRIPT,
     JobFailed,
+    ask_while_it_trains,
     emit,
     load_average,
     prepare_data,
@@ -36,12 +35,10 @@ from common import (
     run_job,
     run_root,
     summary,
-    watch_job,
 )
 from forked import LIMIT, Times, run_ranks, world
 from programs.waiting_gpt import VARIABLE
 
-from megatron_elastic.cluster import scale
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import read_events, read_metrics
@@ -93,26 +90,6 @@ class Move:
     @property
     def size(self) -> int:
         return sum(piece.size for piece in self.pieces)
-
-
-def run_moves(run_dir: Path, flags: Sequence[str], moves: int, script: str) -> None:
-    """Run a job and ask it for other numbers of stages, each a while after the last is reached. Raises JobFailed."""
-    asked, due = 0, 2 + BETWEEN
-    step = 0
-    with closing(watch_job(run_dir, RANKS, flags, script)) as lines:
-        for line in lines:
-            if line.startswith("step"):
-                step = int(line.split()[1].partition("/")[0])
-            if _READY in line:
-                due = step + 1 + BETWEEN
-            if step >= due and asked < moves:
-                asked += 1
-                due = sys.maxsize
-                with redirect_stdout(sys.stderr):
-                    if scale.main([str(run_dir), "--pp", str(STAGES[asked % 2])]):
-                        raise JobFailed(f"the job of {run_dir} refused to change its stages")
-    if due == sys.maxsize or asked < moves:
-        raise JobFailed(f"the job of {run_dir} ended before all {moves} moves were done")
 
 
 def read_moves(run_dir: Path, parameters: Sequence[int]) -> list[Move]:
@@ -276,7 +253,9 @@ def main(argv: Sequence[str]) -> int:
         progress(f"a job of {sum(parameters) / 1e6:.1f}M parameters that stays as it is")
         run_job(root / "fixed", RANKS, flags, script)
         progress(f"the same job, whose layers move {options.moves} times")
-        run_moves(root / "moving", flags, options.moves, script)
+        requests = [("--pp", str(STAGES[number % 2])) for number in range(1, options.moves + 1)]
+        ask_while_it_trains(root / "moving", RANKS, flags, requests, done=_READY, first=2 + BETWEEN,
+                            between=1 + BETWEEN, script=script)  # fmt: skip
         moves = read_moves(root / "moving", parameters)
         different = compare(root / "fixed", root / "moving")
         undisturbed = [line["step_ms"] for step, line in read_metrics(root / "fixed").items() if step > 2]

@@ -25,10 +25,14 @@ class Host:
 
     name: str
     address: str
+    clock: int = 0
+    """Seconds that its monotonic clock is ahead of this machine's."""
 
     def command(self, command: Sequence[str]) -> list[str]:
         """``command``, to be run on this host; killing its process kills all that it started."""
-        apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        if self.clock:
+            apart += ["--time", "--monotonic", str(self.clock), "--boottime", str(self.clock)]
         return ["ip", "netns", "exec", self.name, *apart, *command]
 
 
@@ -50,10 +54,10 @@ class Hosts:
         self._in(self._all, "link", "add", "br0", "type", "bridge")
         self._in(self._all, "link", "set", "br0", "up")
 
-    def add(self) -> Host:
-        """One more host, with an address that none had before."""
+    def add(self, clock: int = 0) -> Host:
+        """One more host, with an address that none had before, whose ``clock`` is so many seconds ahead."""
         number = len(self._hosts)
-        host = Host(f"{self._name}{number}", _NET.format(self._net, number + 1))
+        host = Host(f"{self._name}{number}", _NET.format(self._net, number + 1), clock)
         self._hosts.append(host)
         port = f"p{number}"
         _run("ip", "netns", "add", host.name)

@@ -14,12 +14,24 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import CHECKOUT, JobFailed, emit, load_average, prepare_data, progress, run, run_job, run_root, watch
+from common import (
+    CHECKOUT,
+    JobFailed,
+    emit,
+    load_average,
+    prepare_data,
+    progress,
+    run,
+    run_job,
+    run_root,
+    spread,
+    watch,
+)
 from overhead import plan_jobs, ratio
 
 from megatron_elastic.observe.compare import compare
@@ -121,12 +133,6 @@ def figures(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
            for name, found in outcomes.items()},
         **ratio(times, "torchft", "ddp", "torchft_to_ddp"),
     }
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median and range."""
-    values = list(values)
-    return {"median": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
 
 
 def versions_of(python: str) -> dict[str, str]:

@@ -3,29 +3,47 @@
 A data-parallel job in which some ranks get less of a processor for a while, with each ``--elastic-slow``. Every rank
 has a quota of processor time from the beginning (a cgroup of its own), so that each has a processor of its own, if a
 slow one, also where there are fewer of them than ranks.
+
+With ``--clocks`` quotas are clocks, too (``--elastic-actuator quota``): what sharing by speed, and clocks of half as
+much again as the base clock, give alone and together. Slow ranks stay slow at either clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import JobFailed, emit, pid_of, prepare_data, progress, run, run_root, watch_job
+from common import JobFailed, emit, prepare_data, progress, run, run_root, watch_job
 from recovery import add_model_flags, flags_of_job
 
+from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import read_digest, read_events
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.power import PowerModel
+from megatron_elastic.power.quota import Quota
 
-WAYS = ("off", "share", "evict")
-_PERIOD = 0.1
-"""Seconds of which a rank may compute a part."""
+WAYS = {way: ["--elastic-slow", way] for way in ("off", "share", "evict")}
+CLOCKS = ["--elastic-dvfs", "performance", "--elastic-actuator", "quota"]
+WITH_CLOCKS = {
+    "off": WAYS["off"],
+    "share": WAYS["share"],
+    "clocks": [*WAYS["off"], *CLOCKS],
+    "share + clocks": [*WAYS["share"], *CLOCKS],
+}
+"""Name -> flags of a job."""
+_STEPS = (1.0, 1.5)
+_POWER = PowerModel(idle_w=0.0, static_w=0.0, dynamic_w=1.0)
+"""Must be there; makes no difference where there is no limit."""
+SCRIPT = "benchmarks/programs/quota_gpt.py"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -33,29 +51,26 @@ class Quotas:
     """Ranks' quotas of processor time, each in a cgroup (version 1 or 2). Raises JobFailed if there can be none."""
 
     def __init__(self, name: str) -> None:
-        self._second = (_CGROUPS / "cgroup.controllers").is_file()
-        self._root = _CGROUPS / name if self._second else _CGROUPS / "cpu" / name
+        second = (_CGROUPS / "cgroup.controllers").is_file()
+        self._root = _CGROUPS / name if second else _CGROUPS / "cpu" / name
         try:
             self._root.mkdir()
-            if self._second:
+            if second:
                 (self._root / "cgroup.subtree_control").write_text("+cpu")
         except OSError as error:
             raise JobFailed(f"needs a cgroup that it can write, to slow ranks down: {error}") from None
 
-    def admit(self, rank: int, pid: int, share: float) -> None:
-        """Give a process a quota: a part of one processor."""
-        (self._root / str(rank)).mkdir(exist_ok=True)
-        self.set(rank, share)
-        (self._root / str(rank) / "cgroup.procs").write_text(str(pid))
+    def make(self, ranks: int, share: float) -> None:
+        """Groups for ranks, each with a part of one processor; ``SCRIPT`` enters them."""
+        os.environ["QUOTAS"] = str(self._root)
+        for rank in range(ranks):
+            (self._root / str(rank)).mkdir()
+        self.scale(range(ranks), share)
 
-    def set(self, rank: int, share: float) -> None:
-        """Change a quota."""
-        period = round(_PERIOD * 1e6)
-        if self._second:
-            (self._root / str(rank) / "cpu.max").write_text(f"{round(share * period)} {period}")
-        else:
-            (self._root / str(rank) / "cpu.cfs_period_us").write_text(str(period))
-            (self._root / str(rank) / "cpu.cfs_quota_us").write_text(str(round(share * period)))
+    def scale(self, ranks: Iterable[int], factor: float) -> None:
+        """Make quotas so many times as large as they are, or as one processor where there is none."""
+        for rank in ranks:
+            Quota().write(str(self._root / str(rank)), factor)  # a new one, for which what there is now is the base
 
     def remove(self) -> None:
         """When the processes have ended."""
@@ -83,17 +98,14 @@ class Course:
         return 1 + max((step for step, done in self.steps.items() if done < when), default=0)
 
 
-def train(root: Path, way: str, options: argparse.Namespace) -> tuple[Course, Path]:
+def train(run_dir: Path, way: str, options: argparse.Namespace, flags: Sequence[str]) -> Course:
     """Run a job, and slow some of its ranks down for a while."""
-    run_dir = root / way
-    flags = [*flags_of_job(options, prepare_data(), options.steps, pp=1), "--elastic-slow", way]
+    flags = [*flags_of_job(options, prepare_data(), options.steps, pp=1), *flags]
     course, quotas = Course(), Quotas(f"megatron-elastic-{os.getpid()}")
     try:
-        for line in watch_job(run_dir, options.nproc_per_node, flags):
+        quotas.make(options.nproc_per_node, options.quota)
+        for line in watch_job(run_dir, options.nproc_per_node, flags, SCRIPT):
             words = line.split()
-            if "ranks are up" in line:
-                for rank in range(options.nproc_per_node):
-                    quotas.admit(rank, pid_of(run_dir, rank), options.quota)
             if not words or words[0] != "step":
                 if "have become" in line or "taken out" in line:
                     progress(line.rstrip())
@@ -101,23 +113,24 @@ def train(root: Path, way: str, options: argparse.Namespace) -> tuple[Course, Pa
             now = time.monotonic()
             course.steps[int(words[1].partition("/")[0])] = now
             if not course.slowed and len(course.steps) == options.first:
-                _set(quotas, options, options.quota / options.factor)
+                quotas.scale(range(options.ranks), 1 / options.factor)
                 course.slowed = now
                 progress(f"{way}: ranks {list(range(options.ranks))} are {options.factor:g} times as slow")
             elif course.slowed and not course.restored and now > course.slowed + options.seconds:
-                _set(quotas, options, options.quota)
+                quotas.scale(range(options.ranks), options.factor)
                 course.restored = now
                 progress(f"{way}: they are as fast as before")
     finally:
         quotas.remove()
     if not course.restored:
         raise JobFailed(f"{run_dir}: the job ended within the {options.seconds:g} s; give more --steps")
-    return course, run_dir
+    return course
 
 
-def _set(quotas: Quotas, options: argparse.Namespace, share: float) -> None:
-    for rank in range(options.ranks):
-        quotas.set(rank, share)
+def profile(run_dir: Path) -> str:
+    """Of the units of a job; what they cost is assumed, of which only proportions matter to clocks."""
+    units = Layout.from_json((run_dir / "layouts" / "0.json").read_text()).units
+    return dataclasses.replace(Costs.assumed(units), power=_POWER, clock_steps=_STEPS).to_json(units)
 
 
 def figures(course: Course, run_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,11 +151,12 @@ def figures(course: Course, run_dir: Path, options: argparse.Namespace) -> dict[
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| `--elastic-slow` | tokens/s before | while ranks are slow | after | of before | steps until work moves "
-             "| back |", "|---|---|---|---|---|---|---|"]
+    lines = ["| way | tokens/s before | while ranks are slow | after | of before | of `off` before | steps "
+             "until work moves | back |", "|---|---|---|---|---|---|---|---|"]
     for way, each in found.items():
         rates = each["tokens_per_s"]
         lines.append(f"| {way} | {rates['before']} | {rates['slow']} | {rates['after']} | {each['of_before']:.2f} | "
+                     f"{each['of_undisturbed']:.2f} | "
                      f"{each['moved_after_steps'] or '-'} | {each['back_after_steps'] or '-'} |")
     return "\n".join(lines)
 
@@ -163,6 +177,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=15, metavar="N",
                         help="steps before that (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=80, metavar="N", help="default: %(default)s")
+    parser.add_argument("--clocks", action="store_true",
+                        help="instead of each --elastic-slow: sharing by speed and clocks, alone and together")
     add_model_flags(parser)
     parser.set_defaults(seq_length=128, global_batch_size=24)
     options = parser.parse_args(argv)
@@ -179,9 +195,14 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, dict[str, Any]] = {}
     digests = set()
     with run_root() as root:
-        for way in WAYS:
-            course, run_dir = train(root, way, options)
-            found[way] = figures(course, run_dir, options)
+        for number, (way, flags) in enumerate((WITH_CLOCKS if options.clocks else WAYS).items()):
+            run_dir = root / str(number)
+            if CLOCKS[0] in flags:
+                (root / "profile.json").write_text(profile(root / "0"))
+                flags = [*flags, "--elastic-profile", str(root / "profile.json")]
+            found[way] = figures(train(run_dir, way, options, flags), run_dir, options)
+            found[way]["of_undisturbed"] = round(found[way]["tokens_per_s"]["slow"]
+                                                 / found["off"]["tokens_per_s"]["before"], 3)
             digests.add(json.dumps(read_digest(run_dir)["units"], sort_keys=True))
             progress(f"{way}: {found[way]}")
         print(table(found), file=sys.stderr)

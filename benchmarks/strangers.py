@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common import cli, emit, load_average, prepare_data, progress, run, run_root, watch
+from common import cli, emit, free_port, load_average, prepare_data, progress, run, run_root, watch
 from overhead import ratio
 
 from megatron_elastic.cluster import wire
@@ -129,12 +129,6 @@ def nodes(root: Path, options: argparse.Namespace, port: int) -> list[list[str]]
     return [[*cli(), "run", "--nnodes", str(NODES), "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
              HOST, "--master-port", str(port), "examples/pretrain_gpt.py", "--elastic", *flags]
             for node in range(NODES)]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server((HOST, 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def train(root: Path, options: argparse.Namespace, port: int) -> Iterator[int]:

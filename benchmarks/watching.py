@@ -1,7 +1,7 @@
 """What it costs that ranks are watched: a part of ``megatron-elastic bench overhead``.
 
-It is too little for step times to show, so it is counted: how often a rank writes to its odometer in a step, times what
-a write takes, and what its agent takes to look at all of them.
+It is too little for step times to show, so it is counted: how often a rank writes to its odometer in a step, or adds to
+its dials, times what that takes, and what its agent takes to look at all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from common import JobFailed
 
 from megatron_elastic.cluster.gauge import Gauge
+from megatron_elastic.cluster.instruments import Instruments
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.faults.odometer import Odometer, Work
@@ -53,10 +54,15 @@ def _written(log: Path) -> Mapping[str, int]:
 
 def _write_us() -> dict[str, float]:
     odometer = Odometer.alone()
-    work = Work(1, 2.0, 3.0)
+    work, sent = Work(1, 2.0, 3.0), odometer.dials.sent
+
+    def add() -> None:
+        sent[0] += 4096
+
     return {name: _us(write) for name, write in {
         "at": lambda: odometer.at("forward", 3, 1), "moved": odometer.moved, "wait": lambda: odometer.wait(3),
         "worked": lambda: odometer.worked(work), "settle": odometer.settle,
+        "add": add,
     }.items()}  # fmt: skip
 
 
@@ -64,6 +70,7 @@ def _look_us(ranks: int, every: float) -> float:
     """One look at so many ranks that all have come further since the last."""
     gauge = Gauge(ranks, every)
     speedometer = Speedometer(gauge.odometers)
+    instruments = Instruments(gauge.odometers)
     pids, slots = dict.fromkeys(range(ranks), os.getpid()), {rank: rank for rank in range(ranks)}
     odometers = [Odometer.of(gauge.odometers.environment(slot)) for slot in range(ranks)]
     done = 0.0
@@ -74,11 +81,13 @@ def _look_us(ranks: int, every: float) -> float:
         for odometer in odometers:
             odometer.moved()
             odometer.worked(Work(0, done, done))
+            odometer.dials.sent[0] += 4096
 
     def look() -> None:
         move()
         gauge.look(pids, slots)
         speedometer.look(slots)
+        instruments.look(pids, slots, done)
 
     return _us(look, _TIMES // 100) - _us(move, _TIMES // 100)
 

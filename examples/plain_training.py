@@ -6,6 +6,7 @@ This is the reference that elastic runs are compared with, so it stays close to 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import time
@@ -31,6 +32,7 @@ from megatron_elastic.adaptor.settings import build_optimizer_config, build_sche
 from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
 from megatron_elastic.comm import backend
 from megatron_elastic.observe.records import RunRecords
+from megatron_elastic.plan.ramp import Ramp
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], Any], tuple[torch.Tensor, Callable[..., Any]]]
 
@@ -82,6 +84,7 @@ class _Trainer:
     ) -> None:
         self.args = args
         self.forward_step = forward_step
+        self.ramp = Ramp.of(args)
         self.bare = model_provider(args, None, parallel_state.is_pipeline_first_stage(),
                                    parallel_state.is_pipeline_last_stage())
         self.model = _wrap(args, self.bare)
@@ -135,25 +138,26 @@ class _Trainer:
             records.close()
 
     def step(self, data: Any) -> tuple[float, float]:
-        """Take one step. Returns the mean loss of the global batch (0 outside the last stage) and the gradient norm."""
+        """Take one step. Returns the mean loss of the global batch (0 outside the last stage) and the gradient norm.
+
+        If gradients are not finite, which an fp16 model's loss scale has to be found by, nothing else comes of it.
+        """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._run(data, self.progress.consumed_samples, forward_only=False)
+        batch = self.ramp.samples(self.progress.iteration + 1)
+        losses = self._run(data, self.progress.consumed_samples, batch, forward_only=False)
         updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise RuntimeError(f"iteration {self.progress.iteration + 1}: the gradients are not finite, "
-                               "so the step was not taken; lower --lr")
-        self.scheduler.step(increment=self.args.global_batch_size)
-        self.progress = Progress(self.progress.iteration + 1,
-                                 self.progress.consumed_samples + self.args.global_batch_size)
-        return losses, float(grad_norm)
+        if updated:
+            self.scheduler.step(increment=batch)
+        self.progress = Progress(self.progress.iteration + 1, self.progress.consumed_samples + batch)
+        return losses, float(grad_norm) if updated else math.inf
 
     def report_evaluation(self, name: str, data: Any, position: int) -> None:
         """Print the mean loss over ``--eval-iters`` batches of ``data``: the ``position``-th such stretch of it."""
         batch = self.args.global_batch_size
         self.model.eval()
         with torch.no_grad():
-            losses = [self._run(data, (position * self.args.eval_iters + i) * batch, forward_only=True)
+            losses = [self._run(data, (position * self.args.eval_iters + i) * batch, batch, forward_only=True)
                       for i in range(self.args.eval_iters)]
         self.model.train()
         self.say(f" {name} loss at iteration {self.progress.iteration} | lm loss: {sum(losses) / len(losses):.6E} |")
@@ -163,11 +167,11 @@ class _Trainer:
         plain.save(folder, self.progress, self.bare, self.optimizer, self.scheduler)
         self.say(f"saved iteration {self.progress.iteration} to {folder}")
 
-    def _run(self, data: Any, first_sample: int, forward_only: bool) -> float:
-        """Run one global batch; returns its mean loss in the last stage, 0 elsewhere."""
+    def _run(self, data: Any, first_sample: int, batch: int, forward_only: bool) -> float:
+        """Run one global batch of so many samples; returns its mean loss in the last stage, 0 elsewhere."""
         args = self.args
         width, mine = args.data_parallel_size, parallel_state.get_data_parallel_rank()
-        batches = args.global_batch_size // args.micro_batch_size
+        batches = batch // args.micro_batch_size
         reduced = self.run_batch(
             forward_step_func=self.forward_step,
             data_iterator=_grains(data, first_sample, args.micro_batch_size, range(mine, batches, width)),
@@ -189,7 +193,7 @@ class _Trainer:
             "step": self.progress.iteration, "loss": loss, "loss_hex": loss.hex(), "grad_norm": grad_norm,
             "grad_norm_hex": grad_norm.hex(), "lr": lr, "consumed_samples": self.progress.consumed_samples,
             "step_ms": seconds * 1000, "epoch": 0, "world_size": args.world_size,
-            "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
+            "tokens_per_s": self.ramp.samples(self.progress.iteration) * args.seq_length / seconds,
         }
 
     def _log_line(self, loss: float, grad_norm: float, lr: float | None, seconds: float) -> str:
@@ -197,18 +201,20 @@ class _Trainer:
         return (
             f" iteration {done.iteration:8d}/{args.train_iters:8d} | consumed samples: {done.consumed_samples:12d} "
             f"| elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {lr:.6E} "
-            f"| global batch size: {args.global_batch_size:5d} | lm loss: {loss:.6E} | grad norm: {grad_norm:.3f} |"
+            f"| global batch size: {self.ramp.samples(done.iteration):5d} | lm loss: {loss:.6E} "
+            f"| loss scale: {self.optimizer.get_loss_scale().item():.1f} | grad norm: {grad_norm:.3f} |"
         )
 
 
 def _wrap(args: argparse.Namespace, bare: Any) -> DistributedDataParallel:
-    """Cast for bf16 and wrap for data parallelism."""
+    """Cast for 16 bits and wrap for data parallelism."""
     for parameter in bare.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    module = Float16Module(bare.config, bare) if args.bf16 else bare
+    half = args.fp16 or args.bf16
+    module = Float16Module(bare.config, bare) if half else bare
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.bf16, use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=True,
+        grad_reduce_in_fp32=half, use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=not args.fp16 or args.loss_scale is not None,
     )
     return DistributedDataParallel(bare.config, ddp_config, module)
 

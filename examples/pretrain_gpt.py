@@ -41,16 +41,30 @@ def model_provider(
     which of its virtual stages this is, if it has several.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     from megatron_elastic.adaptor.settings import build_config
 
-    return GPTModel(
-        config=build_config(args, config_kwargs),
-        transformer_layer_spec=get_gpt_layer_local_spec(
+    config = build_config(args, config_kwargs)
+    engine = args.transformer_impl == "transformer_engine"
+    if engine:
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            args.num_experts, qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention,
+        )
+    else:
+        layer = get_gpt_layer_local_spec(
             args.num_experts, qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention,
             normalization=args.normalization,
-        ),
+        )
+    further = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=engine, vp_stage=vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        mtp_block_spec=further,
         vp_stage=vp_stage,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -66,12 +80,14 @@ def model_provider(
 def datasets_provider(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data; see ``build_datasets``. Every rank calls this."""
     from megatron_elastic.adaptor.dataset import build_datasets
+    from megatron_elastic.plan.ramp import Ramp
 
     batch, iterations = args.global_batch_size, args.train_iters
     evaluations = (iterations // args.eval_interval + 1) * args.eval_iters
+    training = Ramp.of(args).before(iterations + 1)
     return build_datasets(
         args.data_path, split=args.split, seq_length=args.seq_length, seed=args.seed,
-        samples=(iterations * batch, evaluations * batch, args.eval_iters * batch), vocab_size=args.vocab_size,
+        samples=(training, evaluations * batch, args.eval_iters * batch), vocab_size=args.vocab_size,
     )
 
 
@@ -82,7 +98,7 @@ def forward_step(
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = get_batch_on_this_cp_rank(dict(next(data_iterator)))
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -105,9 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     """Train. Returns the exit code: 2 for flags that cannot work."""
     try:
         args = parse_args(argv)
-        from megatron_elastic.device import cpu
+        from megatron_elastic.device import stand_in
 
-        cpu.install()
+        stand_in.install()
         if args.elastic:
             from megatron_elastic import pretrain
         else:

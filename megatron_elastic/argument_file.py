@@ -69,7 +69,7 @@ def read(path: str) -> dict[str, Any]:
 
 def for_launcher(name: str) -> bool:
     """Whether the launcher acts upon an argument, and so has put it on the command line of the ranks."""
-    return name.startswith(("elastic", "exit_signal"))
+    return name.startswith(("elastic", "exit_signal", "wandb_")) or name == "tensorboard_dir"
 
 
 def launcher_flags(argv: Sequence[str]) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_elastic import usage
 
 _FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 _OTHERS = ("common", "forked", "launcher", "namespaces", "watching", "chaos")
@@ -18,6 +21,18 @@ def available() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in _OTHERS)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """What ``megatron-elastic bench`` takes; each benchmark parses the rest."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic bench", description="Measure.", formatter_class=usage.Formatter,
+        epilog="Progress goes to stderr; the last line of stdout is one JSON object. megatron-elastic bench NAME "
+        "--help tells more.",
+    )
+    parser.add_argument("name", metavar="NAME", choices=available() or None, help="%(choices)s")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the benchmark's flags")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic bench NAME [ARGS]``: does not return unless NAME cannot be run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -26,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-elastic bench: error: there are no benchmarks in {_FOLDER}; {_SOURCES}", file=sys.stderr)
         return 2
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: megatron-elastic bench NAME ...\n\nnames: {', '.join(names)}\n\n"
-              "Progress goes to stderr; the last line of stdout is one JSON object.\n"
-              "megatron-elastic bench NAME --help tells more.")
+        print(make_parser().format_help(), end="")
         return 0 if arguments else 2
     name, rest = arguments[0], arguments[1:]
     if name not in names:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_elastic import __version__
+from megatron_elastic import __version__, usage
 
-_COMMANDS = {
+COMMANDS = {
     "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launcher"),
     "data": ("make training data from text", ""),
-    "scale": ("ask a running job for another number of pipeline stages", "megatron_elastic.cluster.scale"),
+    "scale": ("ask a running job for another number of stages, cells or ranks", "megatron_elastic.cluster.scale"),
     "drain": ("let the ranks of a node leave a running job", "megatron_elastic.cluster.drain"),
+    "status": ("show what a job is doing", "megatron_elastic.cluster.look"),
+    "top": ("show what a job is doing, live", "megatron_elastic.top"),
     "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
+    "trace": ("make one file of what ranks did, for the trace viewer", "megatron_elastic.observe.tracing.command"),
     "report": ("show what happened in a run", "megatron_elastic.observe.report"),
     "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),
+    "predict": ("predict step times and memory of layouts, or check predictions", "megatron_elastic.prediction"),
+    "emulate": ("compute a model's profile on an accelerator, to emulate it", "megatron_elastic.emulation.command"),
+    "fleet": ("share out the devices of a cluster: policies compared on a trace", "megatron_elastic.fleet.command"),
     "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
     "doctor": ("say whether a Megatron-LM checkout is as the adaptors need it", "megatron_elastic.adaptor.doctor"),
-    "chaos": ("let random faults happen to jobs, and compare them with undisturbed ones", ""),
+    "flags": ("say what becomes of a Megatron-LM checkout's flags", "megatron_elastic.adaptor.script.flags"),
+    "chaos": ("let random faults happen to jobs, and compare with undisturbed ones", ""),
+    "completion": ("print what lets a shell complete commands", "megatron_elastic.completion"),
     "bench": ("measure, and print one line of JSON", "megatron_elastic.bench"),
 }
+"""Command -> what it does, and the module with its ``make_parser`` and ``main``; empty where ``main`` here knows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(__version__)
         return 0
-    if name not in _COMMANDS:
-        print(f"megatron-elastic: error: there is no command {name!r}; one of {', '.join(_COMMANDS)}", file=sys.stderr)
+    if name not in COMMANDS:
+        print(f"megatron-elastic: error: there is no command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     if name == "data":
         return _data(rest)
@@ -44,29 +54,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_elastic import bench
 
         return bench.become("chaos", rest)
-    return int(importlib.import_module(_COMMANDS[name][1]).main(rest))
+    if name == "predict":  # its matrices are small: on a busy machine threads of BLAS would only wait for one another
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return int(importlib.import_module(COMMANDS[name][1]).main(rest))
 
 
 def _overview() -> str:
     lines = ["usage: megatron-elastic COMMAND ...", "", "Megatron pretraining that goes on when ranks are lost."]
     lines += ["", "commands:"]
-    lines += [f"  {name:9s} {what}" for name, (what, _) in _COMMANDS.items()]
+    lines += [f"  {name:10s} {what}" for name, (what, _) in COMMANDS.items()]
     return "\n".join([*lines, "", "megatron-elastic COMMAND --help tells more, with examples."])
 
 
-def _data(argv: Sequence[str]) -> int:
+def parsers() -> dict[str, tuple[str, argparse.ArgumentParser]]:
+    """Of each command what it does, and its flags; but of ``chaos``, which is not part of the package."""
+    made = {}
+    for name, (what, module) in COMMANDS.items():
+        if name != "chaos":
+            made[name] = what, importlib.import_module(module).make_parser() if module else _data_parser()
+    return made
+
+
+def _data_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic data", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Make training data from text.",
+        prog="megatron-elastic data", formatter_class=usage.Formatter, description="Make training data from text.",
         epilog="example:\n  megatron-elastic data prepare data --text books/ --vocab-size 4096",
     )
     prepare = parser.add_subparsers(dest="action", required=True, metavar="prepare").add_parser(
-        "prepare", help="train a byte-level BPE and write Megatron's .bin and .idx")
+        "prepare", help="train a byte-level BPE and write Megatron's .bin and .idx", formatter_class=usage.Formatter)
     prepare.add_argument("out", type=Path, metavar="OUT", help="directory to write to; --data-path takes it")
     prepare.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="PATH",
                          help="text files, or directories of them (default: the standard library's sources)")
     prepare.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _data(argv: Sequence[str]) -> int:
+    options = _data_parser().parse_args(argv)
 
     from megatron_elastic.adaptor.dataset import prepare as write
     from megatron_elastic.config import UsageError

@@ -9,7 +9,14 @@ import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_elastic.device.names import NAMES as DEVICES
 from megatron_elastic.faults.injection import Injection
+from megatron_elastic.layout import PLACEMENTS
+from megatron_elastic.observe.tracing.tracer import Window
+from megatron_elastic.plan.clocking import MODES
+from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.power.devices import NAMES as ACTUATORS
+from megatron_elastic.power.emulated import Emulated
 
 MEASURED = "measured"
 """Value of ``--elastic-profile``: what the ranks measure."""
@@ -28,17 +35,25 @@ class ElasticConfig:
     consistency: str = "bitwise"
     dataflow: str = "reroute"
     schedule: str = "1f1b"
+    placement: str = "loop"
     slices: int | None = None
     replicas: int = 1
     respawn: bool = False
+    spares: int = 0
     verify_every: int = 0
     redo: str = "lost"
     on_error: str = "recover"
     slow: str | None = None
     log_mb: float = 4096.0
     profile: str | None = None
+    policy: str = "elastic"
     replay: str = "gradient"
     background_mbps: float = 0.0
+    emulate: Path | None = None
+    device: str | None = None
+    reduction: str = "device"
+    dvfs: str | None = None
+    actuator: str = "nvidia"
     inject: tuple[Injection, ...] = ()
     start_timeout: float = 180.0
     suspect_timeout: float = 1.0
@@ -47,6 +62,9 @@ class ElasticConfig:
     report_timeout: float = 60.0
     wait_timeout: float = 300.0
     end_timeout: float = 60.0
+    log_format: str = "text"
+    metrics_port: int = 0
+    trace: str | None = None
     store: str = "auto"
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -72,10 +90,38 @@ class ElasticConfig:
                     f"--elastic-{inner}-timeout ({limits[inner]:g} s) must be below --elastic-{outer}-timeout "
                     f"({limits[outer]:g} s): an outer wait may not end before the one it contains"
                 )
+        if self.dvfs is not None and self.schedule == "search":
+            raise UsageError("--elastic-dvfs does not work with --elastic-schedule search: clocks are planned for a "
+                             "known order of work; use split or 1f1b")
+        if self.dvfs is not None and self.profile in (None, MEASURED):
+            raise UsageError("--elastic-dvfs needs --elastic-profile FILE, with what units cost and watts of a device "
+                             "(power, clock_steps): see docs/planning.md")
+        policy = POLICIES[self.policy]
+        if policy.refusal is not None:
+            raise UsageError(f"--elastic-policy {self.policy} can only be predicted (megatron-elastic plan --policy "
+                             f"{self.policy}): {policy.refusal}")
+        if policy.schedule not in (None, self.schedule):
+            raise UsageError(f"--elastic-policy {self.policy} needs --elastic-schedule {policy.schedule}, got "
+                             f"{self.schedule}: it is part of how it works")
+        if self.schedule == "search" and self.profile is None:
+            raise UsageError("--elastic-schedule search needs to know what units cost: add --elastic-profile measured, "
+                             "or a profile")
+        if self.placement == "search" and self.schedule != "search":
+            raise UsageError("--elastic-placement search needs --elastic-schedule search: it places chunks for orders "
+                             "of work that are searched")
         if self.slices is not None and self.slices < 1:
             raise UsageError(f"--elastic-slices must be at least 1, got {self.slices}")
+        if self.spares < 0:
+            raise UsageError(f"--elastic-spares must be 0 (none) or more, got {self.spares}")
         if self.verify_every < 0:
             raise UsageError(f"--elastic-verify-every must be 0 (never) or more, got {self.verify_every}")
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise UsageError(f"--elastic-metrics-port must be a port, or 0 for none, got {self.metrics_port}")
+        if self.trace is not None:
+            try:
+                Window.parse(self.trace)
+            except ValueError as error:
+                raise UsageError(f"--elastic-trace: {error}") from None
         if self.background_mbps < 0:
             raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
         if self.log_mb < 0:
@@ -125,10 +171,16 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="who computes what after a loss. reroute: micro-batches stay whole, and so does a run, bit "
                        "for bit; resize: those that do not come out even are cut between samples, so that cells are "
                        "even to within one sample, and losses differ by rounding (default: %(default)s)")
-    group.add_argument("--elastic-schedule", choices=("1f1b", "split"), default=d.schedule,
+    group.add_argument("--elastic-schedule", choices=("1f1b", "split", "search"), default=d.schedule,
                        help="order of a stage's work: 1f1b: a forward and a backward in turn; split: the same, but "
-                       "weights' gradients come after the input's, which the stage before waits for (default: "
-                       "%(default)s)")
+                       "weights' gradients come after the input's, which the stage before waits for; search: "
+                       "1f1b until --elastic-profile tells what units cost, and then the fastest order that is found "
+                       "for them within the memory (default: %(default)s)")
+    group.add_argument("--elastic-placement", choices=(*PLACEMENTS, "search"), default=d.placement,
+                       help="where chunks of stages (virtual stages) are on a micro-batch's way: loop: one of each "
+                       "stage in turn, and then the next of each; v: two of each stage, one on the way to the last "
+                       "stage, one back, so that the first has both ends of the model; search: a loop, until "
+                       "--elastic-schedule search finds that steps are shorter with others (default: %(default)s)")
     group.add_argument("--elastic-slices", type=int, metavar="K", default=None,
                        help="slices of each unit's parameters and optimizer state (default: the data-parallel width)")
     group.add_argument("--elastic-replicas", type=int, metavar="N", default=d.replicas,
@@ -143,10 +195,16 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "no limit (default: %(default)s)")
     group.add_argument("--elastic-respawn", action="store_true",
                        help="start another rank in place of each that dies; it joins when it has caught up")
+    group.add_argument("--elastic-spares", type=int, metavar="N", default=d.spares,
+                       help="of the ranks of all nodes the last N do not train: they are started as training begins, "
+                       "wait, and take lost places at once. The script's world is without them (default: %(default)s)")
     group.add_argument("--elastic-profile", metavar="WHAT", default=d.profile,
                        help="what units cost, so that layers can move to where they cost least when cells are lost or "
                        "join: 'measured', or a profile (JSON, see docs/planning.md); without it layers only move when "
                        "they must")
+    group.add_argument("--elastic-policy", choices=tuple(POLICIES), default=d.policy,
+                       help="what is made of losses and joins: elastic, or what other systems do, to compare them on "
+                       "the same runtime; see docs/policies.md (default: %(default)s)")
     group.add_argument("--elastic-verify-every", type=int, metavar="N", default=d.verify_every,
                        help="compare the checksums of weights and optimizer state with those of their copies, each "
                        "slice once in N steps, and heal what is damaged; 0: never (default: %(default)s)")
@@ -165,6 +223,36 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="megabytes that a rank may keep of what it sends to other stages in a step, so that only "
                        "what is lost has to be computed again; where it is not enough, the step is (default: "
                        "%(default)s)")
+    group.add_argument("--elastic-log-format", choices=("text", "json"), default=d.log_format,
+                       help="what the launcher prints: text: a line for people each; json: an object each, with the "
+                       "names and fields of the records (default: %(default)s)")
+    group.add_argument("--elastic-metrics-port", type=int, metavar="PORT", default=d.metrics_port,
+                       help="where Prometheus can read metrics of the job, on the node that coordinates; 0: nowhere "
+                       "(default: %(default)s)")
+    group.add_argument("--elastic-trace", metavar="STEPS", default=d.trace,
+                       help="steps, as 10, 10-12 or 10,20-22, of which every rank writes down every operation, wait "
+                       "and message, with the recoveries between them; see docs/watching.md")
+    group.add_argument("--elastic-emulate", type=Path, metavar="PROFILE", default=d.emulate,
+                       help="let every rank behave as one accelerator, as fast, with as much memory and with links as "
+                       "this profile says (JSON, see docs/emulation.md): it computes what the flags say, which should "
+                       "be tiny, and sleeps out the rest")
+    group.add_argument("--elastic-device", choices=DEVICES, default=d.device,
+                       help="what ranks compute on, each on one device of its own, or shared where there are fewer: "
+                       "cpu, cuda (GPUs, of AMD, too), npu, or soft, which is made of software, for tests (default: "
+                       "what is there, else the CPU)")
+    group.add_argument("--elastic-reduction", choices=("device", "host"), default=d.reduction,
+                       help="how gradients and weights go from device to device: device: by the collectives of its "
+                       "backend; host: as messages through host memory, for ranks that share a device, which NCCL "
+                       "does not take. On the CPU both are the same (default: %(default)s)")
+    group.add_argument("--elastic-dvfs", choices=MODES, default=d.dvfs,
+                       help="set the clocks of devices with every layout. performance: who holds up the others runs "
+                       "as fast as it may; energy: who waits runs slower, as far as no step gets longer. Needs "
+                       "--elastic-profile with power and clock_steps; set back when the job ends")
+    group.add_argument("--elastic-actuator", choices=[name for name in ACTUATORS if name != Emulated.name],
+                       default=d.actuator,
+                       help="what sets clocks with --elastic-dvfs, where devices are not emulated: of NVIDIA GPUs, of "
+                       "processors that a rank has for itself, or quotas of processor time of a rank's own control "
+                       "group (default: %(default)s)")
     group.add_argument("--elastic-inject", type=_injection, action="append", metavar="SPEC", default=None,
                        help="inject a fault, e.g. 'kill:rank=5,step=12,at=backward,grain=3'; may be repeated")
     group.add_argument("--elastic-start-timeout", type=float, metavar="S", default=d.start_timeout,

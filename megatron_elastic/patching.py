@@ -18,13 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_elastic import usage
 from megatron_elastic.config import UsageError
 
 _EXAMPLES = """\
 examples:
-  megatron-elastic patch status ~/Megatron-LM      what is there, and what would apply
-  megatron-elastic patch apply ~/Megatron-LM       add our lines; does nothing if they are there
-  megatron-elastic patch revert ~/Megatron-LM      take them out; the files are as they were, byte for byte
+  megatron-elastic patch status ~/Megatron-LM  what is there, what would apply
+  megatron-elastic patch apply ~/Megatron-LM   add our lines; does nothing if
+                                               they are there
+  megatron-elastic patch revert ~/Megatron-LM  take them out; the files are as
+                                               they were, byte for byte
 
 status exits with 0 if the checkout is patched or can be, apply and revert if the checkout is as asked for.
 """
@@ -154,15 +157,20 @@ def revert(checkout: Checkout) -> list[str]:
     return [patch.path for patch in todo]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``megatron-elastic patch``. Returns the exit code: 0 as asked for, 1 not so, 2 bad usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic patch``."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic patch", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
+        prog="megatron-elastic patch", formatter_class=usage.Formatter, epilog=_EXAMPLES,
         description="Add a few lines to a Megatron-LM checkout, so that its scripts know --elastic.",
     )
     parser.add_argument("action", choices=("status", "apply", "revert"))
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="folder of a Megatron-LM source tree")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic patch``. Returns the exit code: 0 as asked for, 1 not so, 2 bad usage."""
+    options = make_parser().parse_args(argv)
     try:
         checkout = Checkout.at(options.checkout)
         if options.action == "status":

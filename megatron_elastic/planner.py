@@ -8,20 +8,33 @@ import re
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_elastic import usage
+from megatron_elastic.comparison import Clocking, compare, figures, show
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Holdings, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
+from megatron_elastic.pipeline.dag import Dag
 from megatron_elastic.pipeline.picture import LEGEND, Panel, draw, shown, svg
-from megatron_elastic.pipeline.simulate import Timeline, fastest
+from megatron_elastic.pipeline.prediction import MOST_SIMULATED
+from megatron_elastic.pipeline.program import Program
+from megatron_elastic.pipeline.search import NotFitting, find
+from megatron_elastic.pipeline.simulate import Step, Timeline, fastest, run, scheduled
 from megatron_elastic.plan import NoLayout, lose, memory
+from megatron_elastic.plan.choice import SCHEDULES
+from megatron_elastic.plan.clock import Limits
 from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.growth import admit
+from megatron_elastic.plan.migration import duration_ms, size
+from megatron_elastic.plan.order import SEARCH
+from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.plan.power import PowerModel
+from megatron_elastic.plan.recomputation import recomputing
 from megatron_elastic.plan.replan import replan
 
 _EXAMPLES = """\
@@ -29,17 +42,20 @@ examples:
   what the loss of rank 5 would do to the newest layout of a run:
     megatron-elastic plan --layout runs/1/layouts/0.json --event lose:rank=5
   two ranks at once, with measured costs, and a picture:
-    megatron-elastic plan --layout L.json --event lose:rank=5,6 --profile P.json --svg plan.svg
+    megatron-elastic plan --layout L.json --event lose:rank=5,6 \\
+        --profile P.json --svg plan.svg
   a node with 8 ranks joins; the pipeline gets 2 stages:
     megatron-elastic plan --layout L.json --event join:ranks=8
     megatron-elastic plan --layout L.json --event pp:2 --json
+  what each policy would make of a loss, predicted (docs/policies.md):
+    megatron-elastic plan --layout L.json --event lose:rank=5 \\
+        --profile P.json --policy all
   the memory that each rank of a job needs, from the flags of its script:
-    megatron-elastic plan --memory --ranks 8 examples/pretrain_gpt.py --data-path data ...
+    megatron-elastic plan --memory --ranks 8 examples/pretrain_gpt.py \\
+        --data-path data ...
 
 Three layouts are shown: before; interim, which goes on at once and moves nothing that the job waits for; and after, the
 layout to work towards in the background. docs/planning.md explains how they are made and what a profile contains."""
-_MOST_SIMULATED = 100_000
-"""Grains times stages beyond which step times are estimated instead of simulated."""
 _MOST_CELLS = 16
 """Cells that a picture shows, where there are not more stages."""
 
@@ -67,7 +83,9 @@ class Outcome:
         return ((name, layout) for name, layout in named if layout is not None)
 
 
-def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> Outcome:
+def plan(
+    layout: Layout, event: str, costs: Costs, tied: bool | None = None, schedule: str | None = None
+) -> Outcome:
     """What ``event`` ('lose:rank=R[,R...]', 'join:ranks=N' or 'pp:N') makes of ``layout``.
 
     Every owner and replica is taken to hold its slices. Raises ValueError for an event that cannot be read, LayoutError
@@ -76,10 +94,7 @@ def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> 
     match = re.fullmatch(r"lose:rank=(\d+(?:,\d+)*)|join:ranks=([1-9]\d*)|pp:([1-9]\d*)", event)
     if match is None:
         raise ValueError(f"event {event!r} is none of 'lose:rank=R[,R...]', 'join:ranks=N', 'pp:N'")
-    epoch = layout.epoch
-    lost = [int(rank) for rank in match[1].split(",")] if match[1] else []
-    if unknown := set(lost) - {*layout.ranks, *layout.spares}:
-        raise LayoutError(f"ranks {sorted(unknown)} are not in the layout of epoch {epoch}, or lost already")
+    epoch, lost = layout.epoch, _lost(layout, match[1] or "")
     held = Holdings.of(layout).without(lost)
     interim: Layout | None = layout
     if lost:
@@ -92,11 +107,13 @@ def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> 
         interim = admit(layout, {newest + i + 1: len(layout.hosts) for i in range(int(match[2]))}, epoch + 1)
     stages = [int(match[3])] if match[3] else None
     if interim is None:
-        after = replan(layout, costs, epoch + 1, lost=lost, tied=tied)
+        after = replan(layout, costs, epoch + 1, lost=lost, tied=tied, recompute=schedule == SEARCH)
     else:
         if interim.spares:
             interim = admit(interim, {}, interim.epoch)
-        after = replan(interim, costs, interim.epoch + 1, stages=stages, tied=tied)
+        after = replan(interim, costs, interim.epoch + 1, stages=stages, tied=tied, recompute=schedule == SEARCH)
+    if schedule == SEARCH:
+        after = recomputing(after, costs)
     try:
         moves, missing = transfers(after, held), None
     except SliceLost as error:
@@ -104,11 +121,46 @@ def plan(layout: Layout, event: str, costs: Costs, tied: bool | None = None) -> 
     return Outcome(layout, interim, after, moves, missing)
 
 
-def timeline(layout: Layout, costs: Costs) -> Timeline | None:
-    """A step of ``layout`` under 1F1B, simulated; None where that would take long. The overhead is not in it."""
-    if layout.num_grains * layout.pipeline_size > _MOST_SIMULATED:
+def _lost(layout: Layout, ranks: str) -> list[int]:
+    """Ranks as they are written in an event. Raises LayoutError for those that are not there."""
+    lost = [int(rank) for rank in ranks.split(",")] if ranks else []
+    if unknown := set(lost) - {*layout.ranks, *layout.spares}:
+        raise LayoutError(f"ranks {sorted(unknown)} are not in the layout of epoch {layout.epoch}, or lost already")
+    return lost
+
+
+def timeline(layout: Layout, costs: Costs, schedule: str | None = None) -> Timeline | None:
+    """A step of ``layout``, simulated; None where that would take long. The overhead is not in it. ``schedule`` as
+    ``program`` has it.
+    """
+    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         return None
-    return fastest(layout, costs)[1]
+    return run(program(layout, costs, schedule), layout, costs)
+
+
+def program(layout: Layout, costs: Costs, schedule: str | None = None) -> Program:
+    """What cells do under ``--elastic-schedule``, in a layout that is ``recomputed``; None: 1F1B with as many live
+    activations as are of use. Raises NotFitting if no order is known that fits the memory.
+    """
+    if schedule is None:
+        return fastest(layout, costs)[0]
+    return find(layout, costs).program if schedule == SEARCH else scheduled(schedule, layout)
+
+
+def recomputed(outcome: Outcome, costs: Costs, schedule: str | None) -> Outcome:
+    """With those chunks recomputed in its layouts that a search recomputes, if that is the schedule."""
+    if schedule != SEARCH:
+        return outcome
+
+    def searched(layout: Layout) -> Layout:
+        if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+            return layout
+        return replace(layout, recomputed=find(layout, costs).recomputed)
+
+    return replace(
+        outcome, before=searched(outcome.before), after=searched(outcome.after),
+        interim=None if outcome.interim is None else searched(outcome.interim),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,28 +168,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--memory"]:
         return _memory(argv[1:])
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         layout, costs, source = _read(options)
-        outcome = plan(layout, options.event, costs, False if options.untied else None)
+        if options.policy:
+            return _compare(options, layout, costs, source)
+        outcome = plan(layout, options.event, costs, False if options.untied else None, options.schedule)
+        outcome = recomputed(outcome, costs, options.schedule)
+        if options.dag:
+            goal = outcome.after
+            if goal.num_grains * goal.pipeline_size > MOST_SIMULATED:
+                raise _Refused(f"the layout is too large: --dag takes up to {MOST_SIMULATED} grains x stages")
+            dag = Dag.of(program(goal, costs, options.schedule), goal, costs)
+            options.dag.write_text(dag.to_json(), encoding="utf-8")
         if options.svg:
-            panels = _panels(outcome, costs)
+            panels = _panels(outcome, costs, options.schedule)
             if not panels:
-                raise _Refused(f"the layout is too large to draw: --svg takes up to {_MOST_SIMULATED} grains x stages")
+                raise _Refused(f"the layout is too large to draw: --svg takes up to {MOST_SIMULATED} grains x stages")
             options.svg.write_text(svg(panels, 4 * _MOST_CELLS), encoding="utf-8")
-    except (_Refused, ValueError, LayoutError, NoLayout, ProfileError, OSError) as error:
+        if options.json:
+            print(json.dumps(_figures(outcome, costs, options.schedule)))
+        else:
+            _print(outcome, costs, source, options.schedule)
+    except (_Refused, ValueError, LayoutError, NoLayout, NotFitting, ProfileError, OSError) as error:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps(_figures(outcome, costs)))
-    else:
-        _print(outcome, costs, source)
     return 0
+
+
+def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: str) -> int:
+    """``plan --policy``: what policies would make of a loss."""
+    match = re.fullmatch(r"lose:rank=(\d+(?:,\d+)*)", options.event)
+    if match is None or options.svg or options.dag or options.schedule == SEARCH:
+        raise _Refused("--policy compares what is made of a loss: it takes --event lose:rank=R[,R...], and no --svg, "
+                       f"--dag or --schedule {SEARCH}")
+    names = list(POLICIES) if options.policy == "all" else [options.policy]
+    schedules = SCHEDULES if options.schedule is None else (options.schedule,)
+    if options.dvfs and options.power is None:
+        raise _Refused("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
+    clocking = Clocking(options.dvfs, Limits(options.clocks)) if options.dvfs else None
+    found = compare(layout, _lost(layout, match[1]), costs, names, schedules=schedules, power=options.power,
+                    clocking=clocking)  # fmt: skip
+    if options.json:
+        print(json.dumps(figures(found, options.tokens)))
+        return 0
+    console = _console(160)
+    console.print(f"costs: {source}")
+    show(console, found, options.tokens)
+    return 0
+
+
+def _console(width: int = 120) -> Console:
+    """For people, or a file, which is as wide as is needed."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(width, console.width)
+    return console
+
+
+def _power(text: str) -> PowerModel:
+    try:
+        idle, static, dynamic = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers of watts, as 90,150,450") from None
+    return PowerModel(idle, static, dynamic)
+
+
+def _clocks(text: str) -> tuple[float, ...]:
+    try:
+        steps = tuple(sorted(map(float, text.split(","))))
+    except ValueError:
+        steps = ()
+    if not steps or steps[0] <= 0 or 1.0 not in steps:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of clocks with 1 among them, as 0.8,0.9,1,1.1")
+    return steps
 
 
 def _memory(argv: Sequence[str]) -> int:
     """``plan --memory``: what a job with a script's flags would need."""
-    parser = argparse.ArgumentParser(prog="megatron-elastic plan --memory", description="Show what memory a job needs.")
+    parser = argparse.ArgumentParser(prog="megatron-elastic plan --memory", description="Show what memory a job needs.",
+                                     formatter_class=usage.Formatter)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, on all nodes")
     parser.add_argument("script", help="examples/pretrain_gpt.py, or another one with its parse_args")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's flags")
@@ -153,9 +263,10 @@ def _memory(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic plan``."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic plan", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="megatron-elastic plan", formatter_class=usage.Formatter,
         description="Show what an event would make of a layout: the layouts, what moves, and how long a step takes.",
         epilog=_EXAMPLES,
     )  # fmt: skip
@@ -185,6 +296,39 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the output layer has its own weights (needed for layouts of one stage only)",
     )
+    parser.add_argument(
+        "--policy",
+        choices=(*POLICIES, "all"),
+        metavar="NAME",
+        help="what a policy, or each, would make of a loss: predicted throughput, pause and energy, in a table; one of "
+        "%(choices)s",
+    )
+    parser.add_argument("--schedule", choices=(*SCHEDULES, SEARCH), help="the job's (default: 1f1b, with as many "
+                        "activations kept as are of use; with --policy the fastest one)")  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=1, metavar="N", help="with --policy: tokens of a grain (default: count grains)"
+    )
+    parser.add_argument(
+        "--power",
+        type=_power,
+        metavar="IDLE,STATIC,DYNAMIC",
+        help="with --policy: watts of a device that waits, and of one that computes besides, at any clock and at the "
+        "base clock: gives joules a token",
+    )
+    parser.add_argument(
+        "--dvfs",
+        choices=("performance", "energy"),
+        help="with --policy and --power: what planned clocks add to 'elastic'",
+    )
+    parser.add_argument(
+        "--clocks",
+        type=_clocks,
+        metavar="C[,C...]",
+        default=_clocks("0.6,0.7,0.8,0.9,1,1.1"),
+        help="with --dvfs: clocks of a device, as multiples of that at which costs were measured (default: 0.6 to 1.1)",
+    )
+    parser.add_argument("--dag", type=Path, metavar="OUT", help="write what a step of the last layout executes, as a "
+                        "graph that Perfetto opens, too (JSON, docs/schedules.md)")  # fmt: skip
     parser.add_argument("--svg", type=Path, metavar="OUT", help="write a picture of the pipelines")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
     return parser
@@ -203,29 +347,26 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
     return layout, Costs.from_json(path.read_bytes(), layout.units), str(path)
 
 
-def _step_ms(layout: Layout, costs: Costs) -> float:
-    simulated = timeline(layout, costs)
-    return costs.pace_of(layout).step_ms if simulated is None else simulated.makespan + costs.overhead_ms
+def _step_ms(layout: Layout, costs: Costs, schedule: str | None) -> float:
+    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+        return costs.pace_of(layout).step_ms
+    return Step.of(program(layout, costs, schedule), layout, costs).ms
 
 
-def _size(move: Transfer, layout: Layout, costs: Costs) -> float:
-    return costs.units[move.unit].optimizer_bytes / layout.num_slices
-
-
-def _panels(outcome: Outcome, costs: Costs) -> list[Panel]:
-    simulated = ((name, layout, timeline(layout, costs)) for name, layout in outcome.layouts)
+def _panels(outcome: Outcome, costs: Costs, schedule: str | None) -> list[Panel]:
+    simulated = ((name, layout, timeline(layout, costs, schedule)) for name, layout in outcome.layouts)
     return [Panel(name, layout, line) for name, layout, line in simulated if line is not None]
 
 
-def _figures(outcome: Outcome, costs: Costs) -> dict[str, Any]:
+def _figures(outcome: Outcome, costs: Costs, schedule: str | None) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
-        "step_ms": {name: round(_step_ms(layout, costs), 3) for name, layout in outcome.layouts},
+        "step_ms": {name: round(_step_ms(layout, costs, schedule), 3) for name, layout in outcome.layouts},
         "layouts": {name: json.loads(layout.to_json()) for name, layout in outcome.layouts},
         "transfers": [
             {
                 "unit": outcome.after.units[move.unit], "slice": move.slice, "tp": move.part, "src": move.src,
-                "dst": move.dst, "role": move.role, "bytes": round(_size(move, outcome.after, costs)),
+                "dst": move.dst, "role": move.role, "bytes": round(size(move, outcome.after, costs)),
             }
             for move in outcome.moves
         ],
@@ -236,10 +377,8 @@ def _figures(outcome: Outcome, costs: Costs) -> dict[str, Any]:
 # ---- for people -----------------------------------------------------------------------------
 
 
-def _print(outcome: Outcome, costs: Costs, source: str) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = max(120, console.width)
+def _print(outcome: Outcome, costs: Costs, source: str, schedule: str | None) -> None:
+    console = _console()
     console.print(f"costs: {source}")
     if outcome.interim is None:
         console.print("no interim layout: nothing can go on before state has been moved")
@@ -254,10 +393,10 @@ def _print(outcome: Outcome, costs: Costs, source: str) -> None:
         ]
         table.add_row(str(index), *cells)
     table.add_row("spares", *(_ranks(layout.spares) for _, layout in outcome.layouts))
-    table.add_row("step", *(f"{_step_ms(layout, costs):.1f} ms" for _, layout in outcome.layouts))
+    table.add_row("step", *(f"{_step_ms(layout, costs, schedule):.1f} ms" for _, layout in outcome.layouts))
     console.print(table)
     _print_moves(console, outcome, costs)
-    panels = _panels(outcome, costs)
+    panels = _panels(outcome, costs, schedule)
     if not panels:
         return
     scale = max(panel.timeline.makespan for panel in panels) / max(40, min(console.width, 160) - 28)
@@ -278,7 +417,12 @@ def _describe(layout: Layout, stage: Stage) -> str:
     grains = f"{counts[0]:.4g}" if len(counts) == 1 else f"{counts[0]:.4g}-{counts[-1]:.4g}"
     ranks = _ranks([rank for cell in stage.cells if not cell.shadow for rank in cell.ranks])
     shadows = _ranks([rank for cell in stage.cells if cell.shadow for rank in cell.ranks])
-    return f"{units}\n  {ranks}: {grains} grains each" + (f"\n  {shadows} follow" if shadows != "-" else "")
+    index = layout.stages.index(stage)
+    chunks = [chunk for chunk in range(len(layout.chunks(index))) if layout.recomputes(index, chunk)]
+    again = "" if not chunks else "\n  recomputed" + (
+        f": chunks {', '.join(map(str, chunks))}" if len(layout.chunks(index)) > 1 else ""
+    )
+    return f"{units}\n  {ranks}: {grains} grains each" + (f"\n  {shadows} follow" if shadows != "-" else "") + again
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -303,23 +447,19 @@ def _print_moves(console: Console, outcome: Outcome, costs: Costs) -> None:
     pairs: dict[tuple[int, int, str], tuple[list[int], float]] = {}
     for move in outcome.moves:
         key = move.src, move.dst, f"{outcome.after.units[move.unit]} ({move.role})"
-        slices, size = pairs.setdefault(key, ([], 0.0))
+        slices, together = pairs.setdefault(key, ([], 0.0))
         slices.append(move.slice)
-        pairs[key] = slices, size + _size(move, outcome.after, costs)
-    sent: dict[int, float] = {}
-    for (src, dst, _), (_, size) in pairs.items():
-        sent[src] = sent.get(src, 0.0) + size
-        sent[-1 - dst] = sent.get(-1 - dst, 0.0) + size
-    total = sum(size for _, size in pairs.values())
+        pairs[key] = slices, together + size(move, outcome.after, costs)
+    total = sum(together for _, together in pairs.values())
     console.print(
         f"\ntransfers, in the background: {len(outcome.moves)} slices between {len({key[:2] for key in pairs})} pairs "
-        f"of ranks, {_bytes(total)}; at full bandwidth {costs.transfer_ms(max(sent.values())):.1f} ms"
+        f"of ranks, {_bytes(total)}; at full bandwidth {duration_ms(outcome.moves, outcome.after, costs):.1f} ms"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("from", "to", "what", "slices", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    for (src, dst, what), (slices, size) in list(pairs.items())[:40]:
-        table.add_row(str(src), str(dst), what, _ranks(slices), _bytes(size))
+    for (src, dst, what), (slices, together) in list(pairs.items())[:40]:
+        table.add_row(str(src), str(dst), what, _ranks(slices), _bytes(together))
     console.print(table)
     if len(pairs) > 40:
         console.print(f"... and {len(pairs) - 40} more; --json lists all")

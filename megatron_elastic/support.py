@@ -7,6 +7,7 @@ defaults, and ``docs/megatron.md`` shows. Nothing here imports torch or Megatron
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,6 @@ def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
     return Refusal(flag, why, fix, reads=None, dest=dest)
 
 
-_GRAINS = "the number of micro-batches in a global batch is fixed at the start"
 _PRECISION = "the state of a slice is fp32 weights and fp32 moments, and gradients are summed exactly"
 _LOOP = "it belongs to Megatron's own training loop, which --elastic replaces"
 _SAVED = "checkpoints are written from slices, as torch_dist"
@@ -70,8 +70,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--overlap-moe-expert-parallel-comm", "a grain's forward and its backward are passes apart"),
     Refusal("--moe-router-load-balancing-type", "a router may look at one micro-batch, and not at what was before",
             "use aux_loss or seq_aux_loss", but=("aux_loss", "seq_aux_loss", "sinkhorn", "none"), reads="*"),
-    _switch("--moe-router-force-load-balancing", "it draws random numbers apart from the keyed generators"),
-    _switch("--moe-per-layer-logging", "routers' losses are added up over the layers before they are logged"),
     _switch("--moe-use-upcycling", "a job begins with the weights that are there"),
     _switch("--use-tp-pp-dp-mapping", "ranks are ordered tensor, data, pipeline"),
     Refusal("--num-distributed-optimizer-instances", "owners and replicas of slices take their place", "use 1",
@@ -86,12 +84,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--main-params-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--exp-avg-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--exp-avg-sq-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
-    _switch("--grad-reduce-in-bf16", _PRECISION),
-    Refusal("--head-lr-mult", "only --decoupled-lr makes parameters learn at another rate", but=(1.0, 1)),
-    Refusal("--no-weight-decay-cond-type", "weight decay spares biases and one-dimensional parameters, nothing else"),
-    _switch("--apply-wd-to-qk-layernorm", "weight decay spares biases and one-dimensional parameters, nothing else"),
-    _switch("--fp16", "it needs a loss scale, which is not supported yet", "use --bf16 or neither"),
-    Refusal("--fp8-format", "8-bit scales belong to a place, not to a grain", dest="fp8"),
+    Refusal("--transformer-impl", "its layers are for inference", "use transformer_engine or local",
+            but=("transformer_engine", "local")),
+    _switch("--fp8-param-gather", "owners send weights as they are used before they are made 8 bits"),
     Refusal("--fp4-format", "4-bit scales belong to a place, not to a grain", dest="fp4"),
     Refusal("--cuda-graph-impl", "a recorded step cannot be interrupted", but=("none",)),
     _switch("--enable-cuda-graph", "a recorded step cannot be interrupted"),
@@ -103,50 +98,40 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--init-model-with-meta-device", "weights are initialised unit by unit on the device"),
     _switch("--distribute-saved-activations", "recomputation must not depend on other ranks"),
     _switch("--fine-grained-activation-offloading", "not supported yet"),
-    Refusal("--rampup-batch-size", _GRAINS, "use a constant --global-batch-size", reads="*"),
-    _switch("--decrease-batch-size-if-needed", _GRAINS),
-    Refusal("--mtp-num-layers", "multi-token prediction is not supported yet"),
+    _switch("--decrease-batch-size-if-needed", "batches stay as large as the flags say, whatever ranks there are"),
     Refusal("--heterogeneous-layers-config-path", "all layers are alike"),
     Refusal("--hybrid-override-pattern", "all layers are alike"),
     _switch("--use-legacy-models", "only megatron.core's GPTModel is supported"),
     Refusal("--spec", "its parameters may belong to no unit that is known", reads="*"),
     Refusal("--experimental-attention-variant", "not supported yet"),
-    _switch("--sft", "packed sequences are not supported yet"),
     _switch("--perform-rl-step", _LOOP),
     Refusal("--dataloader-type", "samples are taken in order", "use single", but=("single",)),
     Refusal("--phase-transition-iterations", "samples are taken in order"),
-    Refusal("--iterations-to-skip", "every step is taken", reads="*"),
-    _switch("--full-validation", _LOOP),
-    _switch("--multiple-validation-sets", _LOOP),
-    _switch("--skip-train", "without training there is nothing to keep going"),
+    _switch("--full-validation", "an evaluation takes whole global batches", "use --eval-iters"),
+    _switch("--multiple-validation-sets", "it works with --full-validation only", "use one set, or blend them"),
+    _switch("--skip-train", "without training there is nothing to keep going", "evaluate without --elastic"),
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
     Refusal("--non-persistent-save-interval", "replicas in memory take their place"),
     Refusal("--ckpt-convert-format", _SAVED),
-    _switch("--use-checkpoint-args", "flags are checked before anything is loaded", "give the flags"),
-    _switch("--no-save-optim", "optimizer states belong to a checkpoint"),
-    _switch("--no-load-optim", "optimizer states belong to a checkpoint"),
     _switch("--load-main-params-from-ckpt", "optimizer states belong to a checkpoint"),
-    Refusal("--save-retain-interval", "old checkpoints are not deleted", "delete them yourself"),
-    Refusal("--save-wgrads-interval", _LOOP),
-    Refusal("--save-dgrads-interval", _LOOP),
-    _switch("--use-checkpoint-opt_param-scheduler", "learning rates follow from the flags and the step"),
+    Refusal("--save-wgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
+    Refusal("--save-dgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
+    _switch("--use-checkpoint-opt_param-scheduler", "learning rates follow from the flags and the step",
+            "give the flags that the checkpoint was made with"),
     _switch("--inprocess-restart", "--elastic recovers in its place"),
     _switch("--enable-ft-package", "--elastic watches the ranks in its place"),
-    _switch("--adlr-autoresume", _LOOP),
+    _switch("--adlr-autoresume", _LOOP, "use --exit-signal-handler"),
     Refusal("--rerun-mode", "steps are not repeated to compare them", "use disabled or validate_results",
             but=("disabled", "validate_results")),
     Refusal("--error-injection-rate", "faults are injected with --elastic-inject", but=(0, 0.0)),
-    _switch("--check-for-spiky-loss", _LOOP),
-    _switch("--check-for-large-grads", _LOOP),
-    Refusal("--check-weight-hash-across-dp-replicas-interval", _LOOP),
-    _switch("--log-straggler", _LOOP),
-    _switch("--run-workload-inspector-server", _LOOP),
+    _switch("--check-for-large-grads", "steps are not repeated to find out where a large gradient comes from"),
+    _switch("--log-straggler", "the coordinator finds ranks that are slow", "see --elastic-slow"),
+    _switch("--run-workload-inspector-server", "the coordinator finds ranks that are slow", "see --elastic-slow"),
     _switch("--profile", _LOOP),
     _switch("--record-memory-history", _LOOP),
-    _switch("--log-progress", _LOOP),
-    _switch("--log-params-norm", _LOOP),
-    _switch("--log-num-zeros-in-grad", _LOOP),
-    _switch("--log-max-attention-logit", _LOOP),
+    _switch("--log-progress", "progress.txt is about jobs of one number of ranks",
+            "use metrics.jsonl and events.jsonl of the run directory"),
+    _switch("--log-max-attention-logit", "Transformer Engine's attention tells it, and local attention does not"),
     _switch("--log-energy", _LOOP),
 )
 """What is refused. Whatever is not here works, or has no effect (``WITHOUT_EFFECT``)."""
@@ -154,16 +139,17 @@ REFUSALS: tuple[Refusal, ...] = (
 WITHOUT_EFFECT: dict[str, str] = {
     "`--use-distributed-optimizer`": "the optimizer is always sharded",
     "`--accumulate-allreduce-grads-in-fp32`": "always",
+    "`--grad-reduce-in-bf16`": "gradients are summed up exactly, and nothing is rounded on the way",
     "`--ddp-*`": "there is no DDP wrapper",
+    "`--head-lr-mult`": "nothing in Megatron-LM reads it",
+    "`--check-weight-hash-across-dp-replicas-interval`": "`--elastic-verify-every` compares copies, and heals them",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by all ranks, each its own slices",
     "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
     "`--cp-comm-type`": "keys and values of all context-parallel ranks are gathered",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
-    "`--num-workers`": "a rank reads its samples itself",
     "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
     "`--override-opt_param-scheduler`": "always",
     "`--manual-gc`, `--empty-unused-memory-level`, `--train-sync-interval`": "of Megatron's own loop",
-    "`--loss-scale` and what goes with it": "for fp16 only",
 }
 """Flags that are accepted and change nothing, with the reason."""
 
@@ -199,7 +185,7 @@ def check_namespace(args: argparse.Namespace) -> None:
 def check_split(args: argparse.Namespace) -> None:
     """Raise UsageError if layers cannot be split over the stages as flags say; virtual stages are counted here."""
     try:
-        chunks = len(split(args)[0])
+        chunks = max(map(len, split(args)))
     except LayoutError as error:
         raise UsageError(str(error)) from None
     args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
@@ -216,9 +202,91 @@ def check_cells(args: argparse.Namespace) -> None:
     if args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size):
         raise UsageError(f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} does not work with "
                          "--elastic: experts are cut as other layers are; leave it out")
-    if args.elastic_dataflow == "resize":
-        raise UsageError("--elastic-dataflow resize does not work with --num-experts: a router looks at whole "
-                         "micro-batches, so they cannot be cut; use --elastic-dataflow reroute")
+
+
+def check_whole(args: argparse.Namespace) -> None:
+    """Raise UsageError if micro-batches may be cut of which something looks at the whole."""
+    if args.elastic_dataflow != "resize":
+        return
+    for flag, who in (("--num-experts", "a router looks"), ("--mtp-num-layers", "the mean of further losses looks")):
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            raise UsageError(f"--elastic-dataflow resize does not work with {flag}: {who} at whole micro-batches, so "
+                             "they cannot be cut; use --elastic-dataflow reroute")
+
+
+def check_ramp(args: argparse.Namespace) -> None:
+    """Raise UsageError if the global batch cannot grow as ``--rampup-batch-size`` says, at any step of it.
+
+    Megatron finds out about some of that when a step comes whose batch cannot be divided.
+    """
+    if args.rampup_batch_size is None:
+        return
+    shown = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
+    for flag in ("--no-load-optim", "--iterations-to-skip"):
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            raise UsageError(f"{shown} does not work with {flag}: while batches grow the learning rate counts "
+                             "the samples of all steps; leave one of them out")
+    try:
+        start, increment, span = map(int, args.rampup_batch_size)
+    except ValueError:
+        raise UsageError(f"{shown}: expected three numbers, START INCREMENT SAMPLES") from None
+    full, at_once = args.global_batch_size, args.micro_batch_size * args.data_parallel_size
+    if min(start, increment, span) < 1:
+        raise UsageError(f"{shown}: START, INCREMENT and SAMPLES must be at least 1")
+    if start >= full or (full - start) % increment:
+        raise UsageError(f"{shown}: --global-batch-size {full} must be START and one or more times INCREMENT more")
+    if start % at_once or increment % at_once:
+        raise UsageError(f"{shown}: START and INCREMENT must be multiples of --micro-batch-size "
+                         f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}, as "
+                         "--global-batch-size is")
+
+
+def check_documents(args: argparse.Namespace) -> None:
+    """Raise UsageError if documents or conversations are to be kept apart, and cannot be."""
+    if args.sft and args.mtp_num_layers:
+        raise UsageError("--sft with --mtp-num-layers does not work with --elastic: further predictions would look "
+                         "beyond conversations; leave out one of them")
+    if args.sft and (args.create_attention_mask_in_dataloader or args.reset_attention_mask or args.reset_position_ids):
+        raise UsageError("--sft: Megatron's data set of conversations needs --no-create-attention-mask-in-dataloader, "
+                         "and neither --reset-attention-mask nor --reset-position-ids, which conversations do anyway")
+    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        raise UsageError("--reset-attention-mask with --no-create-attention-mask-in-dataloader does not work with "
+                         "--elastic: local attention knows documents by the masks of the data; leave out one of them")
+
+
+_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Of 8-bit products, those whose scales follow from what is multiplied alone."""
+
+
+def engine_installed() -> bool:
+    """Whether there is a Transformer Engine. It is not imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Raise UsageError if layers of Transformer Engine cannot do what flags say that Megatron has parsed."""
+    if args.transformer_impl != "transformer_engine":
+        return
+    if not engine_installed():
+        raise UsageError("--transformer-impl transformer_engine, which is Megatron-LM's default, needs Transformer "
+                         "Engine, which is not installed: add --transformer-impl local")
+    local, own = "use --transformer-impl local", "--transformer-impl transformer_engine"
+    if getattr(args, "fp8", None) and args.fp8_recipe not in _RECIPES:
+        raise UsageError(f"--fp8-format with --fp8-recipe {args.fp8_recipe} does not work with --elastic: scales that "
+                         f"follow from earlier micro-batches belong to a place, not to a grain; use {_RECIPES[0]}, "
+                         f"{_RECIPES[1]} or {_RECIPES[2]}")
+    if args.context_parallel_size > 1:
+        raise UsageError(f"--context-parallel-size with {own} does not work with --elastic: its attention finds the "
+                         f"others by their places in the job, which change; {local}")
+    if getattr(args, "reset_attention_mask", False) or getattr(args, "sft", False):
+        raise UsageError(f"--reset-attention-mask and --sft with {own} do not work with --elastic: its attention does "
+                         f"not look at masks of documents; {local}")
+    if args.elastic_dataflow == "resize" and args.attention_dropout:
+        raise UsageError(f"--elastic-dataflow resize with {own} needs --attention-dropout 0: its kernels draw for the "
+                         f"micro-batch that they get, and not for the whole one; add that, or {local}")
+    if args.num_experts and args.elastic_schedule != "1f1b":
+        raise UsageError(f"--elastic-schedule {args.elastic_schedule} with --num-experts and {own} does not work: "
+                         f"experts' gradients are not put off; use --elastic-schedule 1f1b, or {local}")
 
 
 class _Parser(argparse.ArgumentParser):

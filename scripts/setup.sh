@@ -45,6 +45,10 @@ setup_venv() {
     setup_install "installing torch" .venv/bin/python -m pip install --disable-pip-version-check torch==2.13.0
     setup_install "installing megatron-elastic and its tools" .venv/bin/python -m pip install --disable-pip-version-check \
         --constraint scripts/constraints.txt --editable '.[dev]'
+    # Beside the packages: Megatron uses it wherever it finds it. Only tests do (tests/engine), without its libraries.
+    setup_install "installing the Python of Transformer Engine" \
+        .venv/bin/python -m pip install --disable-pip-version-check --no-deps --only-binary :all: --upgrade \
+        --target .venv/transformer-engine transformer_engine==2.9.0
     echo "$wanted" >"$stamp"
     echo "setup: done"
 }

@@ -10,15 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from namespaces import Host, Hosts
 
 from tests.launches import free_port
@@ -187,79 +184,3 @@ class EtcdServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-class KubernetesApi:
-    """A stand-in for the part of Kubernetes's API that deals with Leases, over HTTP: get, create, and replace with the
-    resource version as the guard, with the errors and their bodies that the real one sends. In memory.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._leases: dict[str, dict[str, Any]] = {}
-        self._version = 0
-        self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-        self.kubeconfig = folder / "kubeconfig"
-        self.kubeconfig.write_text(yaml.safe_dump({
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
-            "users": [{"name": "test", "user": {}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}]}))
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        with self._lock:
-            key = f"{path}/{body['metadata']['name']}" if method == "POST" else path
-            found = self._leases.get(key)
-            if "/namespaces/there/leases" not in path:
-                return self._error(403, "Forbidden")
-            if method == "POST" and found is not None:
-                return self._error(409, "AlreadyExists")
-            if method != "POST" and found is None:
-                return self._error(404, "NotFound")
-            if method == "GET":
-                assert found is not None
-                return 200, found
-            if found is not None and body["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
-                return self._error(409, "Conflict")
-            if sum(len(text) for text in body["metadata"].get("annotations", {}).values()) > 256 << 10:
-                return self._error(422, "Invalid")
-            self._version += 1
-            body["metadata"]["resourceVersion"] = str(self._version)
-            self._leases[key] = body
-            return 200 if found is not None else 201, body
-
-    @staticmethod
-    def _error(code: int, reason: str) -> tuple[int, dict[str, Any]]:
-        return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            timeout = 5
-
-            def do_GET(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                status, answer = api.answer(self.command, self.path, json.loads(body or b"{}"))
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_POST = do_PUT = do_GET
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        return Handler

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import Heard, Launcher
 from namespaces import Host, Hosts
+from programs.waiting_gpt import VARIABLE
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
@@ -30,6 +32,10 @@ EVEN = "slices and grains are even over {} ranks, and all copies are there"
 FOLLOW = "follow from step"
 SEATED = "this node has a lost member's seat"
 LED = "another node takes over if this one is lost"
+SCRIPT = ROOT / "benchmarks" / "programs" / "waiting_gpt.py"
+_DEVICE_MS = "30"
+"""What a grain's forward takes besides: what the tests do to hosts takes seconds, and a quick machine is not to have
+trained all steps meanwhile."""
 _LIMIT = 240.0
 """Seconds that anything may take; many times what it needs where the processors are this test's own."""
 COORDINATES = "this node coordinates from now on"
@@ -54,9 +60,12 @@ class LostHosts:
         hosts: where; the first ones are the job's.
         extra: further flags.
         nodes: how many it begins with.
+        clocks: how many seconds the clocks of the first of them are ahead.
     """
 
-    def __init__(self, jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES) -> None:
+    def __init__(
+        self, jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES, clocks: Sequence[int] = ()
+    ) -> None:
         self.run_dir = jobs.folder / uuid.uuid4().hex[:8]
         self.nodes: list[Launcher] = []
         self._heard: Heard = queue.Queue()
@@ -64,7 +73,7 @@ class LostHosts:
         self._hosts = hosts
         self._flags = (*FLAGS, *extra)
         self._begins_with = nodes
-        places = [hosts.add() for _ in range(nodes)]
+        places = [hosts.add(clock) for clock, _ in itertools.zip_longest(clocks, range(nodes), fillvalue=0)]
         for place in places:
             self._start(place, places[0].address, 29500)
 
@@ -131,16 +140,18 @@ class LostHosts:
         rank = str(len(self.nodes))
         launcher = ("--nnodes", str(self._begins_with), "--node-rank", rank, "--master-addr", address,
                     "--master-port", str(port))
-        command = self._jobs.command(*self._flags, run_dir=self.run_dir, ranks=2, launcher=launcher)
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), wire.TOKEN_VARIABLE: TOKEN}
+        command = self._jobs.command(*self._flags, run_dir=self.run_dir, ranks=2, launcher=launcher, script=SCRIPT)
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), wire.TOKEN_VARIABLE: TOKEN, VARIABLE: _DEVICE_MS}
         self.nodes.append(Launcher(command, self._heard, env, host))
         return self.nodes[-1]
 
 
 @contextmanager
-def lost_hosts(jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES) -> Iterator[LostHosts]:
-    """A job on so many of ``hosts``; what it printed is printed in the end, and nothing of it left."""
-    job = LostHosts(jobs, hosts, *extra, nodes=nodes)
+def lost_hosts(
+    jobs: Jobs, hosts: Hosts, *extra: str, nodes: int = NODES, clocks: Sequence[int] = ()
+) -> Iterator[LostHosts]:
+    """A job on so many of ``hosts``, with ``clocks``; what it printed is printed in the end, and nothing of it left."""
+    job = LostHosts(jobs, hosts, *extra, nodes=nodes, clocks=clocks)
     try:
         yield job
     finally:

@@ -30,6 +30,8 @@ from megatron_elastic.cluster.deathwatch import Deathwatch
 _ROOM = 1 << 20
 """Bytes of a request, at most."""
 _NUMBER = struct.Struct("q")
+_TITLES = "room for the titles of launchers, zygotes and ranks ".ljust(100, ".")
+"""An argument that nobody reads."""
 
 
 class Nursery:
@@ -40,8 +42,8 @@ class Nursery:
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nursery", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env,
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), _TITLES],
+                pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Launched:

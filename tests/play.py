@@ -34,9 +34,9 @@ class Play:
         )  # fmt: skip
         self.happens(Begun(now=0.0, torch_port=1, key=b""))
         self._come(node=1, slots=size)
-        self.say(*map(self._hello, range(size)))
+        self.say(*map(self.hello, range(size)))
         self._come(node=2, slots=1)
-        self.say(self._hello(size))
+        self.say(self.hello(size))
 
     def happens(self, event: Event) -> None:
         self.job, effects = advance(self.job, event)
@@ -71,7 +71,8 @@ class Play:
                            host=f"h{node}", heartbeat_timeout=2.5)
         self.happens(NodeCame(now=0.0, node=node, hello=hello))
 
-    def _hello(self, rank: int) -> Hello:
+    def hello(self, rank: int) -> Hello:
+        """Of a rank that has been started."""
         return Hello(
             rank=rank, pid=rank + 1, host="h", address=b"", layout=encode(self.first) if rank == 0 else b"",
             start_step=0, train_iters=4, flags={}, likeness=b"", linked=True, tied=False,

@@ -71,10 +71,12 @@ class Slurm:
         hosts: where the controller and the nodes go.
         folder: what all of it writes.
         nodes: how many.
+        cpus: of a node; None: those of this machine.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path, nodes: int) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, nodes: int, cpus: int | None = None) -> None:
         self._folder = folder
+        self._cpus = cpus or os.cpu_count()
         self._log = (folder / "daemons.log").open("ab")
         self._env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
         self._controller = hosts.add()
@@ -108,6 +110,11 @@ class Slurm:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout.strip()
 
+    def beside(self, *command: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a command that uses Slurm's, on the controller's host. ``env``: additions to its environment."""
+        return subprocess.Popen(["ip", "netns", "exec", self._controller.name, *command], env={**self._env, **env},
+                                cwd=self._folder, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+
     def submit(self, *arguments: str, options: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Submitted:
         """Submit the launch script with a job's arguments. ``options``: of sbatch, before those of the script."""
         exported = ",".join(["ALL", *(f"{name}={value}" for name, value in (env or {}).items())])
@@ -126,8 +133,9 @@ class Slurm:
         """Wait until that holds."""
         limit = time.monotonic() + _LIMIT
         while not holds():
-            log = (self._folder / "daemons.log").read_text()[-3000:]
-            assert time.monotonic() < limit, f"not within {_LIMIT:g} s: {what}\n{log}"
+            if time.monotonic() > limit:
+                log = (self._folder / "daemons.log").read_text()[-3000:]
+                raise AssertionError(f"not within {_LIMIT:g} s: {what}\n{log}\n{_running()}")
             time.sleep(_LOOK)
 
     def _write(self, nodes: int) -> None:
@@ -135,7 +143,7 @@ class Slurm:
                  for name, host in self._hosts.items()]
         (self._folder / "slurm.conf").write_text(_CONF.format(
             hostname=socket.gethostname(), controller=self._controller.address, folder=self._folder,
-            cpus=os.cpu_count(), gpus=_GPUS, nodes="\n".join(lines)))
+            cpus=self._cpus, gpus=_GPUS, nodes="\n".join(lines)))
         for number in range(_GPUS):
             os.mknod(self._folder / f"gpu{number}", stat.S_IFCHR | 0o600, _NULL)
         (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu[0-{_GPUS - 1}]\n")
@@ -156,6 +164,17 @@ class Slurm:
     def _run(self, *command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=self._env, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=self._log,
                                 stderr=self._log)
+
+
+def _running() -> str:
+    """What of jobs still runs on this machine, and where launchers are."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,etimes,args"], capture_output=True, text=True, check=True).stdout
+    found = [line for line in listed.splitlines() if any(each in line for each in ("slurmstepd", "srun", "megatron"))]
+    for line in found[:]:
+        if "megatron-elastic run" in line and (spy := shutil.which("py-spy")):
+            dump = [spy, "dump", "--pid", line.split()[0]]
+            found.append(subprocess.run(dump, capture_output=True, text=True, check=False).stdout)
+    return "\n".join(found)
 
 
 class Submitted:
@@ -199,8 +218,8 @@ def _find(program: str) -> str:
 
 
 @contextmanager
-def slurm(hosts: Hosts, folder: Path, nodes: int) -> Iterator[Slurm]:
-    made = Slurm(hosts, folder, nodes)
+def slurm(hosts: Hosts, folder: Path, nodes: int, cpus: int | None = None) -> Iterator[Slurm]:
+    made = Slurm(hosts, folder, nodes, cpus)
     try:
         yield made
     finally:

@@ -16,16 +16,23 @@ from megatron_elastic.config import ElasticConfig, UsageError
 PEM = "all.pem"
 EVERYTHING = {
     "elastic": True, "elastic_run_dir": "somewhere", "elastic_consistency": "fast", "elastic_slices": 3,
-    "elastic_replicas": 2, "elastic_respawn": True, "elastic_verify_every": 5, "elastic_profile": "measured",
+    "elastic_replicas": 2, "elastic_respawn": True, "elastic_spares": 1, "elastic_verify_every": 5,
+    "elastic_profile": "profile.json", "elastic_emulate": "profile.json", "elastic_dvfs": "energy",
+    "elastic_actuator": "quota", "elastic_device": "soft",
+    "elastic_reduction": "host",
     "elastic_replay": "state", "elastic_background_mbps": 10.5, "elastic_inject": ["kill:rank=1,step=2,at=vote"],
     "elastic_start_timeout": 11, "elastic_suspect_timeout": 2, "elastic_heartbeat_timeout": 3,
     "elastic_hang_timeout": 7,
     "elastic_report_timeout": 40, "elastic_wait_timeout": 200, "elastic_schedule": "split",
+    "elastic_placement": "v",
     "elastic_dataflow": "resize", "elastic_end_timeout": 30, "elastic_store": "etcd://localhost:2379",
     "elastic_tls_cert": PEM, "elastic_tls_key": PEM, "elastic_tls_ca": PEM, "elastic_redo": "step",
     "elastic_on_error": "stop", "elastic_slow": "evict", "elastic_log_mb": 7.5,
+    "elastic_metrics_port": 9400, "elastic_log_format": "json", "elastic_trace": "10-12", "elastic_policy": "column",
 }  # fmt: skip
 """A value that is not the default for each of our flags."""
+TWO = ("--nproc-per-node", "2")
+"""Of which one trains."""
 
 
 @pytest.fixture
@@ -49,17 +56,17 @@ def assert_everything(config: ElasticConfig) -> None:
 def test_all_flags_from_the_environment(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [word for name, value in EVERYTHING.items() for word in argument_file.flags(name, value)]
     monkeypatch.setenv(launcher.ARGUMENTS_VARIABLE, shlex.join(words))
-    assert_everything(launcher._read_command([str(script)]).config)
-    config = launcher._read_command([str(script), "--elastic-replicas", "4"]).config
+    assert_everything(launcher._read_command([*TWO, str(script)]).config)
+    config = launcher._read_command([*TWO, str(script), "--elastic-replicas", "4"]).config
     assert config.replicas == 4  # the command line wins
 
 
 def test_all_flags_from_a_file(script: Path, tmp_path: Path) -> None:
     path = write(tmp_path, *(f"{name}: {value}" for name, value in EVERYTHING.items()), "exit_signal_handler: true")
-    command = launcher._read_command([str(script), "--yaml-cfg", path, "--elastic-slices=7"])
+    command = launcher._read_command([*TWO, str(script), "--yaml-cfg", path, "--elastic-slices=7"])
     assert command.config.slices == 7  # the command line wins
     assert {"--elastic", "--exit-signal-handler", "--yaml-cfg"} <= set(command.program.arguments)
-    assert_everything(launcher._read_command([str(script), f"--yaml-cfg={path}"]).config)
+    assert_everything(launcher._read_command([*TWO, str(script), f"--yaml-cfg={path}"]).config)
 
 
 def test_sections_are_flags(tmp_path: Path) -> None:
@@ -75,8 +82,8 @@ def test_sections_are_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["model_parallel:", "  fp16: True"], "--fp16 does not work with --elastic"),
-        (["language_model:", "  moe_per_layer_logging: True"], "--moe-per-layer-logging does not work with --elastic"),
+        (["model_parallel:", "  tp_comm_overlap: True"], "--tp-comm-overlap does not work with --elastic"),
+        (["language_model:", "  moe_enable_deepep: True"], "--moe-enable-deepep does not work with --elastic"),
         (["elastic_replica: 2"], "elastic_replica is no argument: docs/flags.md lists them"),
         (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),
         (["model_parallel: 3"], "model_parallel must have names and values under it"),

@@ -43,6 +43,20 @@ def test_derived_values(data: Path) -> None:
     assert parse_args(flags(data, "--train-iters 0")).lr_decay_iters == 1
 
 
+def test_lengths_in_samples(data: Path) -> None:
+    given = [flag for flag in flags(data) if flag not in ("--train-iters", "10")]
+    with pytest.raises(UsageError, match="--train-iters or --train-samples is needed"):
+        parse_args(given)
+    args = parse_args([*given, "--train-samples", "104"])
+    assert (args.train_iters, args.lr_decay_samples, args.lr_warmup_samples) == (3, 104, 0)
+    growing = [*given, "--train-samples", "104", "--rampup-batch-size", "16", "8", "32"]
+    assert parse_args(growing).train_iters == 4, "16, 24, 32 and 32 samples"
+    with pytest.raises(UsageError, match="--lr-warmup-samples 104 must be below --lr-decay-samples 104"):
+        parse_args([*growing, "--lr-warmup-samples", "104"])
+    with pytest.raises(UsageError, match="grain must be from 0 to 7 "):
+        parse_args([*growing, "--elastic", "--elastic-inject", "kill:rank=0,step=1,at=forward,grain=8"])
+
+
 def test_virtual_stages(data: Path) -> None:
     for given, chunks in (("layers-per-virtual-pipeline-stage 1", 2), ("layers-per-virtual-pipeline-stage 2", None),
                           ("virtual-stages-per-pipeline-rank 2", 2)):
@@ -75,6 +89,10 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--recompute-num-layers 1", 1, "need --recompute-granularity full"),
     ("--recompute-granularity full --recompute-num-layers 3 " + PP2, 2, "--recompute-num-layers must be from 1 to"),
     ("--min-lr 1", 1, "--min-lr 1 is above --lr 0.001"),
+    ("--train-samples 64", 1, "--train-iters goes with --lr-decay-iters and --lr-warmup-iters: leave out what is in"),
+    ("--lr-warmup-samples 4", 1, "--train-iters goes with --lr-decay-iters and --lr-warmup-iters: leave out what is"),
+    ("--rampup-batch-size 8 8 64", 1, "--rampup-batch-size needs --train-samples in place of --train-iters"),
+    ("--rampup-batch-size 6 2 64", 2, "START and INCREMENT must be multiples of --micro-batch-size 2 x data-parallel"),
     ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be below --lr-decay-iters 10"),
     ("--optimizer sgd", 1, "add --no-use-distributed-optimizer"),
     ("--main-grads-dtype bf16", 1, "works with --elastic only"),
@@ -113,11 +131,21 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size needs --num-experts"),
     ("--num-experts 8 --expert-model-parallel-size 3", 2, "does not divide the data-parallel size 2: start a multiple"),
     ("--num-experts 9 --expert-model-parallel-size 2", 2, "--num-experts 9 is not divisible by"),
-    ("--fp16", 1, "use --bf16"),
+    ("--fp16 --bf16", 1, "exclude each other"),
+    ("--fp16 --min-loss-scale 8 --initial-loss-scale 4", 1, "--min-loss-scale 8 is above --initial-loss-scale 4"),
+    ("--fp16 --initial-loss-scale 0", 1, "--initial-loss-scale must be above 0"),
+    ("--loss-scale inf", 1, "--loss-scale must be above 0 and finite"),
+    ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window must be at least 1"),
+    ("--fp16 --hysteresis 0", 1, "--hysteresis must be at least 1"),
     ("--elastic --elastic-slices 0", 1, "--elastic-slices must be at least 1"),
     ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),
+    ("--tensorboard-dir curves", 1, "--tensorboard-dir needs --elastic"),
     ("--elastic --elastic-inject kill:rank=4,step=1,at=forward", 4, "rank must be from 0 to 3"),
     ("--elastic --elastic-inject kill:rank=0,step=11,at=forward", 4, "step must be from 1 to --train-iters 10"),
+    ("--elastic --elastic-dvfs energy --elastic-schedule search --elastic-profile p.json", 4,
+     "--elastic-dvfs does not work with --elastic-schedule search"),
+    ("--elastic --elastic-placement search", 4, "--elastic-placement search needs --elastic-schedule search"),
+    ("--elastic --elastic-placement v", 4, "--elastic-placement v places 2 chunks on each of several stages, not"),
     ("--elastic --elastic-inject kill:rank=0,step=1,at=forward,grain=16", 4, "grain must be from 0 to 15"),
     ("--elastic --elastic-inject kill:rank=0,step=1,at=lunch", 4, "at=lunch"),
 ])  # fmt: skip

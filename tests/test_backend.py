@@ -16,6 +16,7 @@ from megatron_elastic.cluster.control import Interrupted, InterruptFlag
 from megatron_elastic.comm import backend
 from megatron_elastic.comm.device_group import DeviceGroup
 from megatron_elastic.comm.link_store import LinkStore
+from megatron_elastic.observe.dials import DEVICE
 from tests import world
 from tests.world import Peer
 
@@ -66,9 +67,12 @@ def test_collectives_of_a_device() -> None:
         dist.all_reduce(large)
         assert large[-1] == 6
         assert peer.transport.bytes_sent - sent < 10_000  # that was not ours: the links only carried addresses
+        given, taken = peer.transport.dials.sent[DEVICE], peer.transport.dials.received[DEVICE]
+        assert (given, taken) == (large.nbytes, large.nbytes)
         gathered = torch.empty(size, 2)
         dist.all_gather_single(gathered.view(-1), torch.full((2,), float(me)))
         assert gathered[:, 0].tolist() == [0, 1, 2, 3]
+        assert (peer.transport.dials.sent[DEVICE] - given, peer.transport.dials.received[DEVICE] - taken) == (8, 32)
         listed = [torch.empty(2) for _ in range(size)]
         dist.all_gather(listed, torch.full((2,), float(me)))
         assert torch.equal(torch.stack(listed), gathered)

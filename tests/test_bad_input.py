@@ -135,7 +135,7 @@ def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
 def test_checkpoint_of_another_batch(jobs: Jobs, checkpoint: Path) -> None:
     message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--global-batch-size", "8", code=1)
     assert "its 4 steps took 64 samples" in message
-    assert message.endswith("give --global-batch-size 16")
+    assert "give --global-batch-size 16, or the --rampup-batch-size" in message
 
 
 # ---- while the job runs -------------------------------------------------------------------

@@ -203,6 +203,20 @@ def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["ratio_fast"] == pytest.approx(15.5 / 15, abs=1e-4)
     assert result["ratio_bitwise"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
+    assert "ratio_bitwise_same_transport" not in result  # that was not measured
+    more = overhead.figures({"same_transport": [[10.0]], "bitwise": [[11.0]], "against": [[12.0]]})
+    assert [more[key] for key in ("ratio_bitwise_same_transport", "ratio_against_same_transport", "ratio_against")] == [
+        1.1, 1.2, 0.9167]
+
+
+def test_traced_steps_are_compared_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine becomes slower all the time."""
+    tracing = _benchmark("tracing", monkeypatch)
+    took = {0: 1.0, 1: 1.05, 2: 1.02}
+    result = tracing.figures([{step: took[step % 3] * 1.001**step for step in range(1, 61)}])
+    assert result["ratio_traced"] == pytest.approx(1.05, rel=2e-3)
+    assert result["ratio_written"] == pytest.approx(1.02, rel=2e-3)
+    assert list(result["step_ms"]) == ["off", "traced", "written"]
 
 
 def test_watching_costs_what_is_written_and_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -294,3 +308,34 @@ def test_the_page_of_flags_is_up_to_date() -> None:
         rows.append(f"| `{action.option_strings[0]}{value}` | {default} | {meaning} |")
     page = (_CHECKOUT / "docs" / "flags.md").read_text()
     assert "\n".join(rows) in page, "docs/flags.md should have this table:\n" + "\n".join(rows)
+
+
+def test_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Searched orders are no slower than known ones that fit, in each row; layers by cost than layers and no-ops."""
+    schedules = _benchmark("schedules", monkeypatch)
+    assert schedules.main(["--table", "--models", "flextrain-small", "--stages", "2", "--optimum", "0"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert [row["memory"] for row in found["pipelines"]] == [0.5, 0.75, 1.0, 1.5, 2.0]
+    for row in found["pipelines"]:
+        known = [row[name] for name in ("1f1b", "zb-h1", "zb-h2") if row[name] is not None]
+        assert row["search"] is None or row["bound"] <= row["search"] <= min(known, default=row["search"])
+    assert found["pipelines"][-1]["zb-h2"] is not None
+    assert found["gain_over_1f1b"]["least"] > 1
+    assert {row["stages"] for row in found["no_ops"]} == set(range(2, 17))
+    assert all(row["by_cost"] <= row["padded"] * 1.01 for row in found["no_ops"])
+    assert "| flextrain-small | 2 | 0.5 |" in err
+
+
+def test_what_emulated_jobs_tell_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _benchmark("schedules", monkeypatch).measured
+    jobs = [
+        {"layout": layout, "schedule": schedule, "step_ms": ms, "foreseen_ms": 0.98 * ms, "error": -0.02}
+        for layout in ("tp1,pp2,dp2", "tp1,pp4,dp2")
+        for schedule, ms in (("1f1b", 100.0), ("split", 90.0), ("search", 80.0), ("placed", 75.0))
+    ]
+    found = measured.summary(jobs)
+    assert (found["median_error"], found["worst_error"]) == (0.02, -0.02)
+    assert set(found["search_to_1f1b"]) == {"tp1,pp2,dp2", "tp1,pp4,dp2"}
+    assert all(each == {"step_ms": 0.8, "foreseen_ms": 0.8} for each in found["search_to_1f1b"].values())
+    assert all(each == {"step_ms": 0.75, "foreseen_ms": 0.75} for each in found["placed_to_1f1b"].values())

@@ -6,26 +6,28 @@ import itertools
 
 import chaos
 import pytest
-from under_fire.draw import KINDS, KINDS_OF_HOSTS, Round
+from under_fire.draw import KINDS, KINDS_OF_DEVICES, KINDS_OF_HOSTS, Round
 
 from megatron_elastic import cli
 from megatron_elastic.faults.injection import Injection
 from tests.jobs import ROOT
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize(("nodes", "device"), [(1, "cpu"), (3, "cpu"), (1, "soft")])
 @pytest.mark.parametrize("variant", ["fp32", "virtual", "verify"])
-def test_a_seed_draws_the_same_faults_and_they_can_be_written(variant: str, nodes: int) -> None:
+def test_a_seed_draws_the_same_faults_and_they_can_be_written(variant: str, nodes: int, device: str) -> None:
     for seed in range(20):
-        rounds = [Round(seed, (1, 2, 3), variant, nodes) for _ in range(2)]
+        rounds = [Round(seed, (1, 2, 3), variant, nodes, device) for _ in range(2)]
         for each in rounds:
-            each.draw(KINDS | KINDS_OF_HOSTS, 20)
+            each.draw(KINDS | KINDS_OF_HOSTS | KINDS_OF_DEVICES, 20)
         one, other = rounds
         assert one.faults == other.faults and len(one.faults) == 20
         kinds = {fault.kind for fault in one.faults}
         assert "flip" not in kinds or variant == "verify"
         assert kinds.isdisjoint(KINDS_OF_HOSTS) or nodes > 1
-        raised = [fault.step for fault in one.faults if fault.kind == "raise"]
+        assert kinds.isdisjoint(KINDS_OF_DEVICES) or device == "soft"
+        assert [fault.kind for fault in one.faults].count("device fails") <= 1, "nothing comes in its place"
+        raised = [fault.step for fault in one.faults if fault.kind in ("raise", "memory short")]
         assert all(later - sooner >= 8 for sooner, later in itertools.pairwise(raised)), "else it ends"
         for spec, fault in one.injected.items():
             assert Injection.parse(spec).rank == fault.rank

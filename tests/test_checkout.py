@@ -26,8 +26,10 @@ from megatron_elastic import cli
 from megatron_elastic.adaptor import doctor
 from megatron_elastic.device import npu
 from megatron_elastic.patching import Checkout, apply, revert
+from megatron_elastic.support import REFUSALS
 from tests.jobs import ROOT, Job, Jobs
 from tests.launches import Launch, launches
+from tests.test_interchange import tensors
 
 SOURCE = os.environ.get("MEGATRON_LM_PATH", "")
 needs_checkout = pytest.mark.checkout
@@ -68,12 +70,15 @@ class CheckoutJobs(Jobs):
         added = {"PYTHONPATH": search_path(), **(env or {})}
         return super().start(*flags, ranks=ranks, launcher=launcher, script=script, env=added)
 
-    def plain(self, *flags: str, ranks: int) -> list[str]:
-        """Run without ``--elastic`` or any of our flags; returns the losses and gradient norms that Megatron logs."""
+    def plain(self, *flags: str, ranks: int, without: str = "") -> list[str]:
+        """Run without ``--elastic`` or any of our flags; returns the losses and gradient norms that Megatron logs.
+
+        ``without``: one of the usual flags.
+        """
         folder = self.folder / f"plain{len(list(self.folder.iterdir()))}"
         folder.mkdir()
-        command = [flag for flag in self.command(*flags, run_dir=folder, ranks=ranks) if flag != str(folder)]
-        command.remove("--elastic-run-dir")
+        usual = self.command(*flags, run_dir=folder, ranks=ranks)
+        command = [flag for flag in usual if flag not in (str(folder), "--elastic-run-dir", without)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
         logs = sorted(folder.glob("runs/*/logs/*.log"))
@@ -199,6 +204,20 @@ def test_a_checkout_without_our_lines_is_refused(launch: Launch, tmp_path: Path)
     assert "error: --moe-enable-deepep does not work with --elastic: it goes around the elastic groups" in output
 
 
+def test_what_the_checkout_imports_and_is_missing(launch: Launch, tmp_path: Path) -> None:
+    """All of it is named, before anything starts. To Python a module that is None here is not installed."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("print('trained')  # megatron_elastic\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['regex'] = sys.modules['six'] = None\n")
+    launch.env["PYTHONPATH"] = os.pathsep.join((str(tmp_path), launch.env["PYTHONPATH"]))
+    run = launch.start(str(script), "--elastic")
+    output = run.finish(2)
+    assert f"error: {script} imports what is not installed: pip install " in output
+    assert "regex six" in output
+    assert not run.run_dir.exists()
+
+
 # ---- with one -------------------------------------------------------------------------------
 
 
@@ -228,10 +247,13 @@ def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> Non
 @needs_checkout
 @pytest.mark.timeout(900)
 def test_killed_ranks(patched: CheckoutJobs) -> None:
-    """TP1 x PP2: in the backward pass, then from outside, the rank that writes the log among them."""
+    """TP1 x PP2: in the backward pass, then from outside, the rank that writes the log among them; samples are read
+    ahead.
+    """
     flags = grid(1, 2, 9)
     reference = patched.undisturbed(*flags)
-    job = patched.start(*flags, *inject("kill:rank=7,step=3,at=backward", "kill:rank=2,step=7,at=apply"))
+    ahead = (*flags, "--num-workers", "2")
+    job = patched.start(*ahead, *inject("kill:rank=7,step=3,at=backward", "kill:rank=2,step=7,at=apply"))
     job.read_until("step   5/9")
     os.kill(job.pid(5), signal.SIGKILL)
     job.finish()
@@ -292,8 +314,8 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     job.finish()
     assert_same(job, patched.undisturbed(*flags))
     assert len(job.events("recovered")) == 1
-    refused = patched.start("--yaml-cfg", str(path), "--fp16").finish(2)
-    assert "error: --fp16 does not work with --elastic" in refused
+    refused = patched.start("--yaml-cfg", str(path), "--tp-comm-overlap").finish(2)
+    assert "error: --tp-comm-overlap does not work with --elastic" in refused
     path.write_text(path.read_text() + "frobnicate: 3\n")
     assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
 
@@ -304,7 +326,7 @@ def test_tensor_parallel_bf16_and_checkpoints(patched: CheckoutJobs, tmp_path: P
     """TP2 x PP2 x DP2 in bf16, saved under kills, loaded under other layouts, one with ends that are alone."""
     flags = (*grid(2, 2, 8), "--bf16")
     reference = patched.undisturbed(*flags)
-    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "4")
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--num-workers", "2")
     job = patched.run(*flags, *saves, *inject("kill:rank=7,step=3,at=forward", "kill:rank=1,step=6,at=vote"))
     assert_same(job, reference)
     assert evaluations(job) == evaluations(reference)
@@ -367,15 +389,94 @@ def test_beginning_with_other_weights(patched: CheckoutJobs, tmp_path: Path) -> 
         assert "Traceback" not in missing.output
 
 
+SHARDED = "--use-distributed-optimizer"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+VIRTUAL = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --swiglu --disable-bias-linear --normalization RMSNorm " \
+          "--untie-embeddings-and-output-weights --position-embedding-type rope --no-rope-fusion"  # fmt: skip
+
+
+@needs_checkout
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("model", "layout", "more", "ours", "without"), [
+    ("", PP2, "", TP2, SHARDED),
+    ("--bf16", f"{TP2} {PP2}", "", PP2, SHARDED),
+    ("", f"{TP2} {PP2}", "--overlap-grad-reduce --ddp-bucket-size 7000", f"{TP2} {PP2}", ""),
+    (EXPERTS, PP2, "", PP2, ""),
+], ids=["not sharded", "not sharded, bf16", "in buckets", "in buckets, experts"])  # fmt: skip
+def test_optimizers_as_megatron_saves_them(
+    patched: CheckoutJobs, tmp_path: Path, model: str, layout: str, more: str, ours: str, without: str
+) -> None:
+    """Not sharded, and sharded in the default format: two steps plain, two elastic, two plain.
+
+    What is compared with is saved by parameter, which Megatron does wrong where a rank has several buckets. What we
+    save it loads where experts are not divided, for which it has another optimizer.
+    """
+    plain, elastic, reference = (tmp_path / name for name in ("plain", "elastic", "reference"))
+    flags = (*model.split(), "--train-iters", "6", "--attention-dropout", "0", "--hidden-dropout", "0",
+             "--save-interval", "2")  # fmt: skip
+    by_parameter = ("--dist-ckpt-optim-fully-reshardable", "--save", str(reference))
+    whole = losses_of(patched.plain(*flags, *layout.split(), *by_parameter, ranks=4))
+    saves = ("--save", str(plain), "--exit-interval", "2")
+    patched.plain(*flags, *layout.split(), *more.split(), *saves, ranks=4, without=without)
+    job = patched.run("--elastic", *flags, *ours.split(), "--load", str(plain), "--save", str(elastic), ranks=8)
+    tolerance = 1e-2 if "--bf16" in model else 1e-5
+    lines = job.metrics()
+    assert {step: line["loss"] for step, line in lines.items()} == pytest.approx(
+        {step: whole[step] for step in (3, 4, 5, 6)}, rel=tolerance)
+    found, expected = tensors(elastic / "iter_0000004"), tensors(reference / "iter_0000004")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].float() == pytest.approx(tensor.float(), rel=tolerance, abs=tolerance), name
+    (elastic / "latest_checkpointed_iteration.txt").write_text("4")
+    alone = () if EXPERTS not in model else ("--expert-model-parallel-size", "1")
+    rest = losses_after_loading(patched.plain(*flags, *layout.split(), *alone, "--load", str(elastic), ranks=4))
+    assert rest == pytest.approx({step: whole[step] for step in (5, 6)}, rel=tolerance)
+
+
+@needs_checkout
+@pytest.mark.timeout(600)
+def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """Megatron only loads here, by parameter, and saves in its default format: without a GPU it computes no numbers."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    flags = ("--bf16", "--untie-embeddings-and-output-weights", *VIRTUAL.split(), "--lr-decay-iters", "4",
+             "--eval-iters", "0")  # fmt: skip
+    whole = patched.run("--elastic", *flags, "--train-iters", "4", "--save", str(ours), "--save-interval", "2")
+    (ours / "latest_checkpointed_iteration.txt").write_text("2")
+    patched.plain(*flags, "--train-iters", "2", "--override-opt_param-scheduler", "--load", str(ours),
+                  "--save", str(theirs), "--save-interval", "5", ranks=4)  # fmt: skip
+    rest = patched.run("--elastic", *flags, "--train-iters", "4", "--load", str(theirs))
+    lines = whole.metrics()
+    assert {step: line["loss_hex"] for step, line in rest.metrics().items()} == {
+        step: lines[step]["loss_hex"] for step in (3, 4)
+    }
+    digests = [json.loads((job.run_dir / "digest.json").read_text())["sha256"] for job in (rest, whole)]
+    assert digests[0] == digests[1]
+
+
+@needs_checkout
+@pytest.mark.timeout(600)
+def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
+    """The script's own batches, as Megatron gives them to the first stage, have labels where the model ends there."""
+    flags = ("--elastic", *PP2.split(), "--train-iters", "3")
+    whole = patched.run(*flags)
+    job = patched.run(*flags, "--elastic-placement", "v", *inject("kill:rank=1,step=2,at=backward"))
+    assert cli.main(["compare", str(job.run_dir), str(whole.run_dir)]) == 0, job.output
+
+
 @needs_checkout
 @pytest.mark.timeout(300)
-def test_a_checkpoint_that_only_its_own_layout_could_load(patched: CheckoutJobs, tmp_path: Path) -> None:
+def test_a_checkpoint_that_only_its_own_layout_can_load(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Megatron's default. What to do instead is said in one line."""
     patched.plain("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2", ranks=2)
-    job = patched.start("--elastic", "--train-iters", "4", "--load", str(tmp_path), ranks=2)
-    job.output = job.process.communicate(timeout=200)[0]
-    assert job.process.returncode in (1, 2), job.output
-    assert "let Megatron save with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable" in job.output
+    for sizes, whose in ((TP2, "TP1 x PP1 x EP1, 1 chunks a stage, had it"), ("--num-layers 6", "others had it")):
+        job = patched.start("--elastic", "--train-iters", "4", *sizes.split(), "--load", str(tmp_path), ranks=2)
+        job.output = job.process.communicate(timeout=200)[0]
+        assert job.process.returncode in (1, 2), job.output
+        assert f"the optimizer's state lies there as {whose}" in job.output
+        assert "let Megatron save with --dist-ckpt-optim-fully-reshardable" in job.output
+        assert "Traceback" not in job.output
 
 
 @needs_checkout
@@ -451,7 +552,8 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--fp16"], "--fp16 does not work with --elastic: it needs a loss scale"),
+        (["--tp-comm-overlap"], "--tp-comm-overlap does not work with --elastic: it goes around the elastic groups"),
+        (["--fp16", "--bf16"], "Megatron refuses these flags"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--position-embedding-type", "yarn"], "argument --position-embedding-type: invalid choice: 'yarn'"),
         (["--tensor-model-parallel-size", "3"], "Megatron refuses these flags"),
@@ -469,11 +571,27 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
     assert "Traceback" not in job.output
 
 
+@pytest.mark.job
+@needs_checkout
+def test_flags_are_counted() -> None:
+    """The documentation has the numbers; and each refused flag is one of Megatron's."""
+    command = [sys.executable, "-c", "from megatron_elastic import cli; raise SystemExit(cli.main())", "flags", SOURCE,
+               "--json"]  # fmt: skip
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True).stdout
+    said = json.loads(shown.splitlines()[-1])
+    assert {refusal.flag for refusal in REFUSALS} <= set(said["by_flag"])
+    assert sum(said["counts"].values()) == said["flags"] == len(said["by_flag"])
+    text = (ROOT / "docs" / "megatron.md").read_text()
+    assert f"Of the {said['flags']} flags" in text
+    for kind, count in said["counts"].items():
+        assert f"| {kind} | {count} |" in text, kind
+
+
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
     """They are a group of Megatron's own parser."""
-    command = [sys.executable, "-c", "from megatron_elastic.device import cpu; cpu.install(); "
+    command = [sys.executable, "-c", "from megatron_elastic.device import stand_in; stand_in.install(); "
                "from megatron_elastic.adaptor.without_cuda import stand_ins; stand_ins.install(); "
                "from megatron_elastic.adaptor.script.arguments import parse; parse()", "--help"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(patched.checkout), search_path()))}

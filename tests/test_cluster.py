@@ -171,7 +171,7 @@ def test_ranks_that_do_not_come_up_are_named(launch: Launch) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything(launch: Launch, number: signal.Signals, code: int) -> None:
-    run = launch.members()
+    run = launch.members("1:2:begin:wait")  # so that the job is not over before
     run.read_until("step   1/4")
     run.process.send_signal(number)
     assert "interrupted" in run.finish(code=code)

@@ -31,7 +31,7 @@ def grid(tp: int, pp: int, dp: int, samples: int = 1, per_host: int | None = Non
 def test_layouts_of_all_kinds_come_back(
     tp: int, pp: int, dp: int, samples: int, per_host: int | None, data: st.DataObject
 ) -> None:
-    layout = grid(tp, pp, dp, samples, per_host)
+    layout = replace(grid(tp, pp, dp, samples, per_host), tied=data.draw(st.sampled_from([None, True, False])))
     lost = data.draw(st.sampled_from(layout.ranks))
     small = lose(layout, [lost], Holdings.of(layout).without([lost]), 1)
     newcomers = {max(layout.ranks) + i + 1: len(layout.hosts) for i in range(tp)}

@@ -24,15 +24,18 @@ WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
        window=st.none() | st.tuples(st.integers(0, 9), st.integers(0, 2)))  # fmt: skip
 def test_ranks_have_the_rows_of_the_whole_mask(size: int, chunk: int, window: tuple[int, int] | None) -> None:
     """Of what ``get_default_causal_mask`` and ``get_sliding_window_causal_mask`` make on a device."""
-    from megatron_elastic.adaptor.model import attention
+    from megatron_elastic.adaptor.layers import attention, context
 
     length = 2 * size * chunk
     every = torch.ones(length, length, dtype=torch.bool)
     whole = every.triu(1) if window is None else ~every.triu(-window[0]).tril(window[1])
-    rows = [attention._rows(2 * chunk, size, index) for index in range(size)]
-    assert sorted(torch.cat(rows).tolist()) == list(range(length))
-    for of_rank in rows:
-        assert torch.equal(attention._mask(of_rank, length, window), whole[of_rank])
+    chunks = [rows for index in range(size) for rows in context.chunks(length, size, index)]
+    assert sorted(row for rows in chunks for row in rows) == list(range(length))
+    for rows in chunks:
+        mask, expected = attention._mask(rows, length, window, every.device), whole[rows.start : rows.stop]
+        assert torch.equal(mask, expected[:, : mask.shape[1]])
+        assert expected[:, mask.shape[1] :].all(), "what is left out nobody looks at"
+        assert not mask[-1, -1], "and no more is computed"
 
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "extra"), [
@@ -63,6 +66,11 @@ def test_killed(jobs: Jobs, tp: int, cp: int, pp: int, extra: str) -> None:
                          ids=["GPT", "as Llama", "latent", "with experts"])  # fmt: skip
 def test_contexts_change_losses_by_rounding_only(jobs: Jobs, extra: str) -> None:
     flags = (*Grid(tp=1, pp=2, steps=4).flags, *WITHOUT_DROPOUT, *extra.split())
+    assert_contexts_round_only(jobs, *flags)
+
+
+def assert_contexts_round_only(jobs: Jobs, *flags: str) -> None:
+    """Losses and norms of the job with these flags are the same but rounding with two context-parallel ranks."""
     one, two = (
         jobs.undisturbed(*flags, "--context-parallel-size", str(cp), ranks=4 * cp).metrics() for cp in (1, 2)
     )
@@ -85,7 +93,7 @@ def test_micro_batches_are_cut(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_ranks_of_a_context_are_replaced(jobs: Jobs, victim: int) -> None:
-    flags = (*Grid(tp=1, pp=1, steps=60, ranks=4).flags, "--context-parallel-size", "2", "--num-layers", "2")
+    flags = (*Grid(tp=1, pp=1, steps=100, ranks=4).flags, "--context-parallel-size", "2", "--num-layers", "2")
     job = jobs.start(*flags, "--elastic-respawn", *inject(f"{victim}@3:grad_sync"), ranks=4)
     job.read_until("slices and grains are even over 4 ranks")
     job.finish()

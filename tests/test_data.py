@@ -21,6 +21,7 @@ from megatron_elastic.adaptor.dataset import (
 )  # fmt: skip
 from megatron_elastic.adaptor.training.batches import Batches
 from megatron_elastic.config import UsageError
+from megatron_elastic.device.cpu import Cpu
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.layout import Layout, Part
 
@@ -141,10 +142,10 @@ def test_standard_library_is_text_without_tests() -> None:
 def test_what_is_read_of_a_grain_does_not_depend_on_the_flag_at_that_time() -> None:
     """While a part of a micro-batch is computed, Megatron's flag says the part's size."""
     args = Namespace(micro_batch_size=2, global_batch_size=8)
-    batches = Batches(args, lambda args: ((), (), ()), Odometer.alone(), lambda: None)
+    batches = Batches(args, lambda args: ((), (), ()), Odometer.alone(), lambda: None, Cpu())
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=((0,),), units=["layer.0"], num_grains=4, num_slices=2,
                          replicas=1, samples=2)  # fmt: skip
     args.micro_batch_size = 1
     data = [{"tokens": torch.tensor([i])} for i in range(16)]
-    read = batches.read(data, 1, layout, 0, Part(grain=3, start=1, stop=2))
+    read = batches.read(data, 8, layout, 0, 0, Part(grain=3, start=1, stop=2))
     assert read["tokens"].tolist() == [[15]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import Cell, Layout, LayoutError, Part, Stage, gpt_units
 from megatron_elastic.pipeline.program import Program, check
-from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward, split_backward
+from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from megatron_elastic.pipeline.simulate import fastest, simulate
 from megatron_elastic.plan import everything, improve, lose, replan
 from megatron_elastic.plan.cost import Costs, UnitCost
@@ -21,8 +21,8 @@ from megatron_elastic.plan.dataflow import resize, share
 from megatron_elastic.plan.reroute import reroute
 
 
-def grid(pp: int, dp: int, grains: int, samples: int, tp: int = 1) -> Layout:
-    units, stage_units = gpt_units(pp, pp, True, False)
+def grid(pp: int, dp: int, grains: int, samples: int, tp: int = 1, chunks: int = 1) -> Layout:
+    units, stage_units = gpt_units(pp * chunks, pp, True, False, chunks=chunks)
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=dp, replicas=1,
         samples=samples,
@@ -40,7 +40,10 @@ def narrowed(layout: Layout, losses: int, rng: Random) -> Layout:
 
 
 layouts = st.builds(
-    lambda pp, dp, each, samples, losses, seed: narrowed(grid(pp, dp, dp * each, samples), losses, Random(seed)),
+    lambda pp, dp, each, samples, losses, seed, chunks: narrowed(
+        grid(pp, dp, dp * each, samples, chunks=chunks), losses, Random(seed)
+    ),
+    chunks=st.integers(1, 2),
     pp=st.integers(1, 5),
     dp=st.integers(1, 5),
     each=st.integers(1, 4),
@@ -173,9 +176,9 @@ def test_what_is_sent_is_what_both_sides_have(layout: Layout, data: st.DataObjec
 
 
 @settings(max_examples=1000, deadline=None)
-@given(layout=layouts, chunks=st.integers(1, 2), split=st.booleans(), seed=st.integers(0, 2**32))
-def test_programs_of_parts_are_right_and_end(layout: Layout, chunks: int, split: bool, seed: int) -> None:
-    program = interleaved(layout, chunks)
+@given(layout=layouts, split=st.booleans(), seed=st.integers(0, 2**32))
+def test_programs_of_parts_are_right_and_end(layout: Layout, split: bool, seed: int) -> None:
+    program, chunks = usual(layout), layout.num_chunks
     if split:
         program = split_backward(program, layout)
     stages = layout.pipeline_size
@@ -184,10 +187,10 @@ def test_programs_of_parts_are_right_and_end(layout: Layout, chunks: int, split:
         for index, stage in enumerate(layout.stages)
         for cell in stage.cells
     }
-    check(program, layout, live, chunks)
+    check(program, layout, live)
     rng = Random(seed)
     timeline = simulate(
-        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2), chunks
+        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2)
     )
     assert {leader: tuple(span.op for span in spans) for leader, spans in timeline.spans.items()} == program.cells
     assert Program.parse(program.text()) == program

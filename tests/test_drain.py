@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Stop
+from megatron_elastic.cluster.protocol import events
+from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.plan import NoLayout, improve, release
 from tests.jobs import Grid, Job, Jobs
 from tests.launches import TOKEN, free_port
+from tests.play import Play
 
 GRID = Grid(tp=1, pp=1, steps=60, ranks=6)
 FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12")
 
 
-def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
-    reference = jobs.undisturbed(*FLAGS, ranks=6)
-    env = {wire.TOKEN_VARIABLE: TOKEN}
+@contextmanager
+def nodes_of(jobs: Jobs, *flags: str) -> Iterator[list[Job]]:
+    """Launchers of one job on three nodes of two ranks each, which end in any case."""
     launcher = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank")
     nodes = [
-        jobs.start(*FLAGS, "--elastic-store", "alone", "--elastic-respawn", ranks=2, launcher=(*launcher, str(node)),
-                   env=env) for node in range(3)
+        jobs.start(*FLAGS, "--elastic-store", "alone", *flags, ranks=2, launcher=(*launcher, str(node)),
+                   env={wire.TOKEN_VARIABLE: TOKEN}) for node in range(3)
     ]  # fmt: skip
-    first, second, third = nodes
     try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.process.kill()
+            node.process.communicate()
+
+
+def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
+    reference = jobs.undisturbed(*FLAGS, ranks=6)
+    with nodes_of(jobs, "--elastic-respawn") as (first, second, third):
         first.read_until("step    4/")
         for nobody in ("7", "0"):
             assert cli.main(["drain", str(first.run_dir), "--node", nobody]) == 1
@@ -38,14 +54,57 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
         first.read_until("ranks [2, 3] of node 1 have left")
         assert "its ranks have left the job" in second.finish()
         first.finish()
-    finally:
-        for node in nodes:
-            node.process.kill()
-            node.process.communicate()
     assert cli.main(["compare", str(first.run_dir), str(reference.run_dir)]) == 0, first.output
     assert [event["ranks"] for event in first.events("left")] == [[4, 5], [2, 3]]
     assert not first.events("recovered") and not first.events("fault") and not first.events("spawned")
     assert first.layouts()[-1].ranks == (0, 1)
+
+
+def test_two_nodes_leave_together(jobs: Jobs) -> None:
+    """In one change: only one layout has fewer ranks than the one before."""
+    reference = jobs.undisturbed(*FLAGS, ranks=6)
+    with nodes_of(jobs) as (first, *others):
+        first.read_until("step    4/")
+        assert cli.main(["drain", str(first.run_dir), "--node", "1,0"]) == 1, "not without the one that coordinates"
+        assert cli.main(["drain", str(first.run_dir), "--node", "1,2"]) == 0
+        for node in others:
+            assert "its ranks have left the job" in node.finish()
+        first.finish()
+    assert cli.main(["compare", str(first.run_dir), str(reference.run_dir)]) == 0, first.output
+    assert sorted(event["ranks"] for event in first.events("left")) == [[2, 3], [4, 5]]
+    sizes = [len(layout.ranks) for layout in first.layouts()]
+    assert [size for size, before in zip(sizes[1:], sizes, strict=False) if size != before] == [2]
+    assert not first.events("recovered") and not first.events("fault")
+
+
+@pytest.mark.parametrize("text", ["", "1,", "x", "-1", "1;2"])
+def test_what_is_no_node(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["drain", "run", f"--node={text}"])
+    assert "is not the number of a node, or several with commas between" in capsys.readouterr().err
+
+
+def test_all_nodes_that_are_asked_for_or_none() -> None:
+    """Two that have not entered yet: the answer, who is told to stop, and of whom it is recorded that they leave."""
+    play = Play()
+    hello = AgentHello(session="3", node_rank=5, slots=1, host="h3", heartbeat_timeout=2.5)
+    play.happens(events.NodeCame(now=0.0, node=3, hello=hello))
+    play.say(play.hello(3))
+
+    def ask(*node_ranks: int) -> tuple[Answer, list[int], list[Any]]:
+        play.happens(events.Asked(now=1.0, person=7, request=Drain(node_ranks=node_ranks)))
+        (reply,) = [effect.answer for effect in play.effects if isinstance(effect, Reply)]
+        told = [effect.node for effect in play.effects if isinstance(effect, Tell) and isinstance(effect.message, Stop)]
+        leaving = [effect.fields["node"] for effect in play.effects
+                   if isinstance(effect, WriteEvent) and effect.kind == "leaving"]  # fmt: skip
+        return reply, told, leaving
+
+    assert ask(5, 7, 8) == (Answer(ok=False, text="not there: nodes 7, 8"), [], [])
+    answer, told, leaving = ask(5, 0)
+    assert not answer.ok and "no other working cells" in answer.text and not told and not leaving
+    assert not play.job.leaving
+    assert ask(5, 2) == (Answer(ok=True, text="the ranks of nodes 5, 2 leave"), [2, 3], [5, 2])
+    assert ask(5) == (Answer(ok=False, text="not there: node 5"), [], [])
 
 
 def launcher_of(job: Job) -> int:

@@ -23,8 +23,10 @@ PP4 = Grid(tp=1, pp=4, steps=5)
 PP2_DP4 = Grid(tp=1, pp=2, steps=9)
 
 STEP_POINTS = HOOK_POINTS[: HOOK_POINTS.index("commit") + 1]
-ELSEWHERE = {"checkpoint", "prepare", "switch", "reload", "backward_weight", "evaluate"}
-"""Points with tests of their own: below, in ``test_join.py``, ``test_fallback.py`` and ``test_split_backward.py``."""
+ELSEWHERE = {"checkpoint", "prepare", "switch", "reload", "backward_weight", "evaluate", "recut"}
+"""Points with tests of their own: below, in ``test_join.py``, ``test_fallback.py``, ``test_split_backward.py`` and
+``test_recut.py``.
+"""
 
 # Slice k is owned by the k-th cell of its stage and replicated in the next one. So whatever dies in every other cell,
 # and whenever, the cells between hold every slice. Who is to die in a recovery must be in the step of the first kill:

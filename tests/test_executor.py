@@ -112,7 +112,7 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
                 Meter([]),
             )  # fmt: skip
             legs = usual(layout, peer.rank, for_cell(schedule, layout, peer.rank))
-            executor.run(legs, model, Work(1, layout.num_chunks, log_limit=0))
+            executor.run(legs, model, Work(1, layout, layout.num_grains, log_limit=0))
             assert sorted(model.seen) == sorted(layout.part(peer.rank, g) for g in layout.cell_of(peer.rank).share)
             boundary = executor.measure_boundary()
             assert boundary is None if stage == 1 else boundary is not None and boundary > 0

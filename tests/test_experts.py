@@ -36,16 +36,25 @@ def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
     assert_same_training(job, reference, sorted(kills))
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_ranks_that_share_experts_are_replaced(jobs: Jobs, victim: int) -> None:
-    """The newcomer takes the last place of a cell, and the spare of the broken cell another than it had, or its own."""
-    flags = (*Grid(tp=1, pp=1, steps=60, ranks=4).flags, *EXPERTS.split(), "--expert-model-parallel-size", "2",
-             "--num-layers", "2", "--micro-batch-size", "2")  # fmt: skip
-    job = jobs.start(*flags, "--elastic-respawn", *inject(f"{victim}@3:grad_sync"), ranks=4)
-    job.read_until("slices and grains are even over 4 ranks")
+@pytest.mark.parametrize(("tp", "victim"), [
+    (2, 5),
+    pytest.param(1, 0),
+    pytest.param(1, 1),
+], ids=["TP2 x EP2", "EP2, the first place", "EP2, the last place"])  # fmt: skip
+def test_a_cell_is_repaired(jobs: Jobs, tp: int, victim: int) -> None:
+    """The newcomer takes the place that was lost, and the others of the cell those that they had."""
+    ranks = 4 * tp
+    flags = (*Grid(tp=tp, pp=1, steps=100, ranks=ranks).flags, *EXPERTS.split(), "--expert-model-parallel-size", "2",
+             "--num-layers", "2", "--micro-batch-size", "2", *["--sequence-parallel"] * (tp > 1))  # fmt: skip
+    job = jobs.start(*flags, "--elastic-respawn", *inject(f"{victim}@3:grad_sync"), ranks=ranks)
+    job.read_until(f"slices and grains are even over {ranks} ranks")
     job.finish()
-    assert_same_training(job, jobs.undisturbed(*flags, ranks=4), [victim])
-    assert [cell.ranks[1] for cell in job.layouts()[-1].stages[0].cells].count(4) == 1
+    assert_same_training(job, jobs.undisturbed(*flags, ranks=ranks), [victim])
+    first, *_, last = job.layouts()
+    broken = first.cell_of(victim).ranks
+    assert tuple(ranks if rank == victim else rank for rank in broken) in [
+        cell.ranks for cell in last.stages[0].cells if not cell.shadow
+    ]
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -67,3 +76,21 @@ def test_experts_and_biases_move_with_their_layers(jobs: Jobs, tmp_path: Path, e
     saved = tensors(tmp_path / "iter_0000003")
     found = torch.cat([tensor.flatten() for name, tensor in saved.items() if name.endswith("router.expert_bias")])
     assert found.numel() == 4 * 4 and found.abs().max() > 0.5e-2
+
+
+@pytest.mark.parametrize("extra", [
+    f"{BIAS} --mtp-num-layers 1 --position-embedding-type rope",
+    pytest.param("--elastic-schedule split --overlap-grad-reduce --recompute-granularity full"),
+    pytest.param("--tensor-model-parallel-size 2 --sequence-parallel"),
+], ids=["biased, further prediction", "split, recomputed", "TP2"])  # fmt: skip
+def test_how_many_ranks_share_experts_changes_no_bit(jobs: Jobs, extra: str) -> None:
+    """From the first weights on, whatever the number of slices: losses and norms say so, step by step."""
+    flags = (*Grid(tp=1, pp=1, steps=4).flags, *EXPERTS.split(), "--moe-token-dispatcher-type", "alltoall",
+             *extra.split())  # fmt: skip
+    tp = 2 if "--tensor-model-parallel-size 2" in extra else 1
+    runs = [jobs.undisturbed(*flags, "--expert-model-parallel-size", str(ep), ranks=tp * ranks).metrics()
+            for ep, ranks in ((1, 2), (2, 2), (4, 4))]  # fmt: skip
+    for step, line in runs[0].items():
+        for other in runs[1:]:
+            for name in ("loss_hex", "grad_norm_hex"):
+                assert other[step][name] == line[name], (step, name)

@@ -21,7 +21,7 @@ from megatron_elastic.plan.graph import Graph, Planner
 
 def model(layers: int, rng: random.Random, memory: int | None = None) -> tuple[list[str], Costs]:
     """Units of a GPT with random costs; small whole numbers, so that there are many ties."""
-    names, _ = gpt_units(layers, 1, tied=True, positions=rng.random() < 0.5)
+    names, _ = gpt_units(layers, 1, tied=True, positions=rng.random() < 0.5, mtp=rng.choice([0, 0, 2]))
     units = tuple(
         UnitCost(rng.randint(0, 3), rng.randint(0, 6), rng.randint(0, 5), rng.randint(0, 12), rng.randint(0, 2))
         for _ in names
@@ -32,10 +32,10 @@ def model(layers: int, rng: random.Random, memory: int | None = None) -> tuple[l
 def brute_force(
     names: list[str], costs: Costs, tied: bool, grains: int, widths: tuple[int, ...], held: list[set[int]] | None
 ) -> Iterator[tuple[float, int]]:
-    """(slowest stage, moved bytes) of every way to cut between the embeddings, the layers and the head."""
+    """(slowest stage, moved bytes) of every way to cut before layers, and before what predicts at the end."""
     layers = [unit for unit, name in enumerate(names) if name.startswith("layer.")]
-    stages = len(widths)
-    for inner in combinations(sorted({*layers, len(names) - 1}), stages - 1):
+    stages, end = len(widths), names.index("mtp.0" if "mtp.0" in names else "head")
+    for inner in combinations(sorted({*layers, end}), stages - 1):
         cuts = [0, *inner, len(names)]
         slowest, moved = 0.0, 0
         for stage, (a, b) in enumerate(pairwise(cuts)):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
+from megatron_elastic.layout import Holdings, Layout, changed, decode, difference, encode, gpt_units, transfers
 from megatron_elastic.plan import Costs, NoLayout, StateLost, improve, lose, replan
 from megatron_elastic.plan.growth import admit, approach, even
 
@@ -158,6 +158,87 @@ def test_new_cells_go_to_the_narrowest_stage_and_stay_on_a_host() -> None:
         [(0, 1), (2, 3), (8, 10)],
         [(4, 5), (6, 7), (9, 11)],
     ]
+
+
+def test_a_cell_is_made_whole_at_the_place_that_was_lost() -> None:
+    """Whether by a newcomer, a spare, or a rank of another broken cell; on the way there is nothing to build again."""
+    layout = make(2, 2, 2, teams=(1, 2))
+    broken = lose(layout, [9], Holdings.of(layout).without([9]), 1)
+    assert broken.stages[1].waiting == ((8, 0), (10, 2), (11, 3))
+    assert improve(broken, {}, 2) is None, "three ranks are no cell"
+    repaired = admit(broken, {16: 0}, 2)
+    assert [cell.ranks for cell in repaired.stages[1].cells] == [(12, 13, 14, 15), (8, 16, 10, 11)]
+    assert not repaired.stages[1].waiting and not repaired.spares
+
+
+def test_broken_cells_of_a_stage_make_a_whole_one_of_what_is_left() -> None:
+    layout = make(2, 1, 3)
+    broken = lose(layout, [0, 3], Holdings.of(layout).without([0, 3]), 1)
+    assert broken.stages[0].waiting == ((1, 1), (2, 0))
+    assert admit(broken, {}, 2).stages[0].cells[-1].ranks == (2, 1)
+    assert admit(broken, {6: 0}, 2).spares == (6,)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tp=st.integers(1, 3), pp=st.integers(1, 3), dp=st.integers(2, 4), per_host=st.sampled_from([None, 2, 3]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_who_is_left_of_broken_cells_keeps_its_place(
+    tp: int, pp: int, dp: int, per_host: int | None, seed: int
+) -> None:
+    """Once as many have come as were lost, wherever they are, all others are where they were."""
+    rng = random.Random(seed)
+    layout = make(tp, pp, dp, per_host=per_host, replicas=dp)
+    whole = [rng.choice(stage.cells) for stage in layout.stages]
+    others = [rank for rank in layout.ranks if not any(rank in cell.ranks for cell in whole)]
+    lost = rng.sample(others, rng.randint(1, len(others)))
+    broken = lose(layout, lost, Holdings.of(layout).without(lost), 1)
+    came = {len(layout.ranks) + i: rng.randint(0, len(layout.hosts)) for i in range(len(lost))}
+    repaired = admit(broken, came, 2)
+    assert repaired.spares == () and not any(stage.waiting for stage in repaired.stages)
+    for rank in set(layout.ranks) - set(lost):
+        assert (repaired.stage_of(rank), repaired.place_of(rank)) == (layout.stage_of(rank), layout.place_of(rank))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tp=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(2, 4), per_host=st.sampled_from([None, 2, 3]),
+    replicas=st.integers(0, 2), data=st.data(),
+)  # fmt: skip
+def test_cells_leave_and_come_again(
+    tp: int, pp: int, dp: int, per_host: int | None, replicas: int, data: st.DataObject
+) -> None:
+    """Owners are never waited for, and who comes again is where it was, unless another stage needs it more."""
+    first = layout = make(tp, pp, dp, per_host=per_host, replicas=replicas)
+    few = data.draw(st.integers(pp, pp * dp - 1))
+    for most in (few, pp * dp):
+        goal = None
+        for _ in range(2 * _STEPS):
+            found = improve(layout, {}, layout.epoch + 1, goal, most_cells=most)
+            if found is None:
+                break
+            new, goal = found
+            assert all(move.role == "replica" for move in transfers(new, Holdings.of(layout)))
+            told = difference(layout, new)
+            assert told is not None and changed(layout, told) == new == decode(encode(new))
+            assert Layout.from_json(new.to_json()) == new
+            layout = new
+        assert found is None and layout.most_cells == most == len(layout.cells)
+        check_even(layout)
+        widths = [stage.width for stage in layout.stages]
+        assert max(widths) - min(widths) <= 1
+    assert [{cell.ranks for cell in stage.cells} for stage in layout.stages] == [
+        {cell.ranks for cell in stage.cells} for stage in first.stages
+    ]
+
+
+def test_a_spare_takes_a_lost_place_and_no_other() -> None:
+    layout = replace(make(2, 1, 2), most_cells=2)
+    assert improve(layout, {4: 0, 5: 0}, 1) is None, "they could form a cell"
+    broken = lose(layout, [2], Holdings.of(layout).without([2]), 1)
+    repaired = admit(broken, {4: 0, 5: 0}, 2)
+    assert (repaired.stages[0].cells[-1].ranks, repaired.spares) == ((4, 3), (5,))
 
 
 def test_the_order_in_which_ranks_of_a_host_get_ready_does_not_show() -> None:

@@ -8,16 +8,27 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.gauge import Gauge
-from megatron_elastic.cluster.messages import Committed, Fence, Inspect, Interrupt, RankExited, RankReading, VoteResult
-from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent
+from megatron_elastic.cluster.messages import (
+    Committed,
+    Fence,
+    Inspect,
+    Interrupt,
+    RankExited,
+    RankReading,
+    Report,
+    VoteResult,
+)
+from megatron_elastic.cluster.protocol.effects import Say, Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.faults.odometer import COORDINATOR, DISK, Odometer
+from megatron_elastic.layout import Holdings
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.play import Play
 
@@ -148,7 +159,24 @@ class Watched(Play):
         tells = [each.message for each in self.effects if isinstance(each, Tell)]
         return [each.rank for each in tells if isinstance(each, Fence) and each.stack]
 
-    def recorded(self, kind: str) -> list[object]:
+    @property
+    def broken(self) -> list[int]:
+        """Where no rank is started any more, on the first node; its agent has been told."""
+        (out,) = [list(node.broken) for node in self.job.nodes.values() if 0 in node.ranks]
+        fences = [each.message for each in self.effects if isinstance(each, Tell) and isinstance(each.message, Fence)]
+        assert [self.job.ranks[fence.rank].local_rank for fence in fences if fence.device] == out
+        return out
+
+    def report(self, epoch: int, *ranks: int) -> None:
+        """These say that they are in step 2, and have what the layout asks for."""
+        layout = self.job.layout
+        assert layout is not None
+        for rank in ranks:
+            held = [(unit, k, part) for unit, k, part in Holdings.of(layout).of_rank(rank)]
+            self.say(Report(rank=rank, epoch=epoch, member=True, step=2, vote=None, last=None, held=held,
+                            interrupted_at=10.0, stale=False, layout=layout.epoch, versions={}))
+
+    def recorded(self, kind: str) -> list[Any]:
         return [each.fields for each in self.effects if isinstance(each, WriteEvent) and each.kind == kind]
 
 
@@ -229,6 +257,49 @@ def test_all_that_wait_for_each_other_are_interrupted_and_then_one_is_killed() -
     assert set(play.sent(Interrupt)) == {0, 1, 2, 3} and play.sent(Interrupt)[0].lost == []
     play.look(*circle)
     assert not play.sent(Interrupt), "they are on their way"
+
+
+def test_who_waits_for_its_own_device_hangs() -> None:
+    """What it waits for is its own, and out of use then. If others wait for theirs, too, these may wait for each other:
+    interrupt all.
+    """
+    play = Watched()
+    play.look(reading(0, 3.0, waits=0), reading(1, 3.0, waits=0), reading(2, 3.0, waits=1), reading(3, 3.0, waits=1))
+    assert not play.fenced and not play.sent(Interrupt)
+    play.look(reading(0, 5.0, waits=0), reading(1, 5.0, waits=0), reading(2, 5.0, waits=1), reading(3, 5.0, waits=1))
+    assert play.fenced == [0] and [play.job.ranks[0].local_rank] == play.broken
+    (out,) = play.recorded("device_out")
+    assert out["rank"] == 0 and out["reason"].startswith("it hangs at forward of grain 3 in step 2")
+    play = Watched()
+    play.look(reading(0, 5.0, waits=0), reading(1, 5.0, waits=1), reading(2, 5.0, waits=1), reading(3, 5.0, waits=1))
+    assert not play.fenced and set(play.sent(Interrupt)) == {0, 1, 2, 3}
+    assert any("a collective of devices does not end" in each.line for each in play.effects if isinstance(each, Say))
+    assert play.job.recovery is not None and play.job.recovery.causes == ((1, "device collective"),)
+
+
+def test_a_device_is_not_out_of_use_for_what_may_be_another_ranks_fault() -> None:
+    """What it does may need what another rank, which hangs as well, has not begun."""
+    play = Watched()
+    play.look(reading(0, 5.0, waits=0), reading(1, 9.0, waits=0), reading(2, 9.0, waits=1), reading(3, 5.0))
+    assert play.fenced == [0, 3] and not play.broken
+    play = Watched()
+    play.look(reading(0, 5.0), reading(1, 9.0, waits=0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
+    assert play.fenced == [0] and not play.broken, "no device"
+
+
+def test_who_was_waited_for_most_is_not_told_if_another_one_hung() -> None:
+    """All are interrupted; then it shows whose device it was, which ends the same recovery."""
+    play = Watched()
+    play.look(reading(0, 5.0, waits=0), reading(1, 5.0, waits=1), reading(2, 5.0, waits=1), reading(3, 5.0, waits=1))
+    play.report(1, 0, 1, 2, 3)
+    play.look(reading(0, 9.0, waits=0), *(reading(rank, 9.0, waits=0) for rank in (1, 2, 3)))
+    assert play.fenced == [0]
+    play.news(RankExited(rank=0, returncode=-9, time=10.0))
+    play.report(2, 1, 2, 3)
+    vote = VoteResult(step=2, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=8, tokens=4)
+    play.say(Committed(rank=1, epoch=2, vote=vote, time=11.0))
+    (told,) = play.recorded("recovered")
+    assert (told["cause"], told["ranks"], told["epochs"]) == ("hangs", [0], [1, 2])
 
 
 # ---- what is seen ------------------------------------------------------------------------------

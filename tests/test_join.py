@@ -22,6 +22,8 @@ STEPS = 60
 DP4 = Grid(tp=1, pp=1, steps=STEPS, ranks=4)
 PP2 = Grid(tp=1, pp=2, steps=STEPS, ranks=4)
 TP2 = Grid(tp=2, pp=1, steps=STEPS, ranks=4)
+LONGER = Grid(tp=1, pp=1, steps=200, ranks=4)
+"""Goes on while a node waits before it starts a third rank: a second, in which a fast machine does sixty steps."""
 SMALL = ("--num-layers", "2", "--micro-batch-size", "2")
 """Many steps in little time."""
 FOLLOWS = "follow from step"
@@ -77,17 +79,17 @@ def test_killed_ranks_are_replaced(jobs: Jobs, grid: Grid, kills: Sequence[str])
     ],
 )
 def test_a_newcomer_is_killed_and_replaced(jobs: Jobs, point: str) -> None:
-    job = start(jobs, DP4, *inject("1@3:backward", f"4@{point}"))
+    job = start(jobs, LONGER, *inject("1@3:backward", f"4@{point}"))
     job.read_until("rank 5 is started in place of rank 4")
     job.read_until(EVEN.format(4))
-    finish(jobs, DP4, job, [1, 4])
+    finish(jobs, LONGER, job, [1, 4])
 
 
 def test_a_newcomer_is_killed_before_it_is_let_in(jobs: Jobs) -> None:
     """Nobody else notices, and the next one is started a little later."""
-    job = start(jobs, DP4, *inject("1@3:backward", "4@prepare"))
+    job = start(jobs, LONGER, *inject("1@3:backward", "4@prepare"))
     assert "rank 4 ended (kill" in job.read_until("before it had joined")
-    finish(jobs, DP4, job, [1])
+    finish(jobs, LONGER, job, [1])
     assert [event["ranks"] for event in job.events("spawned")] == [[4], [5]]
     assert [event["seconds"] for event in job.events("left_out")] == [1.0]
     assert [event["ranks"] for event in job.events("recovered")] == [[1]]
@@ -131,6 +133,21 @@ def test_a_spare_is_killed_and_replaced(jobs: Jobs) -> None:
     job.read_until("rank 5 is started in place of rank 2")
     job.read_until(EVEN.format(4))
     finish(jobs, TP2, job, [2, 3])
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_spares_take_lost_places(jobs: Jobs, victim: int) -> None:
+    """Two could form a cell, and do not; one takes the lost place, the other one is left, and nobody is started."""
+    job = jobs.start(*TP2.flags, *SMALL, "--elastic-spares", "2", *inject(f"{victim}@9:backward"), ranks=6)
+    job.read_until(FOLLOWS)
+    job.read_until(EVEN.format(4))
+    job.finish()
+    assert_same_training(job, jobs.undisturbed(*TP2.flags, *SMALL, ranks=4), [victim])
+    first, *_, last = job.layouts()
+    (spare,) = set(last.ranks) - set(first.ranks)
+    assert spare in (4, 5) and last.place_of(spare) == first.place_of(victim)
+    assert last.place_of(victim ^ 1) == first.place_of(victim ^ 1)
+    assert [event["ranks"] for event in job.events("spawned")] == [[4, 5]]
 
 
 def test_a_stopped_newcomer_is_replaced(jobs: Jobs) -> None:

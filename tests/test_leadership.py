@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import random
@@ -34,9 +35,11 @@ from megatron_elastic.cluster.leadership import (
     reserve,
     seats,
 )
+from megatron_elastic.cluster.leadership.leased import Leased
 from megatron_elastic.cluster.leadership.raft import Book, Raft, password
 from megatron_elastic.config import UsageError
-from tests.candidates import TOKEN, Candidate, EtcdServer, Group, KubernetesApi, group
+from tests.candidates import TOKEN, Candidate, EtcdServer, Group, group
+from tests.kubernetes_api import Leases
 
 LIMIT = 1.0
 """Seconds without the leader until others stand for election, where Raft is embedded."""
@@ -97,7 +100,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
             server = request.getfixturevalue("etcd")
             yield Setting(lambda: [make(parse(server.url, 3), "test", LEASE) for _ in range(3)])
         case "kubernetes":
-            api = KubernetesApi(tmp_path)
+            api = Leases(tmp_path)
             monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
             try:
                 yield Setting(lambda: [make(parse("kubernetes://there/job", 3), "test", 1.0) for _ in range(3)])
@@ -219,6 +222,40 @@ def test_waits_can_be_cancelled(setting: Setting) -> None:
                 await stores[place].record(Durable(term, 2, 2, ""))
                 found = await stores[place].recall()
                 assert found is not None and found.epoch == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("setting", ["etcd", "kubernetes"], indirect=True)
+def test_a_record_that_was_given_up_never_comes_after_a_later_one(setting: Setting) -> None:
+    """It goes on in its thread; here until the later one would long have been written."""
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def late(write: Callable[[Durable], bool], durable: Durable) -> bool:
+        if durable.epoch == 1:
+            begun.set()
+            goes_on.wait(20)
+        try:
+            return write(durable)
+        finally:
+            if durable.epoch == 1:
+                ended.set()
+
+    async def test() -> None:
+        async with setting.opened() as stores, campaigning(stores) as campaigns:
+            place, term = await won(campaigns)
+            leader: Leased = stores[place]  # type: ignore[assignment]
+            leader._backend.write = functools.partial(late, leader._backend.write)  # type: ignore[method-assign]
+            first = asyncio.create_task(leader.record(Durable(term, 1, 1, "")))
+            await asyncio.to_thread(begun.wait, 20)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            second = asyncio.create_task(leader.record(Durable(term, 2, 2, "")))
+            await asyncio.wait({second}, timeout=0.5)
+            goes_on.set()
+            await second
+            await asyncio.to_thread(ended.wait, 20)
+            assert await leader.recall() == Durable(term, 2, 2, "")
 
     run(test)
 
@@ -612,7 +649,7 @@ def test_a_store_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_lease_where_one_may_not_write_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    api = KubernetesApi(tmp_path)
+    api = Leases(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
 
     async def test() -> None:

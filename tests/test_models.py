@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.jobs import Job
 from tests.test_checkout import (
@@ -51,13 +55,22 @@ MODELS = {
                      "--moe-layer-freq ([0]+[1]*3) --moe-router-score-function sigmoid --rotary-scaling-factor 40 "
                      "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
                      "--moe-aux-loss-coeff 1e-3",
+    "further predictions": "--mtp-num-layers 2 --position-embedding-type rope --no-rope-fusion",
+    "DeepSeek-like, further predictions": f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*3) "
+                                          "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+                                          "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
 }  # fmt: skip
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EP2 = ("--expert-model-parallel-size", "2")
 CP2 = ("--context-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 KILLS = inject("kill:rank=3,step=4,at=backward", "kill:rank=1,step=7,at=apply")
-ROUTERS = re.compile(r"iteration +(\d+)/.*?((?:\w*load_balancing_loss|z_loss): .*)\| loss scale")
+MEASURED = re.compile(r"(\w*load_balancing_loss|z_loss|mtp_\d loss): (\S+)")
+"""What Megatron logs of a step besides its loss."""
+FP16 = ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", str(2**22), "--hysteresis", "1",
+        "--loss-scale-window", "2")  # fmt: skip
+"""Some steps are skipped at first, and others later: the scale grows soon."""
+SCALES = re.compile(r"iteration +(\d+)/.* learning rate: (\S+) .*loss scale: (\S+) .*skipped iterations: +(\d+) ")
 TOLERANCE = 1e-5
 """Relative difference of a loss: plain Megatron adds gradients up in floating point."""
 
@@ -68,10 +81,10 @@ def resumed(patched: CheckoutJobs, folder: Path, *flags: str, ranks: int = 4) ->
     return patched.run("--elastic", *FLAGS, *PP2, *flags, "--load", str(folder), ranks=ranks)
 
 
-def router_losses(*logs: Path) -> dict[int, dict[str, float]]:
-    """By name, of every step that Megatron logged."""
-    found = (line for log in logs for line in ROUTERS.finditer(log.read_text()))
-    return {int(line[1]): {name: float(loss) for name, loss in re.findall(r"(\w+): (\S+)", line[2])} for line in found}
+def further_losses(*logs: Path) -> dict[int, dict[str, float]]:
+    """Those of routers and of further predictions, by name, of every step that Megatron logged."""
+    lines = (re.search(r"iteration +(\d+)/.*", line) for log in logs for line in log.read_text().splitlines())
+    return {int(line[1]): {name: float(loss) for name, loss in MEASURED.findall(line[0])} for line in lines if line}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -79,13 +92,15 @@ def test_a_model_learns_what_plain_megatron_teaches_it(patched: CheckoutJobs, tm
     """From the same weights, through a checkpoint; and bit by bit the same with ranks that are killed."""
     model = MODELS[name].split()
     whole = losses_of(patched.plain(*FLAGS, *model, "--save", str(tmp_path), ranks=1))
-    plain_log = max((patched.folder).glob("plain*/runs/*/logs/*.log"), key=lambda path: path.stat().st_mtime)
+    plain_log = log_of_plain(patched)
     undisturbed = resumed(patched, tmp_path, *model)
     ours = {step: line["loss"] for step, line in undisturbed.metrics().items()}
     assert ours == pytest.approx({step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
-    told, logged = router_losses(plain_log), router_losses(*undisturbed.run_dir.glob("logs/*"))
-    assert set(logged) == set(ours if "loss" in MODELS[name] and "--num-experts" in MODELS[name] else ())
+    told, logged = further_losses(plain_log), further_losses(*undisturbed.run_dir.glob("logs/*"))
+    assert set(logged) == set(ours)
+    expects = ("loss" in MODELS[name] and "--num-experts" in MODELS[name]) or "--mtp-num-layers" in MODELS[name]
     for step, values in logged.items():
+        assert bool(values) == expects
         assert values == pytest.approx(told[step], rel=1e-4)
     assert_same(resumed(patched, tmp_path, *model, *KILLS), undisturbed)
 
@@ -100,8 +115,11 @@ def test_a_model_learns_what_plain_megatron_teaches_it(patched: CheckoutJobs, tm
     ("latent attention", "", (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
     ("DeepSeek-like", "", (*CP2, *EP2)),
     ("experts with a bias", "", (*CP2, "--expert-model-parallel-size", "4", "--pipeline-model-parallel-size", "1")),
+    ("further predictions", "--eod-mask-loss --vocab-size 399", CP2),
+    ("DeepSeek-like, further predictions", "", (*TP2, *EP2, "--pipeline-model-parallel-size", "1")),
 ], ids=["TP2", "EP2", "EP2, bias, allgather", "TP2 x EP2", "CP2, windows", "TP2 x CP2", "CP2 x EP2",
-        "TP2 x CP2, latent", "CP2 x EP2, DeepSeek-like", "CP2 x EP4, bias"])  # fmt: skip
+        "TP2 x CP2, latent", "CP2 x EP2, DeepSeek-like", "CP2 x EP4, bias", "CP2, further predictions",
+        "TP2 x EP2, further predictions"])  # fmt: skip
 def test_models_of_ranks_that_share_them(
     patched: CheckoutJobs, tmp_path: Path, name: str, more: str, parallel: tuple[str, ...]
 ) -> None:
@@ -145,6 +163,132 @@ def test_losses_by_token_of_micro_batches_that_are_cut(patched: CheckoutJobs, tm
     assert any(cell.parts for layout in job.layouts() for stage in layout.stages for cell in stage.cells)
     ours = {step: line["loss"] for step, line in job.metrics().items()}
     assert ours == pytest.approx({step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
+
+
+def log_of_plain(patched: CheckoutJobs) -> Path:
+    """The log of the newest plain job's reporting rank."""
+    return max(patched.folder.glob("plain*/runs/*/logs/rank*.log"), key=lambda path: path.stat().st_mtime)
+
+
+def scales(*logs: Path) -> dict[int, list[float]]:
+    """Loss scale and learning rate after each step that Megatron logged, and whether it was skipped."""
+    found = (line for log in logs for line in SCALES.finditer(log.read_text()))
+    return {int(line[1]): [float(line[3]), float(line[2]), float(line[4])] for line in found}
+
+
+@pytest.mark.parametrize(("columns", "model"), [(1, ""), (2, ""), (1, MODELS["experts"])],
+                         ids=["one column", "two", "experts"])  # fmt: skip
+def test_fp16(
+    patched: CheckoutJobs, tmp_path: Path, measured: Callable[[object], None], columns: int, model: str
+) -> None:
+    """The scale, the steps that are skipped, and the rates are Megatron's; through checkpoints both ways."""
+    flags, saved = (*FP16, *model.split()), tmp_path / "saved"
+    whole = losses_of(patched.plain(*FLAGS, *flags, "--save", str(tmp_path), ranks=columns))
+    told = scales(*log_of_plain(patched).parent.glob("rank*.log"))
+    slices = ("--elastic-slices", str(columns))
+    undisturbed = resumed(patched, tmp_path, *flags, *slices)
+    lines, found = undisturbed.metrics(), scales(*undisturbed.run_dir.glob("logs/rank*.log"))
+    for step in range(3, STEPS + 1):
+        assert found[step] == pytest.approx(told[step], rel=1e-6)
+    ours = {step: lines[step]["loss"] for step in whole if step > 2}
+    assert 3 <= len(ours) < STEPS - 2, "some steps after the second are skipped, too"
+    measured(f"losses differ by {max(abs(loss / whole[step] - 1) for step, loss in ours.items()):.1g}")
+    assert ours == pytest.approx({step: whole[step] for step in ours}, rel=TOLERANCE)
+    assert_same(resumed(patched, tmp_path, *flags, *slices, *KILLS, "--save", str(saved)), undisturbed)
+    (saved / "latest_checkpointed_iteration.txt").write_text("6")
+    patched.plain(*FLAGS, *flags, "--load", str(saved), ranks=columns)
+    again = scales(*log_of_plain(patched).parent.glob("rank*.log"))
+    for step in (7, 8):
+        assert again[step][:2] == pytest.approx(told[step][:2], rel=1e-6)
+
+
+ATTENTIVE = ("--init-method-std", "0.1")
+"""Who looks at whom shows in a loss soon."""
+DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--vocab-size", "83",
+             "--make-vocab-size-divisible-by", "512", *ATTENTIVE)  # fmt: skip
+"""They end with a token that most samples have; the data have larger ones, too."""
+PP4 = ("--pipeline-model-parallel-size", "4")
+
+
+@pytest.mark.parametrize(("model", "parallel"), [
+    ("", PP4),
+    (f"{LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", (*CP2, *PP2)),
+    (MODELS["further predictions"], (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
+], ids=["PP4", "CP2, recomputed", "TP2 x CP2, further predictions"])  # fmt: skip
+def test_documents_are_kept_apart(patched: CheckoutJobs, tmp_path: Path, model: str, parallel: tuple[str, ...]) -> None:
+    """In every stage, by all who share a layer."""
+    flags = (*model.split(), *DOCUMENTS)
+    plain = [*flags, *(TP2 if TP2[0] in parallel else ()), "--save", str(tmp_path)]
+    whole = losses_of(patched.plain(*FLAGS, *plain, ranks=2 if TP2[0] in parallel else 1))
+    undisturbed = resumed(patched, tmp_path, *flags, *parallel, ranks=8)
+    ours = {step: line["loss"] for step, line in undisturbed.metrics().items()}
+    assert ours == pytest.approx({step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
+    assert_same(resumed(patched, tmp_path, *flags, *parallel, *KILLS, ranks=8), undisturbed)
+    others = [flag for flag in flags if flag != "--reset-attention-mask"]
+    together = resumed(patched, tmp_path, *others, *parallel, ranks=8).metrics()
+    assert any(together[step]["loss"] != pytest.approx(loss, rel=10 * TOLERANCE) for step, loss in ours.items())
+
+
+@pytest.fixture
+def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the same conversations alone, two a line, and a tokenizer of their words.
+
+    Megatron-LM reads them with ``datasets`` and ``transformers`` (4), which nothing else needs.
+    """
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    chance = random.Random(5)
+    words = [f"word{number}" for number in range(60)]
+
+    def said(role: str, number: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(chance.choices(words, k=number))}
+
+    every = [[said("system", 1), said("user", chance.randint(1, 3)), said("assistant", chance.randint(1, 4))]
+             for _ in range(256)]  # fmt: skip
+    for name, packs in (("alone", every), ("packed", [a + b for a, b in zip(every[::2], every[1::2], strict=True)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps({'messages': pack})}\n" for pack in packs))
+    marks = ["<unk>", "</s>", "<SPECIAL_10>System", "<SPECIAL_11>User", "<SPECIAL_11>Assistant", "<SPECIAL_12>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(marks + words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("model", "parallel"), [
+    ("", PP4), (LLAMA, (*CP2, *PP2)), (LATENT, (*TP2, *CP2, "--pipeline-model-parallel-size", "1")),
+], ids=["PP4", "CP2, as Llama", "TP2 x CP2, latent"])  # fmt: skip
+def test_conversations(patched: CheckoutJobs, conversations: Path, model: str, parallel: tuple[str, ...]) -> None:
+    """``--sft``, which plain Megatron-LM cannot do here: two in a sample are as two in two, whoever is lost."""
+    usual = ("--elastic", *FLAGS[:-1], "--sft", "--no-create-attention-mask-in-dataloader", "--legacy-tokenizer",
+             "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(conversations / "tokenizer"),
+             "--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--split", "1,0,0", "--eval-iters", "0",
+             *ATTENTIVE, *model.split())  # fmt: skip
+    tensors = TP2 if TP2[0] in parallel else ()  # which say what weights are drawn
+    alone = patched.run(*usual, *tensors, "--train-iters", "2", "--data-path", str(conversations / "alone.jsonl"),
+                        "--micro-batch-size", "2", "--global-batch-size", "32", ranks=2)  # fmt: skip
+    flags = (*usual, *parallel, "--data-path", str(conversations / "packed.jsonl"))
+    packed = patched.run(*flags, ranks=8)
+    assert packed.metrics()[1]["loss"] == pytest.approx(alone.metrics()[1]["loss"], rel=TOLERANCE)
+    assert_same(patched.run(*flags, *KILLS, ranks=8), packed)
+
+
+def test_documents_in_windows(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """Layers with a window do not look beyond it, nor beyond a document, for which plain Megatron has no mask."""
+    flags = (*DOCUMENTS, "--window-size", "8,0", "--window-attn-skip-freq", "2")
+    patched.plain(*FLAGS, *flags, "--save", str(tmp_path), "--exit-interval", "2", ranks=1)
+    alone, divided = (
+        {step: line["loss"] for step, line in resumed(patched, tmp_path, *flags, *more, ranks=4).metrics().items()}
+        for more in ((), CP2)
+    )
+    assert divided == pytest.approx(alone, rel=TOLERANCE)
+    every = (*DOCUMENTS, "--window-size", "31,0")
+    wide = resumed(patched, tmp_path, *every, ranks=4).metrics()
+    without = resumed(patched, tmp_path, *DOCUMENTS, ranks=4).metrics()
+    assert {step: line["loss"] for step, line in wide.items()} == pytest.approx(
+        {step: line["loss"] for step, line in without.items()}, rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from megatron_elastic.numerics import keyed
 from megatron_elastic.numerics.exact import (
-    SCALE,
     ExactAccumulator,
     FloatAccumulator,
     GradientOverflow,
     make_accumulator,
 )
 from megatron_elastic.numerics.exact_sum import SIZE, float_of, write_sum
+from megatron_elastic.numerics.kernels import BLOCK, SCALE, block_squares
 
 FLOATS = st.floats(-1000, 1000, width=32)
 
@@ -51,7 +51,7 @@ def test_sums_have_no_order_and_no_grouping(rows: list[list[float]], data: st.Da
 def limbs_of(values: Iterable[float]) -> npt.NDArray[np.int64]:
     """A sum."""
     limbs = np.zeros(SIZE, dtype=np.int64)
-    write_sum(values, limbs)
+    write_sum(list(values), limbs)
     return limbs
 
 
@@ -62,6 +62,18 @@ def test_exact_sums_are_rounded_once(values: list[float], data: st.DataObject) -
     parts = [values[a:b] for a, b in itertools.pairwise([0, *cuts, len(values)])]
     total = sum((limbs_of(part) for part in parts), start=limbs_of(()))
     assert float_of(total).hex() == math.fsum(values).hex()
+
+
+@given(st.lists(st.integers(0, 4000), min_size=1, max_size=4), st.integers(0), st.sampled_from(["float", "half"]))
+def test_norms_do_not_depend_on_where_tensors_are_cut(blocks: list[int], seed: int, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    whole = (torch.randn(BLOCK * sum(blocks), generator=generator) * 1e-3).to(getattr(torch, dtype))
+    pieces = whole.split([BLOCK * count for count in blocks])
+    parts = [block_squares([piece]) for piece in pieces]
+    sums = block_squares([whole])
+    assert np.array_equal(np.concatenate(parts), sums) and np.array_equal(block_squares(pieces), sums)
+    assert float_of(sum(map(limbs_of, parts), start=limbs_of(()))) == math.fsum(sums)
+    assert sums.sum() == pytest.approx(float(whole.double().square().sum()), rel=1e-12)
 
 
 def test_exact_sums_of_what_is_no_number() -> None:
@@ -97,7 +109,7 @@ def test_mean_is_rounded_once(numbers: list[float]) -> None:
     total = _sum([torch.tensor([number]) for number in numbers], 8)
     true = sum((Fraction(math.trunc(Fraction(number) * int(SCALE))) for number in numbers), Fraction(0))
     assert total.item() == true
-    mean = accumulator.mean(total, len(numbers))
+    mean = accumulator.mean([total], len(numbers))
     assert mean.dtype == torch.float32
     exact = float(true / int(SCALE) / len(numbers))
     assert mean.item() == pytest.approx(exact, rel=2**-24 * 1.01, abs=2**-149)
@@ -106,7 +118,7 @@ def test_mean_is_rounded_once(numbers: list[float]) -> None:
 
 def test_precision_of_small_gradients() -> None:
     small = torch.tensor([1e-9, -1e-9, 2.0**-40, 2.0**-41])
-    mean = ExactAccumulator(1).mean(_sum([small], 1), 1)
+    mean = ExactAccumulator(1).mean([_sum([small], 1)], 1)
     assert mean[:3].tolist() == pytest.approx(small[:3].tolist(), rel=1e-3)
     assert mean[3] == 0
 
@@ -174,7 +186,7 @@ def test_forks() -> None:
 
     def step(index: int) -> tuple[list[float], list[float]]:
         keyed.seed_default_generator(7)
-        with keyed.forked("dropout", index):
+        with keyed.forked(7, 0, "dropout", index):
             inside = torch.rand(3).tolist()
             torch.rand(10 * index)
         return inside, torch.rand(3).tolist()
@@ -185,33 +197,28 @@ def test_forks() -> None:
     assert step(0) == (inside0, after0)
 
 
-def test_forks_of_one_place_differ() -> None:
+def test_another_generator_draws() -> None:
+    """A device's; that of the CPU does not move."""
     keyed.seed_default_generator(7)
-    seen = []
-    for name in ("a", "a", "b"):
-        with keyed.forked(name, 0):
-            seen.append(tuple(torch.rand(3).tolist()))
-    assert len(set(seen)) == 3
-
-
-def test_recomputation_repeats_forks() -> None:
-    """Restoring the default generator, as recomputation does, brings the same draws inside."""
-    keyed.seed_default_generator(7)
-    state = torch.get_rng_state()
-    with keyed.forked("dropout", 1):
-        first = torch.rand(3)
-    torch.rand(5)
-    torch.set_rng_state(state)
-    with keyed.forked("dropout", 1):
-        assert torch.equal(torch.rand(3), first)
+    expected = torch.rand(6)
+    keyed.seed_default_generator(8)
+    other, state = torch.Generator(), torch.get_rng_state()
+    with keyed.drawing_from(other):
+        keyed.seed_default_generator(7)
+        first = torch.rand(3, generator=other)
+        with keyed.forked("a"):
+            inside = torch.rand(3, generator=other)
+        assert torch.equal(torch.cat((first, torch.rand(3, generator=other))), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    with keyed.forked("a"):
+        assert torch.equal(torch.rand(3), inside)
 
 
 def test_a_fork_that_raises_restores_the_generator() -> None:
     keyed.seed_default_generator(7)
-    torch.randint(0, 2**62, ())  # the one draw that a fork takes
     expected = torch.rand(3)
     keyed.seed_default_generator(7)
-    with pytest.raises(KeyError), keyed.forked("dropout", 1):
+    with pytest.raises(KeyError), keyed.forked(7, 0, "dropout", 1):
         raise KeyError
     assert torch.equal(torch.rand(3), expected)
 

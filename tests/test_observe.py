@@ -41,7 +41,7 @@ def write_run(path: Path, losses: list[float], norms: list[float] | None = None,
     for step, loss in enumerate(losses, start=1):
         run.metrics(line(step, loss, norms[step - 1] if norms else 1.0, epoch=int(step > 1)))
     run.layout(make())
-    run.event("recovered", 1, **RECOVERY, epochs=2)
+    run.event("recovered", 1, **RECOVERY, epochs=[1])
     run.digest({"step": len(losses), "slices": 2, "units": {"embedding": sha, "head": "cd"}, "sha256": sha})
     run.close()
     return path

@@ -118,7 +118,7 @@ def test_flags_that_cannot_work_end_the_job(data: Path) -> None:
 
 
 STREAMS = """
-from megatron_elastic.device import cpu as device
+from megatron_elastic.device import stand_in as device
 device.install()
 from megatron.core import tensor_parallel
 from megatron_elastic.adaptor.without_cuda import stand_ins

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.layout import Cell, Holdings, Layout, LayoutError, Stage, gpt_units, transfers
@@ -42,7 +42,7 @@ def test_a_dead_rank_takes_its_cell_out_and_no_more() -> None:
     assert (new.epoch, new.lost, new.spares) == (1, (11,), (10,))
     assert [[cell.leader for cell in stage.cells] for stage in new.stages] == [[0, 2, 4, 6], [8, 12, 14]]
     assert new.stages[0] == layout.stages[0], "the other stage works on as before"
-    assert [cell.grains for cell in new.stages[1].cells] == [(0, 1, 4), (2, 5, 6), (3, 7)]
+    assert [cell.grains for cell in new.stages[1].cells] == [(0, 4, 5), (1, 2, 6), (3, 7)]
     head = len(new.units) - 1
     assert new.owners[head] == (8, 12, 12, 14), "slice 1 was owned by the cell that left; its replica is promoted"
     assert new.replicas[head][1][0] in (8, 14)
@@ -54,7 +54,7 @@ def test_the_same_loss_again_changes_nothing_but_the_epoch() -> None:
     once = lose(layout, [1], held.without([1]), epoch=1)
     twice = lose(once, [1], held.without([1]), epoch=2)
     assert twice.epoch == 2
-    assert twice.stages == once.stages
+    assert (twice.stages[0].cells, twice.stages[0].waiting) == (once.stages[0].cells, ())
     assert (twice.owners, twice.replicas, twice.spares, twice.lost) == (
         once.owners,
         once.replicas,
@@ -68,7 +68,7 @@ def test_a_spare_that_dies_costs_nothing_more() -> None:
     once = lose(layout, [1], held.without([1]), epoch=1)
     assert once.spares == (0,)
     twice = lose(once, [0], held.without([0, 1]), epoch=2)
-    assert twice.stages == once.stages
+    assert (twice.stages[0].cells, twice.stages[0].waiting) == (once.stages[0].cells, ())
     assert (twice.spares, twice.lost) == ((), (0, 1))
 
 
@@ -105,7 +105,7 @@ def test_new_replicas_are_spread() -> None:
 
 def test_a_crowded_cell_gives_up_no_more_than_it_must() -> None:
     crowded = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9), ())
-    assert reroute(crowded, 10) == [(0, 1, 2, 3), (5, 6, 7), (4, 8, 9)]
+    assert reroute(crowded, 10) == [(0, 2, 3, 4), (5, 6, 8), (1, 7, 9)]
 
 
 def test_a_shadow_stays_one() -> None:
@@ -202,7 +202,8 @@ def check(old: Layout, new: Layout, held: Holdings, dead: set[int]) -> None:
     assert set(new.lost) == dead
     assert {*new.ranks, *new.spares, *new.lost} == {*old.ranks, *old.spares, *old.lost}
     for stage in new.stages:
-        sizes = [len(cell.grains) for cell in stage.cells]
+        # Of more cells than grains some have none. They only follow: what a loss leaves over does not go to them.
+        sizes = [len(cell.grains) for cell in stage.cells if not cell.shadow]
         assert max(sizes) - min(sizes) <= 1
     if all(working(stage, dead) for stage in old.stages):
         check_kept(old, new, held, dead)
@@ -260,6 +261,9 @@ shapes = st.fixed_dictionaries(
 
 
 @settings(max_examples=1000, deadline=None)
+@example(  # a stage gets more cells than there are grains
+    shape={"tp": 1, "pp": 4, "dp": 5, "grains": 6, "slices": 1, "replicas": 3, "tied": False}, seed=234236, finish=0.25
+)
 @given(shape=shapes, seed=st.integers(0, 2**32), finish=st.floats(0, 1))
 def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], seed: int, finish: float) -> None:
     """Ranks (spares too) die in random groups; transfers finish only sometimes before the next loss."""

@@ -26,9 +26,11 @@ from megatron_elastic.cluster.messages import (
     Ready,
     Recall,
     Recovered,
+    Recut,
     Reload,
     Report,
     Resume,
+    Scale,
     Settled,
     SliceDigest,
     Suspect,
@@ -37,7 +39,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import Outcome, Settings, events
-from megatron_elastic.cluster.protocol.effects import Tell, WriteEvent, WriteMetrics
+from megatron_elastic.cluster.protocol.effects import Reply, Say, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.layout import decode
 from tests.play import SETTINGS, Play
 
@@ -72,6 +74,28 @@ def test_who_finishes_before_the_word_that_all_have_switched_does_not_end_the_jo
     assert play.job.outcome is None, "who has entered has not finished"
     play.say(finished(play, 2))
     assert play.job.outcome == Outcome(True, "training finished at step 4")
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_cells_have_another_shape_when_all_have_their_states(play: Play, last: bool) -> None:
+    """Not before the last one says so; the interrupt for a loss names the layout that is in force."""
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.happens(events.Asked(now=1.0, person=7, request=Scale(cp=2)))
+    (reply,) = [effect for effect in play.effects if isinstance(effect, Reply)]
+    assert reply.answer.ok and "TP1 x CP2 x EP1 (2 ranks), from TP1 x CP1 x EP1 (1 ranks)" in reply.answer.text
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    plans = play.sent(Plan)
+    assert set(plans) == {0, 1} and not play.sent(Moves)
+    epoch = plans[0].epoch
+    play.say(Recut(rank=0, epoch=epoch, step=3), Recut(rank=0, epoch=epoch, step=3), Recut(rank=1, epoch=0, step=3))
+    assert not play.sent(Enter) and play.job.layout == play.first
+    if last:
+        play.say(Recut(rank=1, epoch=epoch, step=3))
+        assert {rank: each.step for rank, each in play.sent(Enter).items()} == {0: 3, 1: 3}
+        assert play.job.layout == decode(plans[0].layout) and play.job.arrangement.shape is None
+    play.news(RankDying(rank=1, time=1.0))
+    assert play.sent(Interrupt)[0].layout == (epoch if last else 0)
+    assert (play.job.arrangement.shape is None) == last, "asked for as long as it is not there"
 
 
 def test_what_killed_a_rank_is_known_when_its_agent_is_gone(play: Play) -> None:
@@ -124,7 +148,7 @@ def test_a_fault_before_what_killed_a_rank_is_known_is_told_with_it(play: Play) 
 
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
 def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
-    for work in (Progress(step=1, added=[1], live=[3], half=[]), None):
+    for work in (Progress(step=1, grains=4, added=[1], live=[3], half=[]), None):
         play = Play(settings=replace(SETTINGS, redo=redo))
         play.news(RankDying(rank=0, time=1.0))
         play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
@@ -150,7 +174,7 @@ def test_of_a_step_what_was_made_with_damaged_weights_is_done_again(
     play.say(Damaged(rank=1, epoch=0, step=1, found=[found], verified=0))
     for rank, cell in play.first.cells.items():
         play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
-                        work=Progress(step=1, added=list(cell.share), live=[], half=[])))
+                        work=Progress(step=1, grains=4, added=list(cell.share), live=[], half=[])))
     if keeping:
         assert [each.leader for each in play.sent(Resume)[1].kept] == keeping
     else:
@@ -163,7 +187,8 @@ def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> N
                       verified=0)
     play.news(RankDying(rank=0, time=1.0))
     play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
-                    work=Progress(step=1, added=list(play.first.cells[1].share), live=[], half=[]), damaged=damaged))
+                    work=Progress(step=1, grains=4, added=list(play.first.cells[1].share), live=[], half=[]),
+                    damaged=damaged))
     assert play.sent(Back)[1].gather, "weights are sent anew"
     assert play.job.trust.healing
 
@@ -264,6 +289,52 @@ def test_a_rank_on_which_the_program_raises_leaves(play: Play) -> None:
     play.expires("leaving 0")
     assert Tell(1, Fence(rank=0)) in play.effects, "its process has not ended"
     play.news(RankExited(rank=0, returncode=1, time=2.0))
+    assert play.job.outcome is None
+
+
+def test_a_device_that_fails_is_no_error_of_the_program() -> None:
+    """Whatever is to be done about errors."""
+    play = Play(settings=replace(SETTINGS, on_error="stop"))
+    play.say(replace(failed(0, step=1), device="soft:0"))
+    assert set(play.sent(Interrupt)) == {1}
+    assert play.job.ranks[0].lost and not play.job.errors and play.job.outcome is None
+
+
+def short(rank: int, step: int | None, epoch: int = 0) -> Failed:
+    return replace(failed(rank, step, epoch), short="soft:0")
+
+
+def test_memory_that_is_short_costs_its_rank_and_not_its_device() -> None:
+    """Whatever is to be done about errors."""
+    play = Play(settings=replace(SETTINGS, on_error="stop", respawn=True))
+    play.say(short(0, step=1))
+    assert set(play.sent(Interrupt)) == {1}
+    assert play.job.ranks[0].lost and play.job.outcome is None
+    said = [effect.line for effect in play.effects if isinstance(effect, Say)]
+    assert said[0] == "WARNING: memory of soft:0 is short on rank 0, which leaves: Error on 0"
+    faults = [effect.fields for effect in play.effects if isinstance(effect, WriteEvent) and effect.kind == "fault"]
+    assert [fields["signal"] for fields in faults] == ["out of memory"]
+    assert not any(node.broken for node in play.job.nodes.values())
+
+
+def test_a_job_that_fits_no_device_ends_and_says_so() -> None:
+    """It does not lose rank after rank: the first layout's, and one of those that do the step anew."""
+    play = Play(stages=((0, 1), (2,)))
+    play.say(short(0, step=1), failed(2, step=1))
+    assert play.job.outcome is None
+    play.say(short(3, step=1, epoch=1))
+    assert play.job.outcome is not None
+    first, *rest = play.job.outcome.reason.split("\n\n")
+    assert first.startswith("memory of devices is short again when others do step 1: the job does not fit them")
+    assert rest == ["memory of soft:0 was short on rank 0:\nTraceback:\nError on 0",
+                    "the program raised on rank 2:\nTraceback:\nError on 2",
+                    "memory of soft:0 was short on rank 3:\nTraceback:\nError on 3"]
+
+
+def test_memory_that_is_short_has_nothing_to_do_with_another_error() -> None:
+    play = Play(stages=((0, 1), (2,)))
+    play.say(failed(0, step=1))
+    play.say(short(3, step=1, epoch=1))
     assert play.job.outcome is None
 
 

@@ -72,7 +72,7 @@ def test_replays_make_the_same_steps(jobs: Jobs) -> None:
 
 
 def test_ranks_join_and_memory_is_verified_while_states_are_replayed(jobs: Jobs) -> None:
-    flags = (*FLAGS, "--train-iters", "20", "--elastic-verify-every", "2")
+    flags = (*FLAGS, "--train-iters", "80", "--elastic-verify-every", "2")
     reference = jobs.undisturbed(*flags)
     job = jobs.run(*flags, "--elastic-respawn", *inject("2@3:apply"),
                    "--elastic-inject", "flip:rank=4,step=6,at=data,what=replica")  # fmt: skip

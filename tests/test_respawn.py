@@ -8,8 +8,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Launch, RankDying, RankExited
-from megatron_elastic.cluster.protocol.effects import SetTimer, Tell
+from megatron_elastic.cluster.messages import AgentHello, Failed, Launch, RankDying, RankExited
+from megatron_elastic.cluster.protocol.effects import SetTimer, Tell, WriteEvent
+from megatron_elastic.cluster.protocol.events import NodeCame
 from tests.jobs import ROOT, Grid, Jobs, assert_same_training
 from tests.play import SETTINGS, Play
 
@@ -62,6 +63,21 @@ def test_a_node_whose_newcomers_die_is_left_out_longer_and_longer() -> None:
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0]
     play.news(RankExited(rank=0, returncode=-9, time=1.0))
     assert len(launched(play)) == 1, "who has trained says nothing about the node"
+
+
+def test_nothing_is_started_on_a_device_that_failed() -> None:
+    """Nor if its node comes to another coordinator; on the node's other devices it is."""
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    fault = Failed(rank=1, traceback="AcceleratorError: lost", epoch=0, step=1, device="soft:0")
+    play.say(fault)
+    out = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "device_out"]
+    assert out == [{"rank": 1, "node": 0, "local_rank": 1, "device": "soft:0", "reason": "AcceleratorError: lost"}]
+    play.news(RankExited(rank=1, returncode=1, time=1.0))
+    assert not launched(play)
+    hello = AgentHello(session="9", node_rank=0, slots=2, host="h", heartbeat_timeout=2.5, broken=[1])
+    play.happens(NodeCame(now=2.0, node=9, hello=hello))
+    assert [each.message.ranks.keys() for each in play.effects
+            if isinstance(each, Tell) and isinstance(each.message, Launch)] == [{0}]
 
 
 def launched(play: Play) -> list[int]:

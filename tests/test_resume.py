@@ -47,8 +47,8 @@ def test_killed_in_mid_step(jobs: Jobs, grid: Grid, extra: Sequence[str]) -> Non
 def test_killed_in_a_resumed_step(jobs: Jobs) -> None:
     """In a grain that it has from the first who died; with chunks, halves of backwards, and another loss meanwhile."""
     flags = ("--num-virtual-stages-per-pipeline-rank", "2", "--elastic-schedule", "split", *OVERLAP)
-    # Rank 1 leaves grains 1, 5, 9 and 13: rank 3 gets the third.
-    kills = (*killed(1, 2, "backward", 13), *killed(3, 2, "backward", 9), *inject("6@2:edit"))
+    # Rank 1 leaves grains 1, 5, 9 and 13: rank 3 gets the second.
+    kills = (*killed(1, 2, "backward", 13), *killed(3, 2, "backward", 5), *inject("6@2:edit"))
     job = jobs.run(*PP2_DP4.flags, *flags, *kills)
     assert_resumed(job, jobs.undisturbed(*PP2_DP4.flags), [[1, 3, 6]])
 

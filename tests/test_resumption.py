@@ -12,31 +12,27 @@ from hypothesis import strategies as st
 
 from megatron_elastic.cluster.messages import Kept, Progress, Report
 from megatron_elastic.cluster.protocol.work import Counted, count, kept
-from megatron_elastic.layout import Cell, Layout, Part, Stage, gpt_units
+from megatron_elastic.layout import Cell, Layout, Part, Stage
 from megatron_elastic.pipeline.program import Op, ProgramError
 from megatron_elastic.pipeline.resumption import Remainder, check, remainder
-from megatron_elastic.pipeline.route import Leg, usual
+from megatron_elastic.pipeline.route import Leg, first_of, usual
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, lose
+from tests.placements import along, ways
 
 STEP = 7
 
 
-def uneven(grains: int, widths: list[int], chunks: int, rng: random.Random) -> Layout:
-    """Stages of the given widths and chunks, with every grain at a random cell of each."""
-    pp = len(widths)
-    chunks = chunks if pp > 1 else 1
-    units, stage_units = gpt_units(pp * chunks, pp, True, False, chunks=chunks)
-    layout = Layout.grid(
-        tp=1, pp=pp, dp=1, stage_units=stage_units, units=units, num_grains=grains, num_slices=2, replicas=0
-    )
+def uneven(grains: int, widths: list[int], through: tuple[int, ...], rng: random.Random) -> Layout:
+    """Stages of the given widths, passed as ``through`` says, with every grain at a random cell of each."""
+    layout = along(through, [1] * len(through), 1, grains)
     stages, rank = [], 0
-    for width, stage in zip(widths, layout.stages, strict=True):
+    for width, stage in zip(widths, layout.stages, strict=False):
         at = [rng.randrange(width) for _ in range(grains)]
         cells = [Cell((rank + i,), tuple(g for g in range(grains) if at[g] == i)) for i in range(width)]
         stages.append(Stage(stage.units, tuple(cells)))
         rank += width
-    owners = tuple((stages[layout.home(unit)].cells[0].leader,) * 2 for unit in range(len(units)))
+    owners = tuple((stages[layout.home(unit)].cells[0].leader,) for unit in range(len(layout.units)))
     whole = replace(layout, stages=tuple(stages), owners=owners, hosts=(tuple(range(rank)),))
     whole.validate()
     return whole
@@ -54,11 +50,12 @@ class ModelCell:
         self.damaged = False
         """Whether its weights are."""
 
-    def report(self, rank: int) -> Report:
+    def report(self, rank: int, grains: int) -> Report:
         return Report(
             rank=rank, epoch=0, member=True, step=STEP, vote=None, last=None, held=None, interrupted_at=0.0,
             layout=self.layout,
-            work=Progress(step=STEP, added=sorted(self.added), live=sorted(self.live), half=sorted(self.half)),
+            work=Progress(step=STEP, grains=grains, added=sorted(self.added), live=sorted(self.live),
+                          half=sorted(self.half)),
         )  # fmt: skip
 
     def adopt(self, epoch: int, kept: Kept | None, todo: Remainder) -> None:
@@ -81,10 +78,13 @@ class ModelCell:
 
 
 class ModelStep:
-    """Cells that do a step, operation by operation in any possible order, and are interrupted."""
+    """Cells that do a step of the first ``grains`` grains, operation by operation in any possible order, and are
+    interrupted.
+    """
 
-    def __init__(self, layout: Layout, schedule: str, rng: random.Random) -> None:
+    def __init__(self, layout: Layout, schedule: str, rng: random.Random, grains: int) -> None:
         self.layout = layout
+        self.grains = grains
         self.schedule = schedule
         self.rng = rng
         self.cells = {leader: ModelCell() for leader in layout.cells}
@@ -97,15 +97,16 @@ class ModelStep:
     def plan(self) -> None:
         """What each cell has to do, from what is kept."""
         self.work = {leader: self.of_cell(leader) for leader in self.layout.cells}
-        check(self.layout, self.kept, self.work)
+        check(self.layout, self.kept, self.work, self.grains)
         self.sent = {
             each for leader, work in self.work.items() for leg in work.again for each in self.sends(leader, leg)
         }
 
     def of_cell(self, leader: int) -> Remainder:
         if self.kept:
-            return remainder(self.schedule, self.layout, self.kept, leader)
-        return Remainder((), usual(self.layout, leader, for_cell(self.schedule, self.layout, leader)))
+            return remainder(self.schedule, self.layout, self.kept, leader, self.grains)
+        legs = usual(self.layout, leader, for_cell(self.schedule, self.layout, leader))
+        return Remainder((), first_of(legs, self.grains))
 
     def adopt(self, share: float) -> None:
         """So many of the cells make the layout true before the next fault."""
@@ -115,7 +116,7 @@ class ModelStep:
                 self.cells[leader].adopt(self.layout.epoch, mine.get(leader), self.work[leader])
 
     def position(self, leader: int, op: Op) -> int:
-        return op.chunk * self.layout.pipeline_size + self.layout.stage_of(leader)
+        return self.layout.position(self.layout.stage_of(leader), op.chunk)
 
     def sends(self, leader: int, leg: Leg) -> list[tuple[bool, int, int, int]]:
         """What a cell sends of an operation: whether it is a forward's, the grain, where it is needed, and by whom."""
@@ -170,7 +171,7 @@ class ModelStep:
             leaders = [cell.leader for cell in stage.cells if not cell.shadow]
             dead += self.rng.sample(leaders, self.rng.choice([0, 0, *range(len(leaders))]))
         new = lose(self.layout, dead, everything(self.layout), self.layout.epoch + 1)
-        reports = {leader: self.cells[leader].report(leader) for leader in new.cells}
+        reports = {leader: self.cells[leader].report(leader, self.grains) for leader in new.cells}
         for leader in reports:
             if self.rng.random() < 0.1:
                 reports[leader] = msgspec.structs.replace(reports[leader], work=None)
@@ -193,16 +194,18 @@ class ModelStep:
 
 @settings(max_examples=1000, deadline=None)
 @given(
-    grains=st.integers(1, 12), widths=st.lists(st.integers(1, 4), min_size=1, max_size=4), chunks=st.integers(1, 3),
-    schedule=st.sampled_from(["1f1b", "split"]), seed=st.integers(0, 2**32), faults=st.integers(1, 4),
+    grains=st.integers(1, 12), fewer=st.integers(0, 11), through=ways(4),
+    widths=st.lists(st.integers(1, 4), min_size=4, max_size=4), schedule=st.sampled_from(["1f1b", "split"]),
+    seed=st.integers(0, 2**32), faults=st.integers(1, 4),
 )  # fmt: skip
 def test_a_step_that_is_cut_anywhere_again_and_again_is_added_once(
-    grains: int, widths: list[int], chunks: int, schedule: str, seed: int, faults: int
+    grains: int, fewer: int, widths: list[int], through: tuple[int, ...], schedule: str, seed: int, faults: int
 ) -> None:
     """Each plan is proved by ``check``, and the sums that cells have in the end are looked at."""
     rng = random.Random(seed)
-    step = ModelStep(uneven(grains, widths, chunks, rng), schedule, rng)
-    total = 3 * grains * len(widths) * chunks
+    some = max(grains - fewer, 1)
+    step = ModelStep(uneven(grains, widths, through, rng), schedule, rng, some)
+    total = 3 * some * len(through)
     for _ in range(faults):
         if rng.random() < 0.3:
             step.damage()
@@ -210,8 +213,9 @@ def test_a_step_that_is_cut_anywhere_again_and_again_is_added_once(
         step.fault()
     step.finish()
     assert not step.wrong, "what damaged weights have made is in the sums"
-    numbers = list(range(grains * step.layout.num_chunks))
-    for stage in step.layout.stages:
+    most = step.layout.num_chunks
+    for index, stage in enumerate(step.layout.stages):
+        numbers = [grain * most + chunk for grain in range(some) for chunk in range(len(step.layout.chunks(index)))]
         assert sorted(number for cell in stage.cells for number in step.cells[cell.leader].added) == numbers
 
 
@@ -220,26 +224,27 @@ def test_a_step_that_is_cut_anywhere_again_and_again_is_added_once(
 
 def test_the_checker_refuses_what_is_wrong() -> None:
     """One operation more or less, in another order, a result that is not sent, or one that nobody needs."""
-    layout = uneven(4, [2, 2], 1, random.Random(1))
-    step = ModelStep(layout, "split", random.Random(2))
+    layout = uneven(4, [2, 2], (0, 1), random.Random(1))
+    step = ModelStep(layout, "split", random.Random(2), 4)
     step.go_on(13)
-    mine = kept(layout, layout, STEP, {leader: cell.report(leader) for leader, cell in step.cells.items()}, (), ())
-    work = {leader: remainder("split", layout, mine, leader) for leader in layout.cells}
-    check(layout, mine, work)
+    told = {leader: cell.report(leader, 4) for leader, cell in step.cells.items()}
+    mine = kept(layout, layout, STEP, told, (), ())
+    work = {leader: remainder("split", layout, mine, leader, 4) for leader in layout.cells}
+    check(layout, mine, work, 4)
     for leader, each in work.items():
         for at, leg in enumerate(each.legs):
             rest = each.legs[:at] + each.legs[at + 1 :]
             for legs in (rest, (*rest, leg, leg), (leg, *each.legs)):
                 with pytest.raises(ProgramError):
-                    check(layout, mine, work | {leader: Remainder(each.again, legs)})
+                    check(layout, mine, work | {leader: Remainder(each.again, legs)}, 4)
             if leg.targets:
                 silent = (*each.legs[:at], leg._replace(targets=()), *each.legs[at + 1 :])
                 with pytest.raises(ProgramError, match="never comes"):
-                    check(layout, mine, work | {leader: Remainder(each.again, silent)})
+                    check(layout, mine, work | {leader: Remainder(each.again, silent)}, 4)
         for at in range(len(each.again)):
             for again in (each.again[:at] + each.again[at + 1 :], (*each.again, each.again[at])):
                 with pytest.raises(ProgramError):
-                    check(layout, mine, work | {leader: Remainder(again, each.legs)})
+                    check(layout, mine, work | {leader: Remainder(again, each.legs)}, 4)
 
 
 # ---- what cells agree on ------------------------------------------------------------------------
@@ -262,7 +267,8 @@ def reports(**work: Progress | None) -> dict[int, Report]:
 
 
 def done(added: str = "", live: str = "", half: str = "", step: int = STEP) -> Progress:
-    return Progress(step=step, added=list(map(int, added)), live=list(map(int, live)), half=list(map(int, half)))
+    return Progress(step=step, grains=4, added=list(map(int, added)), live=list(map(int, live)),
+                    half=list(map(int, half)))
 
 
 def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
@@ -272,7 +278,8 @@ def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
         Kept(leader=2, added=[1], live=[3], half=[]),
     )
     assert kept(TP2, TP2, STEP, both, (), ()) == expected
-    assert count(TP2, expected) == Counted(kept=5, redone=8), "all of the second stage is done again"
+    assert count(TP2, expected, 4) == Counted(kept=5, redone=8), "all of the second stage is done again"
+    assert count(TP2, expected, 3) == Counted(kept=5, redone=6), "of a batch with as many grains"
 
 
 @pytest.mark.parametrize(

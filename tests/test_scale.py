@@ -76,6 +76,64 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
 
 
+def test_cells_as_asked(jobs: Jobs) -> None:
+    """Fewer, of which one loses a rank, for whom a spare comes; more; and all. What cannot be is refused."""
+    flags = (*TIED, "--pipeline-model-parallel-size", "2")
+    job = start(jobs, *flags)
+    job.read_until(" 1/48")
+
+    def scale_to(ranks: int, *how: str) -> None:
+        assert cli.main(["scale", str(job.run_dir), *how]) == 0
+        job.read_until(f"{EVEN} {ranks} ranks")
+
+    for impossible in (["--dp", "5"], ["--ranks", "1"], ["--pp", "4", "--dp", "3"]):
+        assert cli.main(["scale", str(job.run_dir), *impossible]) == 1
+    scale_to(4, "--dp", "2")
+    victim = job.layouts()[-1].ranks[-1]
+    job.kill(victim)
+    job.read_until(f"{EVEN} 4 ranks")
+    scale_to(5, "--ranks", "5")
+    scale_to(7, "--ranks", "7")
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    (lost,) = {layout.lost for layout in layouts if layout.lost}
+    assert lost == (victim,) and not layouts[-1].spares
+    assert sorted(shape(layouts[-1])) == [3, 4]
+    assert [event["cells"] for event in job.events("asked")] == [4, 5, 7]
+
+
+def test_a_newcomer_beside_one_who_has_moved(jobs: Jobs) -> None:
+    """The rest of a cell has come to its layers one by one, a newcomer to all at once: what they compute in parts is
+    added up layer by layer all the same.
+    """
+    flags = (*TIED, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2")
+    job = start(jobs, *flags, "--elastic-respawn")
+    job.read_until(" 1/48")
+    scale(job, 1)
+    job.read_until(EVEN)
+    job.kill(7)
+    job.read_until(f"{EVEN} 8 ranks")
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    assert [cell.ranks for cell in layouts[-1].stages[0].cells][-1] == (6, 8)
+    assert not job.events("error")
+
+
+def test_stages_and_cells_at_once(jobs: Jobs) -> None:
+    """Of cells of two ranks: into more stages and fewer cells, and all of them again."""
+    flags = (*TIED, "--tensor-model-parallel-size", "2")
+    job = start(jobs, *flags)
+    job.read_until(" 1/48")
+    assert cli.main(["scale", str(job.run_dir), "--pp", "2", "--dp", "1"]) == 0
+    job.read_until(f"{EVEN} 4 ranks")
+    assert shape(job.layouts()[-1]) == [1, 1]
+    assert cli.main(["scale", str(job.run_dir), "--ranks", "8"]) == 0
+    job.read_until(f"{EVEN} 8 ranks")
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    assert shape(layouts[-1]) == [2, 2]
+
+
 def test_layers_go_where_they_cost_least(jobs: Jobs) -> None:
     """By the costs of a profile, after a loss has made a stage narrower: at once without, then with another cut."""
     flags = (*TIED, "--pipeline-model-parallel-size", "2")
@@ -176,13 +234,14 @@ def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str
     flags = ("--train-iters", "12", "--pipeline-model-parallel-size", "2")
     job = start(jobs, *flags, ranks=4)
     job.read_until(" 1/12")
-    for stages, reason in [
-        (5, "5 pipeline stages cannot be made of 4 cells and 6 blocks: ask for another number"),
-        (0, "0 pipeline stages cannot be made"),
-        (-1, "-1 pipeline stages cannot be made"),
-    ]:
-        assert ask(job, stages) == 1
-        assert reason in capsys.readouterr().out
+    assert ask(job, 5) == 1
+    reason = "5 pipeline stages cannot be made of 4 cells and 6 blocks: ask for another number"
+    assert reason in capsys.readouterr().out
+    for wrong in (("--pp", "0"), ("--dp", "-1"), ("--dp", "1", "--ranks", "2"), ()):
+        with pytest.raises(SystemExit) as refused:
+            cli.main(["scale", str(job.run_dir), *wrong])
+        assert refused.value.code == 2
+        assert capsys.readouterr().err
     job.finish()
     assert job.events("asked") == []
     assert {layout.pipeline_size for layout in job.layouts()} == {2}

@@ -10,26 +10,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Cell, Layout, Stage, gpt_units
+from megatron_elastic.layout import Cell, Layout, Stage, gpt_units, joined, way
 from megatron_elastic.pipeline.program import Op, Program, ProgramError, check
-from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward, rounds, split_backward
+from megatron_elastic.pipeline.schedule import one_forward_one_backward, rounds, split_backward, usual
 from megatron_elastic.pipeline.simulate import Timeline, fastest, simulate
 from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.keeping import Keeping
+from tests import placements
 
 UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 """Milliseconds of an operation on one chunk of one."""
 
 
-def grid(pp: int, dp: int, grains: int) -> Layout:
-    units, stage_units = gpt_units(pp, pp, True, False)
+def grid(pp: int, dp: int, grains: int, chunks: int = 1) -> Layout:
+    """One layer in each of so many chunks; there is one of several layers if there is one stage."""
+    units, stage_units = gpt_units(pp * chunks, pp, True, False, chunks=chunks)
     return Layout.grid(
         tp=1, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=grains, num_slices=dp, replicas=0
     )
 
 
-def uneven(grains: int, widths: list[int], rng: random.Random) -> Layout:
+def uneven(grains: int, widths: list[int], rng: random.Random, chunks: int = 1) -> Layout:
     """Stages of the given widths, with every grain at a random cell of each."""
-    layout = grid(len(widths), 1, grains)
+    return spread(grid(len(widths), 1, grains, chunks), widths, rng)
+
+
+def spread(layout: Layout, widths: list[int], rng: random.Random) -> Layout:
+    """The same stages with other widths, and every grain at a random cell of each."""
+    grains = layout.num_grains
     stages, rank = [], 0
     for width, stage in zip(widths, layout.stages, strict=True):
         at = [rng.randrange(width) for _ in range(grains)]
@@ -39,8 +47,8 @@ def uneven(grains: int, widths: list[int], rng: random.Random) -> Layout:
     return replace(layout, stages=tuple(stages))
 
 
-def run(program: Program, layout: Layout, chunks: int = 1) -> Timeline:
-    return simulate(program, layout, lambda leader, stage, op: UNITS[op.kind] / chunks, chunks=chunks)
+def run(program: Program, layout: Layout) -> Timeline:
+    return simulate(program, layout, lambda leader, stage, op: UNITS[op.kind] / layout.num_chunks)
 
 
 # ---- fault-free layouts ---------------------------------------------------------------------
@@ -61,7 +69,7 @@ def test_one_forward_one_backward_by_hand() -> None:
 
 def test_interleaved_by_hand() -> None:
     """Megatron's order for 2 stages of 2 chunks and 4 micro-batches."""
-    assert interleaved(grid(2, 1, 4), 2).text().splitlines() == [
+    assert usual(grid(2, 1, 4, 2)).text().splitlines() == [
         "0: F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "1: F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
     ]
@@ -102,39 +110,49 @@ def test_the_bubbles_are_the_known_ones(pp: int, each: int, chunks: int) -> None
     plain = one_forward_one_backward(layout)
     work = 3.0 * grains
     assert run(plain, layout).makespan == work + 3 * (pp - 1)
-    assert run(interleaved(layout, chunks), layout, chunks).makespan == pytest.approx(work + 3 * (pp - 1) / chunks)
+    several = grid(pp, 1, grains, chunks)
+    assert run(usual(several), several).makespan == pytest.approx(work + 3 * (pp - 1) / chunks)
     if each > 1:
         assert run(split_backward(plain, layout), layout).makespan == work + (pp - 1)
 
 
 # ---- any layout -----------------------------------------------------------------------------
 
-layouts = st.builds(
-    lambda grains, widths, seed: uneven(grains, widths, random.Random(seed)),
-    grains=st.integers(1, 24),
-    widths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
+
+def uneven_layouts(most_chunks: int) -> st.SearchStrategy[Layout]:
+    return st.builds(
+        lambda grains, widths, seed, chunks: uneven(grains, widths, random.Random(seed), chunks),
+        grains=st.integers(1, 24),
+        widths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
+        seed=st.integers(0, 2**32),
+        chunks=st.integers(1, most_chunks),
+    )
+
+
+layouts = uneven_layouts(1)
+placed = st.builds(
+    lambda layout, widths, seed: spread(layout, widths[: layout.pipeline_size], random.Random(seed)),
+    layout=placements.layouts(), widths=st.lists(st.integers(1, 4), min_size=5, max_size=5),
     seed=st.integers(0, 2**32),
-)
+)  # fmt: skip
+"""Chunks in any order and of any number and size."""
 
 
 @settings(max_examples=2000, deadline=None)
-@given(layout=layouts, chunks=st.integers(1, 3), split=st.booleans(), seed=st.integers(0, 2**32))
-def test_every_generated_program_is_right_and_ends(layout: Layout, chunks: int, split: bool, seed: int) -> None:
+@given(layout=uneven_layouts(3) | placed, split=st.booleans(), seed=st.integers(0, 2**32))
+def test_every_generated_program_is_right_and_ends(layout: Layout, split: bool, seed: int) -> None:
     """Whatever cells have which grains: the checker passes it within the promised memory; any operation times end."""
-    program = interleaved(layout, chunks)
-    stages = layout.pipeline_size
-    allowed = {}
-    for index, stage in enumerate(layout.stages):
-        live = stages - index if chunks == 1 else (chunks - 1) * stages + 2 * (stages - index) - 1
-        if split:
-            live += index
-        allowed.update({cell.leader: live for cell in stage.cells})
+    program, keeping = usual(layout), Keeping(layout.way, layout.units)
+    allowed = {
+        cell.leader: int(keeping.most(index, layout.num_grains, split, [1.0] * len(layout.chunks(index))))
+        for index, stage in enumerate(layout.stages) for cell in stage.cells
+    }  # fmt: skip
     if split:
         program = split_backward(program, layout)
-    check(program, layout, allowed, chunks)
+    check(program, layout, allowed)
     rng = random.Random(seed)
     timeline = simulate(
-        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2), chunks
+        program, layout, lambda leader, stage, op: rng.uniform(0, 3), lambda result: rng.uniform(0, 2)
     )
     for leader, ops in program.cells.items():
         spans = timeline.spans[leader]
@@ -170,11 +188,11 @@ def test_losing_one_cell_costs_no_more_rounds_than_its_heirs_have_grains(
 
 
 def test_one_cell_at_a_time_is_the_same_program() -> None:
-    layout = uneven(12, [2, 1, 3], random.Random(5))
     for chunks in (1, 2):
-        whole = interleaved(layout, chunks)
+        layout = uneven(12, [2, 1, 3], random.Random(5), chunks)
+        whole = usual(layout)
         for leader in whole.cells:
-            assert interleaved(layout, chunks, {leader}).cells == {leader: whole[leader]}
+            assert usual(layout, {leader}).cells == {leader: whole[leader]}
 
 
 def test_the_simulator_counts_transfers_between_stages_only() -> None:
@@ -192,9 +210,22 @@ def test_the_simulator_refuses_a_cycle() -> None:
         simulate(Program.parse("0: F0 B0 F1 B1\n1: F1 F0 B1 B0"), layout, lambda leader, stage, op: 1.0)
 
 
-def test_a_stage_has_at_least_one_chunk() -> None:
-    with pytest.raises(ValueError, match="at least one chunk, got 0"):
-        interleaved(grid(1, 1, 1), 0)
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_a_v_is_faster_than_1f1b_in_the_memory_of_it(pp: int) -> None:
+    layout = placements.along(joined(way("v", pp, 2)), [*[1] * (pp - 1), 2, *[1] * (pp - 1)], 1, 4 * pp, tied=False)
+    layers = [[sum(layout.units[unit].startswith("layer") for unit in chunk) for chunk in layout.chunks(stage)]
+              for stage in range(pp)]  # fmt: skip
+    program = usual(layout)
+    line = simulate(program, layout, lambda leader, stage, op: UNITS[op.kind] * layers[stage][op.chunk] / 2)
+    work = 3.0 * 4 * pp
+    assert line.makespan < work + 3 * (pp - 1)
+    for leader, ops in program.cells.items():
+        now = most = 0
+        for op in ops:
+            size = layers[layout.stage_of(leader)][op.chunk]
+            now += size if op.kind == "forward" else -size
+            most = max(most, now)
+        assert most <= 2 * pp, "halves of what a stage of 1F1B keeps of a grain"
 
 
 @settings(max_examples=500, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_elastic.adaptor.model import sequence
+from megatron_elastic.adaptor.layers import sequence
 from tests.jobs import Grid, Jobs, assert_same_training, inject
 
 TP2_PP2 = Grid(tp=2, pp=2, steps=4)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_elastic.plan.order import Order
 from tests.simulation import mutants, run
+from tests.simulation.coordinator import Coordinator
 from tests.simulation.scenario import Scenario
 
 WENT_WRONG = Path(__file__).parent / "simulation" / "went_wrong.json"
@@ -23,6 +27,22 @@ def test_a_fixed_set_of_histories() -> None:
     assert total.ends["finished"] > total.seeds // 2
     assert set(total.faults) >= {"kill", "link", "join", "node lost", "partition", "stop", "flip", "scale",
                                  "coordinator", "depose"}
+
+
+def test_orders_of_work_are_searched_while_all_kinds_of_things_happen() -> None:
+    """A history in eight does so by itself; here all of some do."""
+    found: Counter[bool] = Counter()
+
+    def note(self: Coordinator, epoch: int, order: Order | None) -> None:
+        found[order is not None and order.ms < order.present_ms] += 1
+        tell(self, epoch, order)
+
+    tell = Coordinator._found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "_found", note)
+        for seed in range(40):
+            assert run.simulate(replace(Scenario.of(seed), searches=True))[1] is None, seed
+    assert found[True] > 10 and found[False] > 10
 
 
 def test_a_seed_is_one_history() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from immutables import Map
 from msgspec.structs import replace
@@ -9,32 +11,35 @@ from msgspec.structs import replace
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
 from megatron_elastic.cluster.protocol import change
-from megatron_elastic.cluster.protocol.effects import WriteEvent
-from megatron_elastic.cluster.protocol.events import Paced
+from megatron_elastic.cluster.protocol.effects import PlanClocks, WriteEvent
+from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.faults.odometer import Odometer, Odometers, Work
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.power import PowerModel
 from tests.jobs import Grid, Job, Jobs
 from tests.play import SETTINGS, Play
 
 # ---- real ranks ------------------------------------------------------------------------------
 
 
-SLOW = "rank=1,step=15,at=data,factor=5,for=8"
-"""For several steps, even if other work makes them take a second each: from two of them on it is known."""
+def slow(step: int, factor: int) -> list[str]:
+    """Flags with which rank 1 takes ``factor`` times as long from a step on."""
+    return ["--elastic-inject", f"slow:rank=1,step={step},at=data,factor={factor}"]
 
 
-def slowed(jobs: Jobs, grid: Grid, way: str, spec: str) -> Job:
+def slowed(jobs: Jobs, grid: Grid, way: str, *slowness: str) -> Job:
     """A job in which a rank is slowed down, and which is the same as one without."""
     reference = jobs.undisturbed(*grid.flags, ranks=grid.ranks)
-    job = jobs.run(*grid.flags, "--elastic-slow", way, "--elastic-inject", f"slow:{spec}", ranks=grid.ranks)
+    job = jobs.run(*grid.flags, "--elastic-slow", way, *slowness, ranks=grid.ranks)
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
     assert not job.events("recovered")
     return job
 
 
 def test_a_slow_rank_gets_less_to_do_and_then_as_much_as_before(jobs: Jobs) -> None:
-    job = slowed(jobs, Grid(tp=1, pp=1, steps=100, ranks=2), "share", SLOW)
+    job = slowed(jobs, Grid(tp=1, pp=1, steps=100, ranks=2), "share", *slow(15, 5), *slow(40, 1))
     assert_shared(job)
 
 
@@ -42,20 +47,20 @@ def test_micro_batches_are_cut_for_slow_ranks_too(jobs: Jobs) -> None:
     """Those that are cut differ by rounding: there is nothing to compare."""
     flags = Grid(tp=1, pp=1, steps=100, ranks=2).flags
     assert_shared(jobs.run(*flags, "--elastic-dataflow", "resize", "--micro-batch-size", "2", "--elastic-slow", "share",
-                           "--elastic-inject", f"slow:{SLOW}", ranks=2))
+                           *slow(15, 5), *slow(40, 1), ranks=2))
 
 
 def assert_shared(job: Job) -> None:
     """It was found that rank 1 is slow, and that it is no longer; meanwhile it had less to do."""
-    (slow, *_) = [event for event in job.events("slow") if event["ranks"] == [1]]
-    assert [event for event in job.events("well") if event["ranks"] == [1] and event["step"] > slow["step"]]
+    (found, *_) = [event for event in job.events("slow") if event["ranks"] == [1]]
+    assert [event for event in job.events("well") if event["ranks"] == [1] and event["step"] > found["step"]]
     loads = [[layout.load(cell) for cell in layout.stages[0].cells] for layout in job.layouts()]
     assert any(mine < others for others, mine in loads)
     assert all(mine > 0 for _, mine in loads)
 
 
 def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None:
-    job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", "rank=1,step=10,at=data,factor=40")
+    job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", *slow(10, 40))
     for kind in ("slow", "evicted"):  # others may seem slow for a while: processors are shared
         assert [1] in [event["ranks"] for event in job.events(kind)]
     assert any(layout.spares == (1,) for layout in job.layouts())
@@ -150,6 +155,65 @@ def test_slow_enough_to_get_less_and_not_to_be_taken_out() -> None:
     paced(play, 10.0, 20.0)
     assert events(play) == []
     assert not play.job.pace.evicted
+
+
+# ---- clocks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clocked() -> Play:
+    """A job whose clocks are planned, and whose ranks 0 and 1 do the same."""
+    play = Play(settings=replace(SETTINGS, dvfs="performance"))
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    costs = dataclasses.replace(Costs.assumed(play.first.units), power=PowerModel(1.0, 1.0, 1.0))
+    play.job = replace(play.job, arrangement=replace(play.job.arrangement, costs=costs))
+    return play
+
+
+def run_at(play: Play, clocks: dict[int, float]) -> None:
+    """Clocks of the present layout are planned."""
+    assert play.job.layout is not None
+    play.happens(Clocked(now=1.0, epoch=play.job.layout.epoch, clocks=clocks, step_ms=1.0, base_ms=1.0))
+
+
+def plans(play: Play) -> list[dict[int, float]]:
+    """For what paces clocks are to be planned."""
+    return [dict(effect.paces) for effect in play.effects if isinstance(effect, PlanClocks)]
+
+
+def test_who_runs_at_a_higher_clock_is_not_taken_for_a_faster_device(clocked: Play) -> None:
+    run_at(clocked, {1: 1.5})
+    paced(clocked, 15.0, 10.0)
+    assert not clocked.job.pace.believed
+    paced(clocked, 15.0, 15.0)
+    assert dict(clocked.job.pace.believed) == {1: 1.5}, "it should be faster"
+
+
+def test_clocks_are_planned_for_slow_cells(clocked: Play) -> None:
+    """In the layout in which they have less to do; if that is the present one, at once."""
+    paced(clocked, 10.0, 20.0)
+    assert plans(clocked) == [] and clocked.job.change is not None
+    switch(clocked, 2)
+    assert clocked.job.layout is not None
+    assert [len(cell.grains) for cell in clocked.job.layout.stages[0].cells] == [3, 1]
+    paced(clocked, 10.0, 30.0)
+    assert events(clocked) == ["slow"]
+    assert clocked.job.change is None and plans(clocked) == [{1: 3.0}], "nothing is left to be moved"
+
+
+def test_what_was_measured_at_other_clocks_does_not_count(clocked: Play) -> None:
+    paced(clocked, 10.0)
+    run_at(clocked, {0: 1.5})
+    clocked.happens(Paced(now=1.0, node=1, epoch=0, paces={1: 10.0}))
+    assert not clocked.job.pace.believed
+
+
+def test_a_node_that_cannot_set_clocks(clocked: Play) -> None:
+    clocked.happens(ClocksRefused(now=1.0, node=1, reason="it is not allowed"))
+    run_at(clocked, {1: 1.5})
+    paced(clocked, 10.0, 10.0)
+    assert not clocked.job.pace.believed
 
 
 @pytest.mark.parametrize(("slow", "epoch", "node"), [("off", 0, 1), ("share", 7, 1), ("share", 0, 2)])

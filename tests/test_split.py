@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.layout import LayoutError, gpt_units
-from megatron_elastic.plan.split import split
+from megatron_elastic.plan.split import split, through
 from tests.jobs import Grid, Jobs, assert_same_training, inject
 
 
@@ -98,7 +98,22 @@ def test_any_number_of_layers() -> None:
     assert split(flags(61, 8, 2)) == (*[(4, 4)] * 5, *[(4, 3)] * 3)
 
 
+def test_as_a_v() -> None:
+    """The two chunks at the turn are one; flags of Megatron's say what they say of a loop, along the way."""
+    assert split(flags(8, 2, elastic_placement="v")) == ((2, 2), (4,))
+    assert split(flags(10, 4, 2, elastic_placement="v")) == ((2, 1), (2, 1), (1, 1), (2,))
+    assert through(flags(10, 4, elastic_placement="v")) == (0, 1, 2, 3, 2, 1, 0)
+    assert split(flags(7, 2, elastic_placement="v", account_for_loss_in_pipeline_split=True)) == ((2, 1), (4,))
+    assert split(flags(8, 2, elastic_placement="v", decoder_last_pipeline_num_layers=3)) == ((3, 2), (3,))
+    drawn = flags(6, 2, elastic_placement="v", pipeline_model_parallel_layout="Et|tt|t|ttL")
+    assert split(drawn) == ((1, 2), (3,))
+    assert through(flags(8, 2, 2, elastic_placement="search")) == (0, 1, 0, 1)
+
+
 @pytest.mark.parametrize(("args", "message"), [
+    (flags(8, 1, elastic_placement="v"), "--elastic-placement v places 2 chunks on each of several stages, not 2 on 1"),
+    (flags(12, 2, 3, elastic_placement="v"), "places 2 chunks on each of several stages, not 3 on 2"),
+    (flags(2, 2, elastic_placement="v"), "chunk 1 of stage 1 of the pipeline would be empty"),
     (flags(2, 4), "stage 2 of the pipeline would be empty with --num-layers 2: use fewer stages, or more layers"),
     (flags(5, 2, 4), "chunk 2 of stage 1 of the pipeline would be empty"),
     (flags(4, 2, decoder_first_pipeline_num_layers=4),
@@ -109,7 +124,9 @@ def test_any_number_of_layers() -> None:
     (flags(4, 2, decoder_last_pipeline_num_layers=1, account_for_loss_in_pipeline_split=True),
      "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split say different"),
     (flags(4, 2, pipeline_model_parallel_layout="Ett|tx*2L"), "--pipeline-model-parallel-layout Ett|tx*2L: x is unkn"),
-    (flags(4, 2, pipeline_model_parallel_layout="Ett|ttmL"), "m is for multi-token prediction, which is not supported"),
+    (flags(4, 2, pipeline_model_parallel_layout="Ett|ttmL"), "has m 1 times, but --mtp-num-layers is 0"),
+    (flags(4, 2, pipeline_model_parallel_layout="Ettmm|ttL", mtp_num_layers=2), "directly before L"),
+    (flags(4, 2, pipeline_model_parallel_layout="Ett|tt|mm|L", mtp_num_layers=2), "directly before L"),
     (flags(4, 2, pipeline_model_parallel_layout="tt|ttL"), "it has to begin with E, the embedding, and to end with L"),
     (flags(4, 2, pipeline_model_parallel_layout="Ett|tt|L"), "has 3 stages, which is no multiple of --pipeline-model-"),
     (flags(5, 2, pipeline_model_parallel_layout="Ett|ttL"), "has 4 layers, not --num-layers 5"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
-from megatron_elastic.adaptor.model import linear
+from megatron_elastic.adaptor.layers import linear
 from megatron_elastic.pipeline.program import check
 from megatron_elastic.pipeline.schedule import for_cell, one_forward_one_backward, split_backward
 from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject

@@ -6,6 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import VoteResult
@@ -97,8 +98,11 @@ def test_who_becomes_a_member_tells_of_no_older_step_even_if_that_layout_is_repl
 def test_who_leaves_as_a_step_is_finished_has_states_that_count_until_the_next_one_is() -> None:
     """Who had left before has none that do."""
     leaving = standing.edited(at_step(4), 5, 4, member=False, gather=True, vote=vote(4))
-    assert (leaving.step, leaving.vote) == (5, None)
-    assert standing.forward(leaving, vote(4)) == leaving
+    assert (leaving.step, leaving.vote, leaving.owed) == (5, None, vote(4))
+    assert standing.forward(leaving, vote(4)) == replace(leaving, owed=None)
+    again = standing.edited(leaving, 6, 5, member=False, gather=True)
+    assert standing.owes(again, 5) == vote(4), "it was stopped before its states had done the update"
+    assert standing.owes(again, 4) is standing.owes(standing.back(again, 5), 5) is None
     assert standing.edited(at_step(2, member=False), 5, 4, member=False, gather=True, vote=vote(4)).step == 2
 
 

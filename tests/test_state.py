@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,8 @@ from megatron_elastic.comm.group import Group, place_in_tree
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
+from megatron_elastic.numerics.kernels import block_squares
+from megatron_elastic.observe.dials import WORDS, Dials, read
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.copying import fetch, serve
 from megatron_elastic.state.optimizer import Adam, Rates, Update
@@ -40,7 +43,7 @@ def _members(sizes: Sequence[tuple[int, bool, bool]], seed: int = 0) -> list[Mem
     """(elements, in group 1, sharded) -> parameters with values of their own."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Member(torch.nn.Parameter(torch.randn(size, generator=generator)), int(group), sharded)
+        Member(torch.nn.Parameter(torch.randn(size, generator=generator)), int(group), int(sharded))
         for size, group, sharded in sizes
     ]
 
@@ -49,7 +52,7 @@ def _buffer(
     members: Sequence[Member], num_slices: int = 1, tp: int = 0, accumulator: Accumulator | None = None
 ) -> UnitBuffer:
     """A unit's buffer that has taken the parameters over."""
-    buffer = UnitBuffer(Partition(shape_of("a", members), num_slices, tp, tp), accumulator or ExactAccumulator(1))
+    buffer = UnitBuffer(Partition(shape_of("a", members, 2), num_slices, tp, 2), accumulator or ExactAccumulator(1))
     buffer.bind(members, fill=True)
     buffer.zero()
     return buffer
@@ -87,7 +90,7 @@ def test_every_element_is_in_exactly_one_slice(sizes: list[tuple[int, bool, bool
 def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     """They treat every parameter as it wants, whoever asks; only who counts depends on the tensor-parallel index."""
     members = _members(sizes)
-    partitions = [Partition(shape_of("a", members), num_slices, tp, tp) for tp in (0, 1)]
+    partitions = [Partition(shape_of("a", members, 2), num_slices, tp, 2) for tp in (0, 1)]
     groups = torch.full((partitions[0].size,), math.nan)
     counted = torch.zeros_like(groups)
     for k in range(num_slices):
@@ -104,7 +107,7 @@ def test_segments(sizes: list[tuple[int, bool, bool]], num_slices: int) -> None:
     for member, start in zip(members, partitions[0].starts, strict=True):
         here = slice(start, start + member.parameter.numel())
         assert (groups[here] == float(member.group)).all()
-        assert (counted[here] == float(member.sharded)).all()
+        assert (counted[here] == float(member.runs)).all()
 
 
 def test_gradients_are_summed() -> None:
@@ -119,14 +122,14 @@ def test_gradients_are_summed() -> None:
 
 
 def test_buffers_keep_bf16() -> None:
-    members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), 0, False)]
+    members = [Member(torch.nn.Parameter(torch.randn(33).bfloat16()), 0)]
     buffer = _buffer(members, 2)
     assert (buffer.params.dtype, buffer.sums.dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_parameters_of_two_types_are_refused() -> None:
     types = torch.float32, torch.bfloat16
-    members = [Member(torch.nn.Parameter(torch.zeros(4, dtype=dtype)), 0, False) for dtype in types]
+    members = [Member(torch.nn.Parameter(torch.zeros(4, dtype=dtype)), 0) for dtype in types]
     with pytest.raises(ValueError, match=r"unit layer\.3 have types bfloat16, float32: cast them"):
         shape_of("layer.3", members)
 
@@ -239,7 +242,23 @@ def test_norm_counts_what_is_counted() -> None:
         state.grad = torch.zeros_like(state.master)
         for parameter, start in buffer.bound:
             state.grad[start : start + parameter.numel()] = 1.0
-        assert state.sum_of_squares(buffer.partition.segments(0)) == expected
+        assert block_squares(state.counted(buffer.partition.segments(0))).sum() == expected
+
+
+@given(sizes=SIZES, num_slices=st.integers(1, 5))
+def test_zeros_are_those_of_parameters(sizes: Sequence[tuple[int, bool, bool]], num_slices: int) -> None:
+    """Not what lies between them; and what two tensor-parallel ranks hold alike is counted once."""
+    zeros = 0
+    for tp in (0, 1):
+        buffer = _buffer(_members(sizes), num_slices, tp)
+        for parameter, start in buffer.bound:
+            buffer.params[start : start + parameter.numel()] = torch.arange(parameter.numel()) % 2
+        for k in range(num_slices):
+            segments = buffer.partition.segments(k)
+            state = SliceState(buffer.slice_of(buffer.params, k).clone(), ADAM)
+            state.grad = state.master
+            zeros += buffer.partition.elements(k) - sum(int(part.count_nonzero()) for part in state.counted(segments))
+    assert zeros == sum((size + 1) // 2 * (1 + sharded) for size, _, sharded in sizes)
 
 
 # ---- between processes --------------------------------------------------------------------
@@ -251,14 +270,16 @@ def _layout(dp: int = 2, replicas: int = 1) -> Layout:
     )
 
 
-def _rank_state(peer: Peer, layout: Layout, rate: float = 0.0) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
+def _rank_state(
+    peer: Peer, layout: Layout, rate: float = 0.0, dials: Dials | None = None
+) -> tuple[dict[int, UnitBuffer], StateStore, Reduction]:
     accumulator = ExactAccumulator(4)
     units = {
         unit: _buffer(_members([(70 + unit, True, False), (9, False, False)], unit), layout.num_slices, 0, accumulator)
         for unit in (0, 1)
     }
     partitions = {unit: buffer.partition for unit, buffer in units.items()}
-    store = StateStore(partitions, ADAM, peer.transport, rate=rate)
+    store = StateStore(partitions, ADAM, peer.transport, rate=rate, dials=dials)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
 
 
@@ -276,7 +297,7 @@ def _step(layout: Layout, units: dict[int, UnitBuffer], store: StateStore, reduc
             gradient = torch.randn(buffer.params.numel(), generator=torch.Generator().manual_seed(step * 10 + grain))
             reduction._accumulator.add(buffer.sums, gradient + unit)
     store.drop_gradients()
-    reduction.reduce_gradients()
+    reduction.reduce_gradients(layout.num_grains)
     GradientReplay(layout, reduction._transport, store, torch.float32).before_vote()
     store.apply(Update(step, 0.5, _rates(0.01)))
     reduction.gather_parameters()
@@ -314,12 +335,13 @@ def test_two_ranks_do_what_one_does() -> None:
 def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> None:
     """A replica whose copying begins before some steps and ends after them catches up by replaying those.
 
-    At 3 kB/s each slice takes 0.3 s: the second one is asked for when some steps have been done.
+    At 3 kB/s each slice takes 0.3 s: the second one is asked for when some steps have been done. Dials show how far
+    it is.
     """
 
     def body(peer: Peer) -> None:
-        bare = _layout(replicas=0)
-        units, store, reduction = _rank_state(peer, bare, rate)
+        bare, words = _layout(replicas=0), memoryview(bytearray(8 * WORDS)).cast("q")
+        units, store, reduction = _rank_state(peer, bare, rate, Dials(words))
         store.create(bare, units)
         assert _slices(store) == list(bare.owned(peer.rank))
         _step(bare, units, store, reduction, peer.rank, 1)
@@ -328,7 +350,11 @@ def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> N
         peer.transport.advance(1)
         moves = transfers(layout, Holdings.of(bare))
         assert {(move.role, move.src, move.dst) for move in moves} == {("replica", 0, 1), ("replica", 1, 0)}
+        assert read(words, 0).copies == 0
         store.replicate(moves, layout, 1)
+        size = sum(12 * store._partitions[move.unit].slice_size for move in moves if move.dst == peer.rank)
+        shown = read(words, 0)
+        assert (shown.epoch, shown.copied, shown.copies) == (1, 0, size)
         store.copy_in_background()
         reduction = Reduction(layout, peer.transport, units, store, reduction._accumulator)
         for step in range(2, 2 + missed):
@@ -336,8 +362,13 @@ def test_replicas_are_made_while_training_goes_on(missed: int, rate: float) -> N
         assert store.replicating
         assert _slices(store) == list(bare.owned(peer.rank))
 
+        Dials(words).copied(-4)  # as if two threads had counted at once
         peer.meet()
         store.arrive()
+        shown = read(words, 0)
+        assert (shown.copied, shown.copies, shown.behind, shown.unit, shown.source) == (size, size, 0, None, None)
+        store.show_held()
+        assert read(words, 0).states == 2 * size
         assert _slices(store) == sorted((*layout.owned(peer.rank), *layout.replicated(peer.rank)))
         store.flush()
         assert not store.replicating
@@ -366,13 +397,20 @@ def test_copying_keeps_to_its_rate() -> None:
             task = peer.transport.start(serve(peer.transport, 1, list(states), lambda at: (7 + at[1], states[at])))
         else:
             got: dict[tuple[int, int], int] = {}
+            pieces: list[tuple[tuple[int, int], int]] = []
             buffers = {at: [torch.zeros(size) for _ in tensors] for at, tensors in states.items()}
             begun = time.monotonic()
             wanted = [(0, at) for at in states]
-            task = peer.transport.start(fetch(peer.transport, wanted, buffers.__getitem__, got.__setitem__, rate))
+            task = peer.transport.start(fetch(
+                peer.transport, wanted, lambda source, at: buffers[at], lambda *piece: pieces.append(piece),
+                got.__setitem__, rate,
+            ))  # fmt: skip
         peer.transport.wait(task)
         if peer.rank == 1:
             assert got == {(0, 0): 7, (0, 1): 8}
+            sums = {at: sum(part for to, part in pieces if to == at) for at in states}
+            assert sums == dict.fromkeys(states, 3 * 4 * size)
+            assert len(pieces) > 4 and sorted(pieces, key=lambda piece: piece[0]) == pieces
             assert time.monotonic() - begun >= 2 * 3 * 4 * size / rate
             for at, tensors in states.items():
                 assert all(torch.equal(a, b) for a, b in zip(tensors, buffers[at], strict=True))
@@ -386,8 +424,8 @@ def test_copies_under_way_can_be_abandoned() -> None:
     """And begun anew in the next epoch, without mixing up the bytes of both."""
 
     def body(peer: Peer) -> None:
-        bare = _layout(replicas=0)
-        units, store, _ = _rank_state(peer, bare)
+        bare, words = _layout(replicas=0), memoryview(bytearray(8 * WORDS)).cast("q")
+        units, store, reduction = _rank_state(peer, bare, dials=Dials(words))
         store.create(bare, units)
         for epoch in (1, 2):
             peer.transport.advance(epoch)
@@ -397,10 +435,16 @@ def test_copies_under_way_can_be_abandoned() -> None:
             for at in bare.owned(peer.rank):
                 store[at].moments[0].fill_(epoch)
             store.replicate(moves, layout, 0)
+            if epoch == 1:
+                _step(bare, units, store, reduction, peer.rank, 1)
+                store.settle()
+                assert read(words, 0).behind == 1
             store.copy_in_background()
         store.arrive()
         for at in layout.replicated(peer.rank):
             assert (store[at].moments[0] == 2).all()
+        shown = read(words, 0)
+        assert (shown.epoch, shown.copied, shown.behind) == (2, shown.copies, 0), "what was abandoned does not count"
         store.flush()
         peer.leave()
 
@@ -417,7 +461,7 @@ def test_reduction_begins_with_the_last_backward() -> None:
         store.create(layout, units)
         for buffer in units.values():
             buffer.zero()
-        reduction.reduce_when_complete()
+        reduction.reduce_when_complete(layout.num_grains)
         for _ in layout.cell_of(peer.rank).grains:
             assert not reduction._reducing
             for parameter, _ in units[1].bound:
@@ -428,7 +472,7 @@ def test_reduction_begins_with_the_last_backward() -> None:
         for _ in layout.cell_of(peer.rank).grains:
             for parameter, _ in units[0].bound:
                 parameter.sum().backward()
-        reduction.reduce_gradients()
+        reduction.reduce_gradients(layout.num_grains)
         for unit, buffer in units.items():
             grad = store[unit, peer.rank].grad
             assert grad is not None
@@ -494,7 +538,7 @@ def test_vote() -> None:
     def body(peer: Peer) -> None:
         layout = _layout()
         ballot = Ballot(
-            norms={at: norms[at] for at in layout.owned(peer.rank)},
+            squares=np.array([norms[at] for at in layout.owned(peer.rank)]),
             losses={grain: losses[grain] for grain in layout.cell_of(peer.rank).grains},
             measures={"z_loss": [0.1, 0.7] if peer.rank else [], "balance": [0.1 * (1 + peer.rank)]},
         )
@@ -504,9 +548,10 @@ def test_vote() -> None:
         assert found.loss == math.fsum(loss for loss, _ in losses.values()) / 46
         assert found.measures == {"z_loss": math.fsum((0.1, 0.7)), "balance": math.fsum((0.1, 0.2))}
         if peer.rank == 0:
-            alone = Ballot(norms, losses, measures={"balance": [0.2, 0.1], "z_loss": [0.7, 0.1]})
+            squares = np.array(list(norms.values()))
+            alone = Ballot(squares, losses, measures={"balance": [0.2, 0.1], "z_loss": [0.7, 0.1]})
             assert vote(Group(peer.transport, 8, [0]), alone) == found
-        nothing = vote(Group(peer.transport, 9, layout.ranks), Ballot({}, {}))
+        nothing = vote(Group(peer.transport, 9, layout.ranks), Ballot(np.zeros(0), {}))
         assert (nothing.loss, nothing.tokens, nothing.grad_norm) == (0.0, 0, 0.0)
         peer.leave()
 
@@ -519,7 +564,7 @@ def test_a_vote_of_many_interrupts_all_when_one_dies() -> None:
 
     def body(peer: Peer) -> None:
         group = Group(peer.transport, 7, range(peer.size))
-        ballot = Ballot({(0, peer.rank): 0.1 * peer.rank}, {peer.rank: (0.3, 2.0)}, informed=True)
+        ballot = Ballot(np.array([0.1 * peer.rank]), {peer.rank: (0.3, 2.0)}, informed=True)
         expected = math.sqrt(math.fsum(0.1 * rank for rank in range(peer.size)))
         found = vote(group, ballot)
         assert (found.grad_norm, found.tokens, found.switch) == (expected, 2 * peer.size, True)
@@ -538,8 +583,7 @@ def _by_slots(ballots: Sequence[Ballot]) -> tuple[float, ...]:
     """What the vote is to find: numbers of each slice and grain, collected at one place and added up there."""
     slots: tuple[dict[Any, float], ...] = {}, {}, {}
     for rank, ballot in enumerate(ballots):
-        for at, square in ballot.norms.items():
-            slots[0][rank, at] = square
+        slots[0].update({(rank, at): square for at, square in enumerate(ballot.squares.tolist())})
         for grain, numbers in ballot.losses.items():
             for slot, number in zip(slots[1:], numbers, strict=True):
                 slot[grain] = slot.get(grain, 0.0) + number
@@ -562,11 +606,11 @@ def _elections(draw: st.DrawFn) -> list[Ballot]:
         homed = [unit for unit in units[stage] if unit == stage or stage == 0]
         for cell in range(width):
             for tp_index in range(tp):
-                norms = {(u, k): draw(SQUARES) for u in homed for k in range(slices) if k % width == cell}
+                squares = np.array([draw(SQUARES) for _ in homed for k in range(slices) if k % width == cell])
                 speaks = stage == len(widths) - 1 and tp_index == 0
                 shares = [g for g in range(grains) if speaks and (g in cut or g % width == cell)]
                 losses = {g: (draw(LOSSES), float(draw(st.integers(0, 9999)))) for g in shares}
-                ballots.append(Ballot(norms, losses, draw(st.booleans())))
+                ballots.append(Ballot(squares, losses, draw(st.booleans())))
     return ballots
 
 
@@ -599,7 +643,7 @@ def test_a_vote_of_many_makes_nobody_busy(ranks: int, messages: int) -> None:
     """Messages that the busiest rank sends and receives, each of the same size."""
     draw = random.Random(ranks)
     ballots = [
-        Ballot({(i % 7, k): draw.random() for k in range(4)}, {i: (draw.random(), 3.0)}, True) for i in range(ranks)
+        Ballot(np.array([draw.random() for _ in range(4)]), {i: (draw.random(), 3.0)}, True) for i in range(ranks)
     ]
     found, busiest = _elect(ballots)
     assert found == _by_slots(ballots)

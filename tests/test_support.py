@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_elastic.adaptor.script.flags import sort
 from megatron_elastic.config import UsageError
 from megatron_elastic.support import REFUSALS, WITHOUT_EFFECT, Refusal, check_arguments, check_namespace
 
@@ -44,11 +45,29 @@ def test_values_compare_as_text() -> None:
         DISABLED = "disabled"
         REPORT = "report_determinism_stats"
 
-    check_namespace(argparse.Namespace(rerun_mode=Mode.DISABLED, iterations_to_skip=[]))
+    check_namespace(argparse.Namespace(rerun_mode=Mode.DISABLED, hierarchical_context_parallel_sizes=[]))
     with pytest.raises(UsageError, match="--rerun-mode report_determinism_stats"):
         check_namespace(argparse.Namespace(rerun_mode=Mode.REPORT))
-    with pytest.raises(UsageError, match="--iterations-to-skip"):
-        check_namespace(argparse.Namespace(iterations_to_skip=[3]))
+    with pytest.raises(UsageError, match="--hierarchical-context-parallel-sizes 2 3 does not work"):
+        check_namespace(argparse.Namespace(hierarchical_context_parallel_sizes=[2, 3]))
+
+
+def test_what_becomes_of_flags() -> None:
+    parser = argparse.ArgumentParser()
+    plain, vision = parser.add_argument_group("training"), parser.add_argument_group("vision")
+    plain.add_argument("--seq-length", type=int)
+    plain.add_argument("--optimizer", default="adam")
+    plain.add_argument("--exp-avg-dtype", default="fp32")
+    plain.add_argument("--dataloader-type")
+    plain.add_argument("--no-manual-gc", "--manual-gc", action="store_true")
+    plain.add_argument("--min-loss-scale", type=float)
+    plain.add_argument("--num-workers", type=int)
+    vision.add_argument("--num-classes", type=int)
+    assert [(flag.flag, flag.kind) for flag in sort(parser)] == [
+        ("--seq-length", "passed on"), ("--optimizer", "some values"), ("--exp-avg-dtype", "refused"),
+        ("--dataloader-type", "refused"), ("--no-manual-gc", "no effect"), ("--min-loss-scale", "passed on"),
+        ("--num-workers", "passed on"), ("--num-classes", "of other programs"),
+    ]
 
 
 def test_docs_have_the_same_table() -> None:

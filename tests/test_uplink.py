@@ -34,7 +34,7 @@ class Heard(Coordinator):
     """The coordinator of a term, and how agents have introduced themselves to it."""
 
     def __init__(self, term: int) -> None:
-        super().__init__(Job.new(SETTINGS, 4), None, lambda line: None)
+        super().__init__(Job.new(SETTINGS, 4), None, lambda line, tells: None)
         self.hellos: asyncio.Queue[AgentHello] = asyncio.Queue()
         self.post(TookOver(now=time.time(), term=term, address="h:0", name="n", members=(), epoch=0, written=-1,
                            before="", limit=60.0))
@@ -59,7 +59,7 @@ class Node:
     """A server at which agents come, and one agent that follows it."""
 
     def __init__(self, folder: Path) -> None:
-        self.server = Server(CONFIG, CREDENTIALS, lambda line: None)
+        self.server = Server(CONFIG, CREDENTIALS, Path("none"), lambda line: None)
         self.port = self.server.listen("127.0.0.1", 0)
         program = Program("program.py", False, [])
         self.agent = Agent(agents.Job(program, 2, 1, 2, folder, "127.0.0.1", CONFIG.heartbeat_timeout, 1.0, 1.0),
@@ -112,7 +112,7 @@ def test_who_breaks_off_has_not_resigned(tmp_path: Path) -> None:
         await first.hellos.get()
         await node.server.close(0.0)
         await following
-        node.server = Server(CONFIG, CREDENTIALS, lambda line: None)
+        node.server = Server(CONFIG, CREDENTIALS, Path("none"), lambda line: None)
         node.server.listen("127.0.0.1", node.port)
         second = node.server.coordinator = Heard(2)
         following = asyncio.create_task(node.follow())

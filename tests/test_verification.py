@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic import cli
 from megatron_elastic.faults.injection import Injection
-from megatron_elastic.state.verification import checksum, outvoted
+from megatron_elastic.state.verification import checksums, outvoted
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once
 
 GRID = Grid(tp=1, pp=2, steps=8)
@@ -30,10 +30,10 @@ def assert_healed(job: Job, reference: Job, damages: list[tuple[int, str]]) -> N
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40), st.data())
 def test_no_flipped_bit_keeps_a_checksum(words: list[int], data: st.DataObject) -> None:
     tensor = torch.tensor(words, dtype=torch.int32)
-    before = checksum(tensor)
+    before = checksums({(0, 0): [tensor]})
     bit = data.draw(st.integers(0, 31))
     tensor[data.draw(st.integers(0, len(words) - 1))] ^= -(2**31) if bit == 31 else 1 << bit
-    assert checksum(tensor) != before
+    assert checksums({(0, 0): [tensor]}) != before
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,11 @@ import pytest
 from megatron_elastic import cli
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.program import check
-from megatron_elastic.pipeline.schedule import interleaved
+from megatron_elastic.pipeline.schedule import usual
 from megatron_elastic.plan import Costs
 from megatron_elastic.plan.replan import replan
 from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject
+from tests.placements import assert_loaded_either_way
 
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 PP2_DP4 = Grid(tp=1, pp=2, steps=4)
@@ -29,7 +29,7 @@ def test_killed(jobs: Jobs) -> None:
     layouts = job.layouts()
     for layout in layouts:
         assert layout.num_chunks == 2
-        check(interleaved(layout, 2), layout, chunks=2)
+        check(usual(layout), layout)
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
     assert layouts[-1].lost == (2, 5)
     losses = [[event["loss"] for event in each.events("evaluated")] for each in (job, reference)]
@@ -55,19 +55,7 @@ def test_together_with(jobs: Jobs, flags: str, extra: str) -> None:
 
 def test_checkpoints(jobs: Jobs) -> None:
     """Saved with virtual stages, loaded without, and the other way."""
-    reference = jobs.undisturbed(*PP2_DP4.flags)
-    for name, saves, loads in (("with", VIRTUAL, ()), ("without", (), VIRTUAL)):
-        folder = jobs.folder / f"{name}-chunks"
-        jobs.run(*PP2_DP4.flags, *saves, "--save", str(folder), "--save-interval", "2")
-        (folder / "latest_checkpointed_iteration.txt").write_text("2")
-        job = jobs.run(*PP2_DP4.flags, *loads, "--load", str(folder))
-        expected = reference.metrics()
-        assert {step: line["loss_hex"] for step, line in job.metrics().items()} == {
-            step: expected[step]["loss_hex"] for step in (3, 4)
-        }
-        assert json.loads((job.run_dir / "digest.json").read_text()) == json.loads(
-            (reference.run_dir / "digest.json").read_text()
-        )
+    assert_loaded_either_way(jobs, PP2_DP4, VIRTUAL, "chunks")
 
 
 def test_layers_move(jobs: Jobs) -> None:
@@ -101,7 +89,7 @@ def test_plans_keep_chunks_if_they_can() -> None:
     for stages, chunks in ((3, 2), (2, 2), (1, 1)):
         after = replan(before, costs, 1, stages=[stages])
         assert (after.pipeline_size, after.num_chunks) == (stages, chunks)
-        check(interleaved(after, chunks), after, chunks=chunks)
+        check(usual(after), after)
     few = chunked(4, 2, 2)
     after = replan(few, Costs.assumed(few.units), 1, stages=[4])
     assert (after.pipeline_size, after.num_chunks) == (4, 1), "six blocks do not make eight chunks"

@@ -13,7 +13,8 @@ from control_plane.pure import SETTINGS, settled
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.events import Begun
-from megatron_elastic.cluster.recorder import Recorder, Screen
+from megatron_elastic.cluster.recorder import Recorder
+from megatron_elastic.cluster.screen import Screen
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
@@ -39,7 +40,7 @@ class Coordinating:
         self._screen = Screen()
         self._records = Recorder(run_dir, self._screen.say)
         self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._screen.say)
-        self._server = Server(_CONFIG, credentials, self._screen.say)
+        self._server = Server(_CONFIG, credentials, Path("none"), self._screen.say)
         self._server.coordinator = self.coordinator
         self._port = self._server.listen(HOST, 0, nodes)
         self.coordinator.post(Begun(now=time.time(), torch_port=1, key=bytes(32)))

@@ -59,7 +59,7 @@ class _Run:
     def __init__(self, ranks: int) -> None:
         layout = grid(ranks)
         self.size = len(layout.ranks)
-        self.coordinator = Coordinator(Job.new(SETTINGS, self.size), None, lambda line: None)
+        self.coordinator = Coordinator(Job.new(SETTINGS, self.size), None, lambda line, tells: None)
         self.ranks = Ranks(layout)
         self.clock = Clock()
         self.phases: dict[str, dict[str, Any]] = {}

@@ -33,13 +33,13 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.standing import Standing
-from megatron_elastic.layout import Holdings, Layout, UnitShape, decode, encode, gpt_units
+from megatron_elastic.layout import Holdings, Layout, ParameterShape, UnitShape, decode, encode, gpt_units
 
 NODE = 8
 """Ranks of a node."""
 LAYERS = 56
 STEPS = 1_000_000
-_SHAPE = UnitShape(members=((1024, 0, True),) * 12, dtype="float32")
+_SHAPE = UnitShape(members=(ParameterShape(1024, 0, 1, 1024),) * 12, dtype="float32")
 _FLAGS = {f"flag_{i}": "value" for i in range(300)}
 """Megatron has about as many."""
 _ADDRESS = bytes(300)
@@ -139,7 +139,7 @@ class Ranks:
                           tokens=4096)
         first, now, spoken = self._layout.ranks[0], time.time(), set()
         for rank, each in self._ranks.items():
-            if not each.member:
+            if not each.member or each.step > self.step:  # let in already: the ranks of another process were faster
                 continue
             self._ranks[rank] = standing.committed(standing.voted(each, vote, switch is not None))
             if rank // NODE not in spoken:  # the ranks of a node follow one another
@@ -150,7 +150,7 @@ class Ranks:
             self._switch(switch, first, say)
 
     def _switch(self, epoch: int, first: int, say: Say) -> None:
-        members = [rank for rank, each in self._ranks.items() if each.member]
+        members = [rank for rank, each in self._ranks.items() if each.member and each.epoch < epoch]
         assert self._planned is not None
         assert self._planned.epoch == epoch
         self._layout = self._planned

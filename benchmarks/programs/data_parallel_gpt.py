@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from gpt_arguments import parse_args
 
-from megatron_elastic.device import cpu
+from megatron_elastic.device import stand_in
 
 _FORK = multiprocessing.get_context("fork")
 _HEARTBEAT_TIMEOUT_MS = 400
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.Nam
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0 if all replicas but the killed one finished."""
     own, args = _parse(argv)
-    cpu.install()
+    stand_in.install()
     from pretrain_gpt import datasets_provider
 
     from megatron_elastic.adaptor.without_cuda import stand_ins

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import pretrain_gpt
 from pretrain_gpt import check_arguments
 
-from megatron_elastic.adaptor.model.random import GrainKey
-from megatron_elastic.numerics import keyed
+from megatron_elastic.adaptor.layers.place import begin
+from megatron_elastic.adaptor.layers.random import GrainKey
 
 __all__ = ["check_arguments"]
 
@@ -25,7 +25,7 @@ def _go_on(self: GrainKey, unit: str) -> None:
     """In place of ``GrainKey.seed``: the first draw of all begins the rank's stream."""
     global _begun
     if not _begun:
-        keyed.seed_default_generator("stream", int(os.environ["RANK"]))
+        begin("stream", int(os.environ["RANK"]))
         _begun = True
 
 

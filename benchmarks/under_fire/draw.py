@@ -21,7 +21,11 @@ KINDS_OF_HOSTS = {
     "link lossy": 2, "link slow": 2,
 }  # fmt: skip
 """The same of jobs that are on several hosts: they are added. For each host that is gone another one comes."""
-DEADLY = frozenset({"kill", "raise", "hang", "kill outside"})
+KINDS_OF_DEVICES = {"memory short": 2, "device fails": 1}
+"""The same of jobs on a device made of software."""
+DEADLY = frozenset({"kill", "raise", "hang", "kill outside", "memory short", "device fails"})
+_RAISED = frozenset({"raise", "memory short"})
+"""What is the program's error if it comes again and again."""
 VARIANTS: dict[str, list[str]] = {
     "fp32": [],
     "bf16": ["--bf16"],
@@ -30,7 +34,12 @@ VARIANTS: dict[str, list[str]] = {
     "experts": ["--num-experts", "3", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "1e-2",
                 "--disable-bias-linear", "--sequence-parallel"],
     "verify": ["--elastic-verify-every", "1"],
+    "contexts": ["--position-embedding-type", "rope"],
+    "shared": ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "1e-2",
+               "--disable-bias-linear", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
 }
+_DIVIDED = {"contexts": ("CP", "context-parallel-size"), "shared": ("EP", "expert-model-parallel-size")}
+"""What the ranks of a cell share, if that is not tensors; and the flag that says how many there are."""
 BEARABLE = 2
 """Cells that may be missing at once."""
 _LAYERS = 4
@@ -62,6 +71,7 @@ class Fault:
             "disconnect": ("disconnect", f",for=0.5,peers={'+'.join(str(p) for p in peers if p != self.rank)}"),
             "disk": ("disk", f",what={'full' if self.number < 0.5 else 'slow'},for={0.1 + 0.4 * self.number:.2f}"),
             "flip": ("flip", f",what={('weights', 'moments', 'replica')[int(3 * self.number)]}"),
+            "memory short": ("device", ",what=memory"), "device fails": ("device", ",what=error"),
         }.get(self.kind, ("", ""))  # fmt: skip
         return f"{action}:rank={self.rank},step={self.step},at={self.at}{more}" if action else None
 
@@ -75,6 +85,8 @@ class Round:
     variant: str
     nodes: int = 1
     """Hosts that it is on; a job on one is not apart from this machine."""
+    device: str = "cpu"
+    """What ranks compute on."""
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -90,10 +102,17 @@ class Round:
     @property
     def name(self) -> str:
         tp, pp, dp = self.layout
-        return f"TP{tp} PP{pp} DP{dp} {self.variant}" + (f" on {self.nodes} hosts" if self.nodes > 1 else "")
+        where = f" on {self.nodes} hosts" if self.nodes > 1 else f" on {self.device}" if self.device != "cpu" else ""
+        return f"{self._divided[0]}{tp} PP{pp} DP{dp} {self.variant}{where}"
+
+    @property
+    def _divided(self) -> tuple[str, str]:
+        return _DIVIDED.get(self.variant, ("TP", "tensor-model-parallel-size"))
 
     def draw(self, kinds: Mapping[str, int], count: int) -> None:
-        """Draw about so many faults. Ids of ranks that come are foretold; a fault whose rank is not there fails."""
+        """Draw about so many faults. Ids of ranks that come are foretold; a fault whose rank is not there fails. On a
+        device that has failed none comes, so one fails at most.
+        """
         choose = random.Random(self.seed)
         since: dict[int, int] = dict.fromkeys(range(self.ranks), 0)
         step, last_error, last_change = _FIRST, -99, -99
@@ -102,8 +121,10 @@ class Round:
             again = bool(self.faults) and choose.random() < 0.2
             step += 0 if again else choose.choice((1, 2, 4, 6, 9, 14))
             kind = choose.choices(list(allowed), list(allowed.values()))[0]
-            if (kind == "raise" and step - last_error < 8) or (kind == "scale" and step - last_change < 40):
+            if (kind in _RAISED and step - last_error < 8) or (kind == "scale" and step - last_change < 40):
                 kind = "pause"  # what is raised again and again would be the program's error
+            if kind == "device fails" and any(fault.kind == kind for fault in self.faults):
+                kind = "pause"
             there = [rank for rank, joined in since.items() if joined <= step]
             if kind in DEADLY and self.ranks - len(there) >= BEARABLE:
                 kind = "pause"
@@ -111,15 +132,18 @@ class Round:
             rank = choose.choice(there)
             at = choose.choice(IN_RECOVERY if again and kind in ("kill", "pause") else IN_STEP)
             self.faults.append(Fault(kind, step, rank, at, choose.random()))
-            last_error = step if kind == "raise" else last_error
+            last_error = step if kind in _RAISED else last_error
             last_change = step if kind == "scale" else last_change
             if kind in DEADLY:
                 del since[rank]
-                since[max((*since, self.ranks - 1, rank)) + 1] = step + 15
+                if kind != "device fails":
+                    since[max((*since, self.ranks - 1, rank)) + 1] = step + 15
 
     def _may(self, kind: str) -> bool:
         if kind == "flip":
             return self.variant == "verify"
+        if kind in KINDS_OF_DEVICES:
+            return self.device != "cpu"
         return self.nodes > 1 or kind not in KINDS_OF_HOSTS
 
     @property
@@ -128,15 +152,16 @@ class Round:
         of_hosts = sum(fault.kind in KINDS_OF_HOSTS for fault in self.faults)
         return self.faults[-1].step + _PER_HOST * of_hosts + (_LAST if self.nodes == 1 else _LAST_ON_HOSTS)
 
-    def flags(self, data: Path, save: Path) -> list[str]:
+    def flags(self, data: Path, save: Path, device: str = "cpu") -> list[str]:
         """Of the job without faults."""
         tp, pp, _ = self.layout
         values = {
-            "data-path": data, "tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp,
+            "data-path": data, self._divided[1]: tp,
+            "pipeline-model-parallel-size": pp,
             "num-layers": _LAYERS if self.variant != "virtual" else 2 * pp, "hidden-size": 32,
             "num-attention-heads": 4, "seq-length": 32, "micro-batch-size": 1, "global-batch-size": self.batch,
             "train-iters": self.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
-            "save": save, "save-interval": _SAVE_EVERY,
+            "save": save, "save-interval": _SAVE_EVERY, "elastic-device": device,
         }  # fmt: skip
         return ["--elastic", *(text for name, value in values.items() for text in (f"--{name}", str(value))),
                 *VARIANTS[self.variant]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from endurance import newest_layout
+from common import newest_layout
 from launcher import Launcher
 from namespaces import Host, Hosts
 

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import SCRIPT, JobFailed, cli, pid_of
-from endurance import newest_layout
+from common import SCRIPT, JobFailed, cli, newest_layout, pid_of
 from launcher import Heard, Launcher
 from namespaces import Host
 

@@ -11,7 +11,8 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
-from megatron_elastic.adaptor.training import ending, entry, evaluation
+from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -30,6 +31,8 @@ from megatron_elastic.adaptor.without_cuda import helpers
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
+from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.state.vote import vote
 
 _STARTED = time.time()
 
@@ -113,14 +116,9 @@ def _build_model(
     overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
-    overrides = {**_ANY_SPLIT, **(overrides or {})}
-    given = {name: getattr(args, name) for name in overrides}
-    vars(args).update(overrides)
-    try:
-        virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
+    virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
+    with _meanwhile(args, {**_ANY_SPLIT, **(overrides or {})}):
         model = provider(pre_process=first, post_process=last, **virtual)
-    finally:
-        vars(args).update(given)
     if not isinstance(model, GPTModel):
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
     model.model_type = model_type
@@ -128,10 +126,23 @@ def _build_model(
     return model
 
 
+@contextmanager
+def _meanwhile(args: argparse.Namespace, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let some arguments have other values."""
+    given = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(given)
+
+
 def _build_datasets(
     provider: Callable[[tuple[int, int, int]], tuple[Any, Any, Any]], args: argparse.Namespace
 ) -> tuple[Any, Any, Any]:
-    return provider(targets.SAMPLES.find()())
+    # Steps that begin before --train-samples are used up while the batch grows may end after them.
+    training, *others = targets.SAMPLES.find()()
+    return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
 
 
 class CheckoutTrainer(Trainer):
@@ -143,6 +154,8 @@ class CheckoutTrainer(Trainer):
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
         self._begun_at = self.standing.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
+        self._params_norm: float | None = None
+        """Of all weights after the newest step, if it is to be logged."""
 
     def close(self) -> None:
         """Release links and groups, and the writers of the log."""
@@ -160,21 +173,18 @@ class CheckoutTrainer(Trainer):
         The others take its size from the flags, and which parts of it the stage needs from the number of stages there.
         """
         args, layout = self.args, self.layout
-        begun_with = args.micro_batch_size, args.pipeline_model_parallel_size
-        args.micro_batch_size = args.micro_batch_size * self.stage.key.part.size // layout.samples
-        args.pipeline_model_parallel_size = layout.pipeline_size
-        try:
+        size = args.micro_batch_size * self.stage.key.part.size // layout.samples
+        now = {"micro_batch_size": size, "pipeline_model_parallel_size": layout.pipeline_size}
+        with _meanwhile(args, {**_ANY_SPLIT, **now}):
             return forward_step(data, model)
-        finally:
-            args.micro_batch_size, args.pipeline_model_parallel_size = begun_with
 
     def make_rates(self) -> RatesByStep:
-        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
+        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups, self.ramp)
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """With Megatron's flags, which say what can be loaded: random numbers are no state."""
         args = argparse.Namespace(**{k: v for k, v in vars(self.args).items() if not k.startswith("elastic")})
-        args.no_save_rng, args.consumed_train_samples = True, step * args.global_batch_size
+        args.no_save_rng, args.consumed_train_samples = True, self.ramp.before(step + 1)
         rounds = step // args.eval_interval
         args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0
         return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0}
@@ -191,10 +201,20 @@ class CheckoutTrainer(Trainer):
             (time.time() - _STARTED) / 60 > args.exit_duration_in_mins
         ))
 
+    def applied(self, tenure: Tenure) -> None:
+        if self.args.log_params_norm:  # Megatron's is that of the weights as the step leaves them
+            squares = tenure.store.squared_weights(tenure.layout.owned(self.rank))
+            self._params_norm = vote(tenure.vote_group, ballots.of_weights(self, squares)).grad_norm
+
     def committed(self, result: VoteResult) -> None:
-        following = self.rates.at(result.step + 1)[0].lr  # Megatron logs the rate as the step leaves it
-        self._log.step(result.step, result.loss, result.grad_norm, following, result.consumed_samples,
-                       len(self.layout.ranks), self._writes, result.measures)
+        if self.skips(result.step):
+            return
+        # Megatron logs rate and scale as the step leaves them.
+        scaling = self.loss_scales.at(result.step + 1)
+        rate = self.rates.at(result.step + 1, self.uncounted(result.step + 1))[0].lr
+        self._log.step(result.step, result.loss, None if result.skipped else result.grad_norm, rate, scaling.scale,
+                       self.ramp.before(result.step), result.consumed_samples, len(self.layout.ranks), self._writes,
+                       result.measures, self._params_norm)
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
         super().evaluated(done, name, loss)

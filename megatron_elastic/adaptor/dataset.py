@@ -183,10 +183,10 @@ def _write(out: Path, tokenizer: Any, documents: Iterable[str]) -> Prepared:
 
 def _prepare_megatron() -> None:
     """Let Megatron be imported as training does, so that preparing data needs no GPU either."""
-    from megatron_elastic.device import cpu
+    from megatron_elastic.device import stand_in
 
     if "megatron.core" not in sys.modules:
-        cpu.install()
+        stand_in.install()
 
 
 # ---- reading -------------------------------------------------------------------------------

@@ -1,25 +1,32 @@
 """Doctor: ``megatron-elastic doctor`` compares what the adaptors need of Megatron with the sources of a checkout.
 
-Sources are read, never run, so a checkout for another Python, or without what it depends on, can be looked at too.
+And what they need of Transformer Engine with its Python. Sources are read, never run, so a checkout for another Python,
+or without what it depends on, can be looked at too.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_elastic import usage
 from megatron_elastic.adaptor.targets import SUPPORTED, TARGETS, Target
 from megatron_elastic.config import UsageError
 from megatron_elastic.patching import Checkout
 
 _EXAMPLES = """\
 examples:
-  megatron-elastic doctor ~/Megatron-LM            every change and call of the adaptors, and whether it fits there
+  megatron-elastic doctor ~/Megatron-LM            every change and call of the
+                                                   adaptors, and whether it fits
   megatron-elastic doctor ~/Megatron-LM --misfits  only what does not
+  megatron-elastic doctor ~/Megatron-LM --transformer-engine DIR
+                                                   with a Transformer Engine
+                                                   that is not installed
 
 The exit code is 0 if everything fits.
 """
@@ -34,9 +41,21 @@ class Finding:
 
 
 def examine(root: Path) -> list[Finding]:
-    """Look every target up in the Megatron-LM source tree at ``root``."""
+    """Look every target of Megatron's up in the Megatron-LM source tree at ``root``."""
     sources = _Sources(root)
-    return [Finding(target, sources.problem(target)) for target in TARGETS]
+    return [Finding(target, sources.problem(target)) for target in TARGETS if target.when != "engine"]
+
+
+def examine_engine(root: Path) -> list[Finding]:
+    """Look every target of Transformer Engine's up in the folder that has its package."""
+    sources = _Sources(root)
+    return [Finding(target, sources.problem(target)) for target in TARGETS if target.when == "engine"]
+
+
+def installed_engine() -> Path | None:
+    """The folder that has the package of the Transformer Engine that is installed, if one is. Imports nothing of it."""
+    spec = importlib.util.find_spec("transformer_engine")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
 class _Sources:
@@ -112,29 +131,42 @@ def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
     return tuple(names)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``megatron-elastic doctor``. Returns the exit code: 0 everything fits, 1 something does not, 2 bad usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic doctor``."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic doctor", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
-        description="List everything in Megatron that the adaptors change or call, and whether it fits a checkout.",
+        prog="megatron-elastic doctor", formatter_class=usage.Formatter, epilog=_EXAMPLES,
+        description="List everything in Megatron that the adaptors change or call, and whether it fits a checkout; and "
+                    "in Transformer Engine.",
     )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="folder of a Megatron-LM source tree")
     parser.add_argument("--misfits", action="store_true", help="list only what does not fit")
-    options = parser.parse_args(argv)
+    parser.add_argument("--transformer-engine", type=Path, metavar="DIR",
+                        help="folder that has the Python package transformer_engine, or an unpacked wheel of it "
+                             "(default: the one that is installed, if any)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic doctor``. Returns the exit code: 0 everything fits, 1 something does not, 2 bad usage."""
+    options = make_parser().parse_args(argv)
     try:
         checkout = Checkout.at(options.checkout)
-        findings = examine(options.checkout)
+        engine = options.transformer_engine or installed_engine()
+        findings = examine(options.checkout) + ([] if engine is None else _of_engine(engine))
     except (UsageError, OSError, SyntaxError) as error:
         print(f"megatron-elastic: error: {error}", file=sys.stderr)
         return 1
     print(f"{checkout.root}: Megatron-LM {checkout.tag}; the adaptors are written for {SUPPORTED}")
     for when, title in (("always", "with --elastic"), ("checkout", "with --elastic, in a checkout's scripts"),
-                        ("cpu", "on a machine without a GPU, with --elastic or without")):
+                        ("cpu", "on a machine without a GPU, with --elastic or without"),
+                        ("engine", f"with --elastic and Transformer Engine {_version(engine)}")):
         chosen = [f for f in findings if f.target.when == when and (f.problem or not options.misfits)]
         if chosen:
             print(f"{title}:")
         for finding in chosen:
             print(_line(finding))
+    if engine is None:
+        print("Transformer Engine is not installed; --transformer-engine DIR looks at one elsewhere")
     misfits = [finding.target for finding in findings if finding.problem]
     print(f"{len(findings) - len(misfits)} of {len(findings)} fit: {_conclusion(misfits)}")
     return 1 if misfits else 0
@@ -144,10 +176,23 @@ def _conclusion(misfits: Sequence[Target]) -> str:
     """What the targets that do not fit mean for who wants to use the checkout."""
     lost = [
         what
-        for what, whens in (("training with --elastic", ("always", "checkout")), ("training without a GPU", ("cpu",)))
+        for what, whens in (("training with --elastic", ("always", "checkout")), ("training without a GPU", ("cpu",)),
+                            ("training with --elastic and this Transformer Engine", ("engine",)))
         if any(target.when in whens for target in misfits)
     ]
     return f"{' and '.join(lost)} will not work with this checkout" if lost else "this checkout can be used"
+
+
+def _of_engine(folder: Path) -> list[Finding]:
+    if not (folder / "transformer_engine").is_dir():
+        raise UsageError(f"--transformer-engine {folder}: there is no package transformer_engine in it")
+    return examine_engine(folder)
+
+
+def _version(engine: Path | None) -> str:
+    """What the metadata beside the package says."""
+    found = [] if engine is None else sorted(engine.glob("transformer_engine-*.dist-info"))
+    return found[0].name.removesuffix(".dist-info").partition("-")[2] if found else "of no known version"
 
 
 def _line(finding: Finding) -> str:

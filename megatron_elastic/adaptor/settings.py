@@ -14,7 +14,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None = None) -> TransformerConfig:
     """The model's configuration; ``overrides`` are further fields of ``TransformerConfig``."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = params_dtype(args)
     fields: dict[str, Any] = dict(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -38,6 +38,9 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         expert_model_parallel_size=args.expert_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         qk_layernorm=args.qk_layernorm,
+        mtp_num_layers=args.mtp_num_layers,
+        mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
+        fp16=args.fp16,
         bf16=args.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -49,6 +52,7 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         moe_router_topk=args.moe_router_topk,
         moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
         moe_router_load_balancing_type=args.moe_router_load_balancing_type,
+        moe_token_dispatcher_type=args.moe_token_dispatcher_type,
         moe_router_score_function=args.moe_router_score_function,
         moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
         moe_router_bias_update_rate=args.moe_router_bias_update_rate,
@@ -92,10 +96,22 @@ def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         decoupled_lr=args.decoupled_lr,
         decoupled_min_lr=args.decoupled_min_lr,
         clip_grad=args.clip_grad,
+        apply_wd_to_qk_layernorm=getattr(args, "apply_wd_to_qk_layernorm", False),
+        fp16=args.fp16,
         bf16=args.bf16,
-        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        params_dtype=params_dtype(args),
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
+
+
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Type of the model's weights, and of what goes from stage to stage."""
+    return torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
 
 def main_grads_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -107,20 +123,24 @@ def main_grads_dtype(args: argparse.Namespace) -> torch.dtype:
 def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay; its steps are samples, as in Megatron-LM.
 
-    ``optimizer`` is anything with ``param_groups``; call ``step(increment=args.global_batch_size)`` after each step.
+    ``optimizer`` is anything with ``param_groups``; after each step, call ``step`` with the samples as increment.
     """
-    batch = args.global_batch_size
+    if args.train_samples is None:
+        batch, iterations = args.global_batch_size, max(1, args.train_iters)
+        warmup, decay, whole = (count * batch for count in (args.lr_warmup_iters, args.lr_decay_iters, iterations))
+    else:
+        warmup, decay, whole = args.lr_warmup_samples, args.lr_decay_samples, args.train_samples
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * batch,
-        lr_decay_steps=args.lr_decay_iters * batch,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=max(1, args.train_iters) * batch,
+        wd_incr_steps=whole,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

@@ -23,21 +23,21 @@ class AdaptorError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function, method or variable of Megatron.
+    """A function, method or variable of Megatron, or of Transformer Engine.
 
     Attributes:
         name: inside the module; methods as ``Class.method``.
         parameters: names. What is replaced must have exactly these; what is wrapped or called, at least these. None
             for something that takes none.
         when: ``always`` with ``--elastic``; ``checkout`` with ``--elastic`` in a Megatron-LM checkout; ``cpu``
-            on machines without a GPU.
+            on machines without a GPU; ``engine`` with ``--elastic`` and layers of Transformer Engine, whose it is.
     """
 
     module: str
     name: str
     use: Literal["replaced", "wrapped", "called"]
     parameters: tuple[str, ...] | None
-    when: Literal["always", "checkout", "cpu"]
+    when: Literal["always", "checkout", "cpu", "engine"]
     why: str
 
     def find(self) -> Any:
@@ -100,9 +100,12 @@ _CORE = "megatron.core."
 _DATASETS = _CORE + "datasets."
 _SAVING = _CORE + "dist_checkpointing.strategies."
 _FILES = _SAVING + "filesystem_async"
+_EXPERTS = _CORE + "transformer.moe.experts"
+_MTP = _CORE + "transformer.multi_token_prediction"
 _OPTIMIZER = _CORE + "optimizer.distrib_optimizer"
 _RANDOM = _CORE + "tensor_parallel.random"
 _TRAINING = "megatron.training."
+_ENGINE = "transformer_engine.pytorch."
 
 # ---- what the elastic trainer needs of megatron.core ---------------------------------------
 
@@ -128,6 +131,24 @@ SPECS_LAYERS = Target(_CORE + "models.gpt.gpt_layer_specs", "get_num_layers_to_b
                       ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
 SPECS_OFFSET = Target(_CORE + "models.gpt.gpt_layer_specs", "get_transformer_layer_offset", "replaced",
                       ("config", "vp_stage", "pp_rank"), "always", "the layout says which layers a stage holds")
+FINAL_NORM = Target(_CORE + "transformer.transformer_block", "TransformerBlock.has_final_layernorm_in_this_stage",
+                    "replaced", ("self",), "always", "the final norm is with the head, wherever the last layer is")
+MTP_LAYERS = Target(_CORE + "models.gpt.gpt_layer_specs", "get_mtp_num_layers_to_build", "replaced",
+                    ("config", "vp_stage", "pp_rank"), "always", "further tokens are predicted where the head is")
+MTP_OFFSET = Target(_MTP, "get_transformer_layer_offset", "replaced", ("config", "vp_stage", "pp_rank"), "always",
+                    "the layout says which layers a stage holds")
+MTP_BUILD = Target(_MTP, "build_module", "wrapped", ("spec_or_module", "kwargs"), "always",
+                   "a stage that is built anew takes over the layers that it has")
+MTP_LAYER = Target(_MTP, "MultiTokenPredictionLayer.__init__", "wrapped", ("self", "layer_number"), "always",
+                   "a layer's initial weights depend on its number alone")
+MTP_ROLL = Target(_MTP, "roll_tensor", "replaced", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+                  "always", "the next token may be another context-parallel rank's")
+LABEL_ROLL = Target(_CORE + "models.gpt.gpt_model", "roll_tensor", "replaced",
+                    ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"), "always",
+                    "the next token may be another context-parallel rank's, and the loss is a mean over all of theirs")
+MTP_LOSS = Target(_MTP, "MTPLossLoggingHelper.save_loss_to_tracker", "replaced",
+                  ("loss", "layer_number", "num_layers", "reduce_group", "avg_group"), "always",
+                  "losses belong to a grain, and go with the vote")
 WRITE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data_multiproc", "replaced",
                ("transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"), "always",
                "a rank writes its checkpoint itself: forked copies of it would hold its links")
@@ -147,6 +168,8 @@ FORWARD = Target(_CORE + "pipeline_parallel.schedules", "forward_step", "called"
                  ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor",
                   "forward_data_store", "config", "cp_group_size", "is_last_stage"), "always",
                  "the forward pass of one grain")
+FIRST_OF_STEP = Target(_CORE + "transformer.module", "MegatronModule.set_is_first_microbatch", "called", ("self",),
+                       "always", "layers that keep what they make of their weights are told that these are new")
 BACKWARD = Target(_CORE + "pipeline_parallel.schedules", "backward_step", "called",
                   ("input_tensor", "output_tensor", "output_tensor_grad", "model_type", "config"), "always",
                   "the backward pass of one grain")
@@ -160,6 +183,13 @@ ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_track
 
 ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
                  "a router's bias is told how many tokens each expert got")
+EXPERTS = Target(_EXPERTS, "SequentialMLP.__init__", "wrapped", ("self", "num_local_experts", "config"), "always",
+                 "an expert's initial weights depend on its number alone")
+EXPERT = Target(_CORE + "transformer.mlp", "MLP.__init__", "wrapped", ("self", "config", "submodules"), "always",
+                "an expert's initial weights depend on its number alone")
+EXPERTS_FORWARD = Target(_EXPERTS, "SequentialMLP.forward", "wrapped",
+                         ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"), "always",
+                         "what an expert makes of one rank's tokens does not depend on the others'")
 ATTENTION = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.__init__", "wrapped",
                    ("self", "config"), "always", "local attention is made for contexts and latent attention, too")
 ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.forward", "wrapped",
@@ -179,6 +209,8 @@ PARSE = Target(_TRAINING + "arguments", "parse_args", "called", ("extra_args_pro
                "checkout", "the --elastic-* flags are a group of Megatron's own parser")
 VALIDATE = Target(_TRAINING + "arguments", "validate_args", "called", ("args", "defaults"), "checkout",
                   "Megatron's own checks of its flags")
+CHECKPOINT_ARGS = Target(_TRAINING + "checkpointing", "load_args_from_checkpoint", "called", ("args", "load_arg"),
+                         "checkout", "--use-checkpoint-args: a checkpoint says what the model is")
 FLAGS = Target(_TRAINING + "arguments", "add_megatron_arguments", "called", ("parser",), "checkout",
                "--yaml-cfg: how Megatron's flags are written")
 GLOBALS = Target(_TRAINING + "global_vars", "set_global_variables", "called", ("args", "build_tokenizer"), "checkout",
@@ -196,6 +228,8 @@ LOG = Target(_TRAINING + "training", "training_log", "called",
              ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
               "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"), "checkout",
              "Megatron's line for a step, TensorBoard and Weights & Biases")
+BATCH = Target(_CORE + "num_microbatches_calculator", "update_num_microbatches", "called",
+               ("consumed_samples", "consistency_check"), "checkout", "Megatron's log has the size of a step's batch")
 LOG_RATE = Target(_TRAINING + "training", "reduce_max_stat_across_model_parallel_group", "replaced", ("stat",),
                   "checkout", "one rank logs alone, and knows the learning rate")
 LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("message",), "checkout",
@@ -208,6 +242,8 @@ ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_
                        "checkout", "where Megatron's log looks for routers' losses")
 TIMER = Target(_CORE + "timers", "Timers._get_elapsed_time_all_ranks", "replaced",
                ("self", "names", "reset", "barrier"), "checkout", "a rank's timers are its own")
+MTP_LOSSES = Target(_MTP, "MTPLossLoggingHelper.tracker", "called", None, "checkout",
+                    "where Megatron's log looks for the losses of further predictions")
 BUILDER = Target(_DATASETS + "blended_megatron_dataset_builder", "BlendedMegatronDatasetBuilder.__init__", "wrapped",
                  ("self", "cls", "sizes", "is_built_on_rank", "config"), "checkout",
                  "every rank has the data sets, since ranks change their place")
@@ -230,8 +266,13 @@ TORCH_NORM = Target(_CORE + "transformer.torch_norm", "WrappedTorchNorm.__new__"
 GATING = Target(_CORE + "transformer.moe.moe_utils", "router_gating_linear", "wrapped",
                 ("inp", "weight", "bias", "router_dtype"), "cpu",
                 "asks whether Transformer Engine's product is None, a name that it has only with Transformer Engine")
+TO_HOST = Target(_CORE + "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "replaced",
+                 ("tensor", "as_numpy", "record_stream"), "cpu",
+                 "moves what is on CUDA by name, and streams of other devices are not CUDA's")
 LATENT = Target(_CORE + "transformer.multi_latent_attention", "HAVE_TE", "replaced", None, "cpu",
                 "is true without Transformer Engine, whose linear layer it then asks for")
+RECOMPUTE = Target(_RANDOM, "CheckpointWithoutOutput.__init__", "wrapped", ("self", "fp8"), "cpu",
+                   "takes False for 8 bits, for which it asks Transformer Engine (--recompute-modules layernorm)")
 KERNELS = Target("megatron.legacy.fused_kernels", "load", "replaced", ("args",), "cpu", "there is no CUDA compiler")
 HELPERS = Target(_DATASETS + "utils", "compile_helpers", "replaced", (), "cpu",
                  "compiled for the Python that runs; an installed megatron-core has them ready")
@@ -240,6 +281,26 @@ WARM_UP = Target(_TRAINING + "initialize", "_warmup_jit_function", "replaced", (
 BATCH_INVARIANT = Target(_CORE + "transformer.custom_layers.batch_invariant_kernels", "enable_batch_invariant_mode",
                          "replaced", (), "cpu", "its module imports triton, which is for GPUs; --batch-invariant-mode "
                          "ends the job")
+
+# ---- what layers of Transformer Engine need -------------------------------------------------
+
+WGRAD_DELAYED = Target(_ENGINE + "module._common", "WeightGradStore.delay_wgrad_compute", "replaced", ("self",),
+                       "engine", "with --elastic-schedule split weights get their gradients after the pass")
+WGRAD_PUT = Target(_ENGINE + "module._common", "WeightGradStore.put", "replaced", ("self", "tensor_list", "func"),
+                   "engine", "with --elastic-schedule split weights get their gradients after the pass")
+WGRAD_STORE = Target(_ENGINE + "module._common", "WeightGradStore.__init__", "called",
+                     ("self", "delay_wgrad_compute", "ub_bulk_wgrad"), "engine",
+                     "each linear layer has one, in wgrad_store")
+ENGINE_LINEAR = Target(_ENGINE + "module.linear", "Linear.forward", "called", ("self", "inp", "is_first_microbatch"),
+                       "engine", "what it has made of its weights is made anew after an update")
+ENGINE_NORM_LINEAR = Target(_ENGINE + "module.layernorm_linear", "LayerNormLinear.forward", "called",
+                            ("self", "inp", "is_first_microbatch"), "engine",
+                            "what it has made of its weights is made anew after an update")
+ENGINE_ATTENTION = Target(_ENGINE + "attention.dot_product_attention.dot_product_attention",
+                          "DotProductAttention.__init__", "called", ("self", "get_rng_state_tracker", "tp_group"),
+                          "engine", "dropout draws from Megatron's streams, which are keyed")
+ENGINE_GROUP = Target(_ENGINE + "module.base", "TransformerEngineBaseModule.set_tensor_parallel_group", "called",
+                      ("self", "tp_group"), "engine", "the group stays the same object in every layout")
 
 TARGETS: tuple[Target, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Target))
 """All of them, in the order above."""

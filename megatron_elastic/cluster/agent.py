@@ -20,13 +20,17 @@ import msgspec
 from megatron_elastic.cluster import wire, zygote
 from megatron_elastic.cluster.deathwatch import Deathwatch
 from megatron_elastic.cluster.gauge import Gauge
-from megatron_elastic.cluster.line import AGENT_VARIABLE, Lines
+from megatron_elastic.cluster.instruments import Instruments
+from megatron_elastic.cluster.line import AGENT_VARIABLE, FIRST_HOST_VARIABLE, Lines
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    ClocksRefused,
     Committed,
+    Failed,
     Fence,
     FromAgent,
     FromRank,
+    Given,
     Heartbeat,
     Hello,
     Inspect,
@@ -42,6 +46,7 @@ from megatron_elastic.cluster.messages import (
     Recall,
     Relay,
     Seat,
+    SetClocks,
     Stop,
     ToAgent,
 )
@@ -60,6 +65,8 @@ from megatron_elastic.cluster.zygote import (
     Spawned,
     Stopped,
 )
+from megatron_elastic.power.devices import Place
+from megatron_elastic.power.regulator import Regulator
 
 END_LIMIT = 10.0
 """Seconds that ranks of a failed job have to end, before they are killed, and that the zygote has."""
@@ -92,11 +99,15 @@ class Job:
     """Seconds between two looks for ranks that are at a standstill which no signal caused."""
     tells_paces: bool = False
     """Whether the coordinator is told how fast ranks are."""
+    spares: int = 0
+    """Of the ranks of all nodes, the last ones: they join when they are needed."""
+    actuator: str | None = None
+    """What sets clocks, if they are planned."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
-        return self.nodes * self.ranks_per_node
+        """Ranks that the job begins with."""
+        return self.nodes * self.ranks_per_node - self.spares
 
     @property
     def ranks(self) -> list[int]:
@@ -151,10 +162,13 @@ class Agent:
         """This node's place in an embedded store, if it was given one later on."""
         self._lines = Lines(self._heard, self._closed)
         self._tell = tell
+        self._loop = asyncio.get_running_loop()
         self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(job.ranks_per_node)
         self._gauge = Gauge(job.ranks_per_node, job.look_every)
         self._speedometer = Speedometer(self._gauge.odometers) if job.tells_paces else None
+        self._instruments = Instruments(self._gauge.odometers)
+        self._regulator = None if job.actuator is None else Regulator(job.actuator, job.run_dir, self._warn)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -163,6 +177,8 @@ class Agent:
         self._pids: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         """Local rank of every rank that was started here."""
+        self._broken: set[int] = set()
+        """Local ranks whose devices have failed."""
         self._saving: set[asyncio.Future[None]] = set()
         """Stacks that are being written down."""
         self._still: set[int] = set()
@@ -211,10 +227,11 @@ class Agent:
         running = {rank: slot for rank, slot in self._slots.items() if rank in self._running}
         if self._speedometer is not None:
             self._speedometer.forget()
+        self._instruments.forget()
         return AgentHello(
             session=session, node_rank=self.job.node_rank, slots=self.job.ranks_per_node, host=socket.gethostname(),
             heartbeat_timeout=self.job.heartbeat_timeout, address=address, member=member,
-            running=self._post.running(running), leaving=self.leaving,
+            running=self._post.running(running), leaving=self.leaving, broken=sorted(self._broken),
             past=None if alone_since is None else self._post.past(
                 self._torch_port, alone_since, resigned, self._slots),
         )  # fmt: skip
@@ -228,10 +245,18 @@ class Agent:
                 self._post.recorded(message.recorded)
             case Launch():
                 self._launch(message)
+            case Given():
+                self._post.given(message.newest)
             case Fence():
                 self._fence(message)
             case Inspect():
                 self._tell(Inspected(readings=self._gauge.readings(self._pids, self._slots), usual=self._gauge.usual))
+            case SetClocks():
+                if self._regulator is not None:
+                    places = [Place(rank, self._slots[rank], pid) for rank, pid in self._pids.items()]
+                    self._regulator.set(message.clocks, places)
+                    if self._speedometer is not None:
+                        self._speedometer.restart()
             case Recall():
                 self._post.recall(message)
             case Members():
@@ -265,6 +290,8 @@ class Agent:
         await self._wait_idle(END_LIMIT)
         if self._running:
             raise AgentError(f"ranks {sorted(self._running)} do not end")
+        if self._regulator is not None:
+            self._regulator.set({}, [])
         self.over = asyncio.get_running_loop().create_future()
         self._post = Post(self._lines.send, self._tell, asyncio.get_running_loop().call_later)
         self._slots.clear()
@@ -278,13 +305,20 @@ class Agent:
                                             "--nproc-per-node"))
             return
         self._torch_port = message.torch_port
-        self._start(message.ranks, message.torch_port)
+        self._start(message.ranks, message.first_host)
+
+    def _warn(self, reason: str) -> None:
+        """Clocks cannot be set; said in another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
+            self._loop.call_soon_threadsafe(self._tell, ClocksRefused(reason=reason))
 
     # ---- ranks ---------------------------------------------------------------------------
 
     def _heard(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Committed):
             self._gauge.committed(message)
+        if isinstance(message, Failed) and message.device:
+            self._broken.add(self._slots[rank])
         if isinstance(message, Hello) and self.over.done():  # it has only begun when the others were told
             self._lines.send(rank, wire.encode(self.over.result()))
         self._post.heard(rank, message)
@@ -293,17 +327,20 @@ class Agent:
         if rank in self._running and not self.over.done():
             self._post.news(RankClosed(rank=rank, time=time.time()))
 
-    def _start(self, ranks: Mapping[int, int], torch_port: int) -> None:
+    def _start(self, ranks: Mapping[int, int], first_host: int) -> None:
         for local_rank, rank in ranks.items():
             self._running.add(rank)
             self._slots[rank] = local_rank
             self._idle.clear()
             self._gauge.odometers.begin(local_rank)
-            environment = self.job.environment(rank, local_rank, torch_port) | {
-                AGENT_VARIABLE: self._lines.name, **self._gauge.odometers.environment(local_rank)}
+            environment = self.job.environment(rank, local_rank, self._torch_port) | {
+                AGENT_VARIABLE: self._lines.name, FIRST_HOST_VARIABLE: str(first_host or self.job.ranks_per_node),
+                **self._gauge.odometers.environment(local_rank)}
             self._send(Spawn(rank, environment, str(self.job.log(rank)), self.job.program))
 
     def _fence(self, message: Fence) -> None:
+        if message.device and message.rank in self._slots:
+            self._broken.add(self._slots[message.rank])
         pid = self._pids.get(message.rank)
         if message.stack and pid is not None:
             saving = asyncio.ensure_future(save_stack(pid, self.job.stack(message.rank)))
@@ -344,6 +381,8 @@ class Agent:
                 await self._listener
         if self._process is not None:
             await self._end_process(self._process)
+        if self._regulator is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._regulator.close)
         self._lines.close()
         return stubborn
 
@@ -412,6 +451,8 @@ class Agent:
         if self._speedometer is not None:
             for paced in self._speedometer.look({rank: self._slots[rank] for rank in self._pids}):
                 self._tell(paced)
+        if (metered := self._instruments.look(self._pids, self._slots, time.monotonic())) is not None:
+            self._tell(metered)
         for rank, pid in self._pids.items():
             how = standstill(pid)
             if how is not None and rank not in self._still:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Built, FromRank, Ready, Recovered, Report, Said, Settled
+from megatron_elastic.cluster.messages import Built, FromRank, Ready, Recovered, Recut, Report, Said, Settled
 
 _PATIENCE = 0.005
 """Seconds that what can be told together waits at most."""
 Later = Callable[[float, Callable[[], object]], object]
-_Alike = Built | Ready | Recovered | Report | Settled
+_Alike = Built | Ready | Recovered | Recut | Report | Settled
 
 
 class Chorus:

@@ -174,10 +174,12 @@ class Control:
             self._end(f"the agent of this node is gone ({error})")
             raise JobStopped(self._over) from None
 
-    def fail(self, traceback: str, epoch: int = 0, step: int | None = None) -> None:
+    def fail(
+        self, traceback: str, epoch: int = 0, step: int | None = None, device: str = "", short: str = ""
+    ) -> None:
         """Tell that the program has raised, as in ``Failed``; nothing that this process tells of it later counts."""
         global _told
-        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step))
+        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step, device=device, short=short))
         _told = True
 
     def wait(self, types: tuple[type[M], ...], timeout: float) -> M:

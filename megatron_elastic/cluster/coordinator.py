@@ -8,11 +8,14 @@ out comes back as an event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,25 +26,44 @@ from megatron_elastic.cluster.protocol.effects import (
     CancelTimer,
     Effect,
     End,
+    PlanClocks,
     ReadCosts,
     Record,
     Reply,
     Say,
+    Search,
     Send,
     SetTimer,
+    Show,
+    Tabulate,
     Tell,
     WriteDigest,
     WriteEvent,
     WriteLayout,
     WriteMetrics,
     WriteProfile,
+    WriteScaleTable,
 )
-from megatron_elastic.cluster.protocol.events import Costed, Ended, Event, Expired, Recorded, Sent, Troubled
+from megatron_elastic.cluster.protocol.events import (
+    Clocked,
+    Costed,
+    Ended,
+    Event,
+    Expired,
+    Found,
+    Recorded,
+    Sent,
+    Troubled,
+)
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.timers import Timers
 from megatron_elastic.cluster.wire import Unsendable
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan import Costs, ProfileError
+from megatron_elastic.plan import Costs, ProfileError, order
+from megatron_elastic.plan.clocking import plan_clocks
+from megatron_elastic.plan.order import Order
+from megatron_elastic.plan.predict import Case
+from megatron_elastic.plan.predict.outlook import around, outlook
 
 
 class Agent(Protocol):
@@ -57,12 +79,12 @@ class Coordinator:
     Args:
         job: as it begins.
         records: where an elastic job is written down; None for a plain one.
-        say: prints one line for people; does not block.
+        say: prints one line for people, about an event of a kind that is written down, or none; does not block.
         remember: lets a later coordinator know that an epoch was begun; to answer with ``Recorded``. None if there can
             be none.
     """
 
-    def __init__(self, job: Job, records: Recorder | None, say: Callable[[str], None],
+    def __init__(self, job: Job, records: Recorder | None, say: Callable[[str, str], None],
                  remember: Callable[[Record], None] | None = None) -> None:
         self.job = job
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -159,21 +181,49 @@ class Coordinator:
             case CancelTimer():
                 self._timers.cancel(effect.name)
             case Say():
-                self._say(effect.line)
+                self._say(effect.line, effect.tells)
+            case Show():
+                if self._records is not None:
+                    self._records.show(effect.figures)
             case Reply():
                 if (answer := self._people.pop(effect.person, None)) is not None and not answer.done():
                     answer.set_result(effect.answer)
             case ReadCosts():
                 self.post(_read_costs(effect))
+            case PlanClocks():
+                self._plan_clocks(effect)
+            case Search():
+                self._search(effect)
+            case Tabulate():
+                self._tabulate(effect)
             case Record():
                 self._remember(effect)
             case End():
                 self._timers.cancel_all()
                 if not self.outcome.done():
                     self.outcome.set_result(Outcome(effect.ok, effect.reason))
-            case WriteMetrics() | WriteEvent() | WriteLayout() | WriteProfile() | WriteDigest():
+            case (
+                WriteMetrics() | WriteEvent() | WriteLayout() | WriteProfile() | WriteScaleTable() | WriteDigest()
+            ):
                 if self._records is not None:
                     self._records.write(effect)
+
+    def _plan_clocks(self, effect: PlanClocks) -> None:
+        """In a thread, which ends with this process at the latest: training does not wait for it."""
+        loop = asyncio.get_running_loop()
+
+        def plan() -> None:
+            try:
+                found = plan_clocks(effect.layout, effect.costs, effect.mode, effect.schedule, effect.paces)
+            except Exception:
+                done = partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
+            else:
+                done = partial(self.post, Clocked(now=time.time(), epoch=effect.layout.epoch, clocks=dict(found.clocks),
+                                                  step_ms=found.step_ms, base_ms=found.base_ms))  # fmt: skip
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
+                loop.call_soon_threadsafe(done)
+
+        threading.Thread(target=plan, name="clocks", daemon=True).start()
 
     def _send(self, effect: Send) -> None:
         """One message for each node, whatever the number of its ranks; encoded once."""
@@ -193,6 +243,35 @@ class Coordinator:
         if isinstance(effect.message, Decision):
             self.post(Sent(now=time.time(), epoch=effect.message.epoch))
 
+    def _search(self, effect: Search) -> None:
+        """In a thread: it may take a second."""
+        begun, epoch = time.monotonic(), effect.layout.epoch
+
+        def done(searched: asyncio.Future[Order | None]) -> None:
+            if searched.cancelled():
+                return
+            error = searched.exception()
+            self.post(Found(
+                now=time.time(), epoch=epoch, order=None if error is not None else searched.result(),
+                seconds=time.monotonic() - begun, problem="" if error is None else repr(error),
+            ))
+
+        arguments = effect.layout, effect.costs, effect.clocks, effect.present, effect.tied
+        asyncio.get_running_loop().run_in_executor(None, order.search, *arguments).add_done_callback(done)
+
+    def _tabulate(self, effect: Tabulate) -> None:
+        """In a thread, too; where it cannot be told, there is none."""
+        def done(made: asyncio.Future[str]) -> None:
+            if made.cancelled() or self._records is None or self._deposed:
+                return
+            if (error := made.exception()) is not None:
+                self._say(f"there is no scale table: {error!r}", "")
+            else:
+                self._records.write(WriteScaleTable(made.result()))
+
+        arguments = effect.layout, effect.costs, effect.tokens, effect.sizes
+        asyncio.get_running_loop().run_in_executor(None, _table, *arguments).add_done_callback(done)
+
     def trouble(self, what: str, fatal: bool = False) -> None:
         """Something could not be carried out."""
         self.post(Troubled(now=time.time(), what=what, fatal=fatal))
@@ -200,6 +279,10 @@ class Coordinator:
     def end(self, ok: bool, reason: str) -> None:
         """The job is to end. Later calls change nothing."""
         self.post(Ended(now=time.time(), ok=ok, reason=reason))
+
+
+def _table(layout: Layout, costs: Costs, tokens: int, sizes: Case | None) -> str:
+    return outlook(layout, costs, tokens, around(layout), sizes).to_json()
 
 
 def _read_costs(effect: ReadCosts) -> Costed:

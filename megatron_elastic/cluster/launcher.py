@@ -14,40 +14,48 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_elastic import argument_file, support
+from megatron_elastic import argument_file, support, usage
 from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, parse
 from megatron_elastic.cluster.part import Part
-from megatron_elastic.cluster.recorder import Screen
+from megatron_elastic.cluster.screen import Screen, as_object, complain
 from megatron_elastic.cluster.station import Station
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+from megatron_elastic.device import visible
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
 
+_IMPORTED = ("pydantic", "regex", "six")
+"""What ``megatron.training`` imports of what neither torch nor megatron-core brings along."""
+
 _EXAMPLES = """\
 examples:
-  megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic --data-path data ...
+  megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic \\
+      --data-path data ...
       eight ranks on this machine; a rank that dies does not end the job
   megatron-elastic run --nproc-per-node 8 examples/pretrain_gpt.py --elastic \\
-      --elastic-inject 'kill:rank=5,step=12,at=backward,grain=3' ...
+      --elastic-inject 'kill:rank=5,step=12,at=backward' ...
       the same, and rank 5 is killed in the backward pass of step 12
-  export MEGATRON_ELASTIC_TOKEN=$(openssl rand -hex 32)     # the same value on both nodes
-  megatron-elastic run --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
-  megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 --master-port 29500 --nproc-per-node 8 SCRIPT ...
-      two nodes; the first one's launcher coordinates and keeps the records (from three nodes on another's, if it is
-      lost)
+  export MEGATRON_ELASTIC_TOKEN=...  # the same on both: openssl rand -hex 32
+  megatron-elastic run --nnodes 2 --node-rank 0 --master-addr HOST0 \\
+      --master-port 29500 --nproc-per-node 8 SCRIPT ...
+  megatron-elastic run --nnodes 2 --node-rank 1 --master-addr HOST0 \\
+      --master-port 29500 --nproc-per-node 8 SCRIPT ...
+      two nodes; the first one's launcher coordinates and keeps the records
+      (from three nodes on another's, if it is lost)
 
 The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
 in the environment is put before them, for run scripts that are not to be edited; before that, what the file of
@@ -78,12 +86,18 @@ class _Command:
     choice: Choice
     """Of the store that says who coordinates."""
 
+    @property
+    def spares(self) -> int:
+        """Of the ranks of all nodes, the last ones, which do not train for now."""
+        return self.config.spares if self.config.elastic else 0
 
-def _parser() -> _Parser:
+
+def make_parser() -> _Parser:
+    """The flags of ``megatron-elastic run``."""
     parser = _Parser(
         prog="megatron-elastic run", usage="%(prog)s [options] SCRIPT [ARGS ...]", allow_abbrev=False,
         description="Start a script on every rank, as torchrun does; with --elastic in ARGS, train on when ranks die.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES, formatter_class=usage.Formatter,
     )
 
     def add(name: str, **keywords: Any) -> None:
@@ -111,17 +125,18 @@ def _parser() -> _Parser:
 
 def _read_command(argv: Sequence[str] | None) -> _Command:
     """Parse and check the command line. Raises UsageError."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.no_python:
         raise UsageError("--no-python is not supported: ranks are forked from a Python process; give a Python script")
-    if options.max_restarts:
-        _note("--max-restarts has no effect: ranks that die are never restarted, the others train on")
     # First, so that the command line wins.
     options.arguments[:0] = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
     elastic = _Parser(add_help=False, allow_abbrev=False)
     add_elastic_arguments(elastic)
     options.arguments[:0] = argument_file.launcher_flags(options.arguments)
     config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
+    if options.max_restarts:
+        complain("note", "--max-restarts has no effect: ranks that die are never restarted, the others train on",
+                 config.log_format == "json")
     nodes = _nodes(options.nnodes)
     if options.node_rank < 0 or (options.node_rank >= nodes and not config.elastic):
         raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}; only "
@@ -132,6 +147,9 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     program = Program(options.script, options.module, options.arguments)
     command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config,
                        Credentials(token, certificates_of(config)), parse(config.store, nodes if config.elastic else 1))
+    if command.spares >= nodes * command.ranks_per_node:
+        raise UsageError(f"--elastic-spares {command.spares}: there are {nodes * command.ranks_per_node} ranks in all, "
+                         "and some must train: raise --nproc-per-node or --nnodes")
     _check_script(command)
     return command
 
@@ -144,19 +162,13 @@ def _nodes(text: str) -> int:
 
 def _ranks_per_node(text: str) -> int:
     if text in ("auto", "cpu", "gpu"):
-        gpus = _count_gpus() if text != "cpu" else 0
-        if text == "gpu" and not gpus:
-            raise UsageError("--nproc-per-node gpu: this machine shows no GPU; give a number")
-        return gpus or len(os.sched_getaffinity(0))
+        devices = visible.count(os.environ) if text != "cpu" else 0
+        if text == "gpu" and not devices:
+            raise UsageError("--nproc-per-node gpu: this machine shows no GPU or NPU; give a number")
+        return devices or len(os.sched_getaffinity(0))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--nproc-per-node {text}: give a positive number, auto, cpu or gpu")
     return int(text)
-
-
-def _count_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
-    return devices if visible is None else min(devices, len([name for name in visible.split(",") if name]))
 
 
 def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
@@ -190,7 +202,7 @@ def _check_script(command: _Command) -> None:
             sys.path.insert(0, str(path.resolve().parent))
             try:
                 check = runpy.run_path(str(path), run_name="__preflight__")["check_arguments"]
-                check(program.arguments, command.nodes * command.ranks_per_node)
+                check(program.arguments, command.nodes * command.ranks_per_node - command.spares)
             finally:
                 sys.path.pop(0)
     if command.config.elastic and importlib.util.find_spec("ucxx") is None:
@@ -198,10 +210,14 @@ def _check_script(command: _Command) -> None:
 
 
 def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
-    """Check what can be checked of a Megatron-LM script without Megatron: that it is patched, and its flags."""
+    """Check what can be checked of a Megatron-LM script without Megatron: that it is patched, its flags, and that there
+    is what it imports.
+    """
     if "megatron_elastic" not in path.read_text(errors="replace"):
         raise UsageError(f"{path} does not know --elastic; let it: megatron-elastic patch apply {path.parent}")
     support.check_arguments(arguments)
+    if missing := [name for name in _IMPORTED if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{path} imports what is not installed: pip install {' '.join(missing)}")
 
 
 def _defines_check(path: Path) -> bool:
@@ -241,23 +257,32 @@ def _fresh_run_dir() -> Path:
 # ---- running -------------------------------------------------------------------------------
 
 
+def check(argv: Sequence[str]) -> ElasticConfig:
+    """Look at a command line as ``main`` does, and start nothing; returns its elastic flags. Raises UsageError."""
+    return _read_command(argv).config
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; return the exit code: 0 training finished, 1 it did not, 2 bad flags, 130 / 143 interrupted."""
     try:
         command = _read_command(argv)
         run_dir = _make_run_dir(command)
     except UsageError as error:
-        _complain(str(error))
+        complain("error", str(error), as_json=False)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     exit_signal = ExitSignal(command.program.arguments)
-    code = _run_until_signalled(_take_part(command, run_dir, exit_signal), exit_signal)
-    print(f"records and logs are in {run_dir}", flush=True)
+    as_json, there = command.config.log_format == "json", f"records and logs are in {run_dir}"
+    note = partial(complain, "note", as_json=as_json)
+    code = _run_until_signalled(_take_part(command, run_dir, exit_signal, note), exit_signal, note)
+    print(as_object("info", "said", there) if as_json else there, flush=True)
     return code
 
 
-def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal) -> int:
+def _run_until_signalled(
+    job: Coroutine[Any, Any, int], exit_signal: ExitSignal, note: Callable[[str], None]
+) -> int:
     """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code.
 
     The second one cancels it again, which ends its patience with the ranks. The script's exit signal goes to the ranks.
@@ -270,7 +295,7 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
 
         def on_signal(number: int) -> None:
             if (what := exit_signal.taken(number)) is not None:
-                _note(what)
+                note(what)
                 return
             received.append(number)
             if len(received) <= 2:
@@ -288,16 +313,18 @@ def _run_until_signalled(job: Coroutine[Any, Any, int], exit_signal: ExitSignal)
     return 128 + received[0] if received else code
 
 
-async def _take_part(command: _Command, run_dir: Path, exit_signal: ExitSignal) -> int:
+async def _take_part(
+    command: _Command, run_dir: Path, exit_signal: ExitSignal, note: Callable[[str], None]
+) -> int:
     """Run this node's part of the job to its end; returns the exit code."""
-    screen = Screen()
-    station = Station(_part(command, run_dir), exit_signal, screen, _note)
+    screen = Screen(command.config.log_format == "json")
+    station = Station(_part(command, run_dir), exit_signal, screen, note)
     outcome = await station.run()
     if not outcome.ok:
-        _complain(outcome.reason)
+        screen.complain(outcome.reason)
     await station.end(outcome)
     if outcome.ok:
-        screen.say(outcome.reason)
+        screen.say(outcome.reason, "finished")
     screen.close(END_LIMIT)
     return 0 if outcome.ok else 1
 
@@ -308,7 +335,8 @@ def _part(command: _Command, run_dir: Path) -> Part:
         program=command.program, nodes=command.nodes, node_rank=command.node_rank,
         ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host,
         heartbeat_timeout=config.heartbeat_timeout, grace=config.end_timeout, look_every=config.suspect_timeout / 4,
-        tells_paces=_tells_paces(config, command.ranks_per_node),
+        tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
+        actuator=None if config.dvfs is None else "emulated" if config.emulate is not None else config.actuator,
     )  # fmt: skip
     return Part(job, config, command.credentials, command.choice, command.port)
 
@@ -318,17 +346,3 @@ def _tells_paces(config: ElasticConfig, ranks: int) -> bool:
     if config.slow is None:
         return config.elastic and ranks <= len(os.sched_getaffinity(0))
     return config.elastic and config.slow != "off"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _note(line: str) -> None:
-    print(f"megatron-elastic: note: {line}", file=sys.stderr, flush=True)
-
-
-def _complain(line: str) -> None:
-    print(f"megatron-elastic: error: {line}", file=sys.stderr, flush=True)
-
-

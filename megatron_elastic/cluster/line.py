@@ -23,6 +23,9 @@ from megatron_elastic.cluster.messages import FromRank
 
 AGENT_VARIABLE = "MEGATRON_ELASTIC_AGENT"
 """Environment variable with the name of the agent's socket."""
+FIRST_HOST_VARIABLE = "MEGATRON_ELASTIC_FIRST_HOST"
+"""Environment variable with the number of ranks that the job began with on its first host. A node that comes later may
+have another number, and its ranks must know what the first layout was."""
 _CREDENTIALS = struct.Struct("3i")
 _BATCH = 1 << 18
 _BACKLOG = 64 << 20

@@ -14,23 +14,32 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.cluster import leadership, seats
 from megatron_elastic.cluster.agent import END_LIMIT, Agent, AgentError
+from megatron_elastic.cluster.board import Board, folder_of
 from megatron_elastic.cluster.coordinator import Coordinator
+from megatron_elastic.cluster.curves import Curves
 from megatron_elastic.cluster.leadership import Deposed, Durable, Member, Place, Store, StoreError
 from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
 from megatron_elastic.cluster.race import race
-from megatron_elastic.cluster.recorder import Recorder, Screen
+from megatron_elastic.cluster.recorder import Recorder, Watcher
+from megatron_elastic.cluster.screen import Screen
 from megatron_elastic.cluster.server import Server
+from megatron_elastic.cluster.spans import Spans
+from megatron_elastic.cluster.title import entitle
 from megatron_elastic.cluster.uplink import Uplink
+from megatron_elastic.cluster.weights_and_biases import WeightsAndBiases, project_of
 from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.observe.records import RecordsError, read_metrics
+
+if TYPE_CHECKING:
+    from megatron_elastic.observe.metrics import Metrics
 
 
 class Office:
@@ -57,15 +66,19 @@ class Office:
         self._screen = screen
         self._note = note
         self._let_go = let_go
-        self._server = Server(part.config, part.credentials, screen.say)
+        self._server = Server(part.config, part.credentials, part.agent.run_dir, screen.say)
         self._changed = asyncio.Event()
         """Set when this node begins or ceases to coordinate, or opens another store."""
         self._records: Recorder | None = None
+        self._metrics: Metrics | None = None
+        self._curves: list[Curves] = []
+        self._spans: Spans | None = None
         self._record: asyncio.Queue[Record] = asyncio.Queue()
         self._opened: list[Store] = []
         self._listening: socket.socket | None = None
         """Where this node is a member of an embedded store, or could be one."""
         self._standing: asyncio.Task[None] | None = None
+        self._entitle("agent")
 
     def change(self) -> Coroutine[Any, Any, Any]:
         """Wait until this node begins or ceases to coordinate, or opens another store."""
@@ -88,8 +101,14 @@ class Office:
         if self._records is not None:
             if self.coordinator is not None:
                 remove_address(self._part.agent.run_dir)
+            if self._metrics is not None:
+                self._metrics.close()
             if left := self._records.close(END_LIMIT):
                 self._note(f"{left} records could not be written to {self._part.agent.run_dir}")
+        for curves in self._curves:
+            curves.close(END_LIMIT)
+        if self._spans is not None:
+            self._spans.close(END_LIMIT)
 
     # ---- at the beginning --------------------------------------------------------------------
 
@@ -134,12 +153,43 @@ class Office:
     def _open_records(self) -> None:
         if self._config.elastic:
             run_dir = self._part.agent.run_dir
-            self._records = self._records or Recorder(run_dir, self._trouble)
+            self._serve_metrics()
+            self._records = self._records or Recorder(run_dir, self._trouble, self._watchers())
             host, _, port = self._uplink.address.rpartition(":")
             try:
                 leave_address(run_dir, Address(host, int(port), self._part.credentials))
             except OSError as error:
                 self._note(f"cannot write down where the job can be asked: {error}")
+
+    def _watchers(self) -> list[Watcher]:
+        """Who wants to know what is written down."""
+        watchers: list[Watcher] = [] if self._metrics is None else [self._metrics]
+        if self._screen.as_json:
+            self._screen.watch()
+            watchers.append(self._screen)
+        arguments, run_dir = self._part.agent.program.arguments, self._part.agent.run_dir
+        if (folder := folder_of(arguments)) is not None:
+            self._curves.append(Board(folder, self._note))
+        if (project := project_of(arguments, run_dir, self._note)) is not None:
+            self._curves.append(WeightsAndBiases(project, run_dir.name, self._note))
+        watchers += self._curves
+        self._spans = Spans.wanted(run_dir.name, self._note)
+        if self._spans is not None:
+            watchers.append(self._spans)
+        return watchers
+
+    def _serve_metrics(self) -> None:
+        port = self._config.metrics_port
+        if not port:
+            return
+        if self._metrics is None:
+            from megatron_elastic.observe.metrics import Metrics  # only who asks for them needs it
+
+            self._metrics = Metrics(self._part.agent.run_dir.name)
+        try:
+            self._metrics.serve(port)
+        except OSError as error:
+            self._note(f"--elastic-metrics-port {port}: {error.strerror}; nobody can read metrics from this node")
 
     def _trouble(self, what: str, fatal: bool = False) -> None:
         if self.coordinator is not None:
@@ -147,8 +197,12 @@ class Office:
 
     def _coordinate(self, coordinator: Coordinator) -> None:
         self.coordinator = self._server.coordinator = coordinator
+        self._entitle("coordinator")
         asyncio.get_running_loop().set_exception_handler(
             lambda _, context: coordinator.end(False, _defect(context.get("exception") or context["message"])))
+
+    def _entitle(self, what: str) -> None:
+        entitle(f"run (node {self._part.agent.node_rank}, {what})", self._part.agent.program.target)
 
     # ---- terms -------------------------------------------------------------------------------
 
@@ -254,8 +308,11 @@ class Office:
             asyncio.get_running_loop().set_exception_handler(None)
             if self._records is not None:
                 self._records.drop()
+            if self._metrics is not None:
+                self._metrics.close()
             self._server.depose()
             self._uplink.detach()
+            self._entitle("agent")
             self._screen.say("this node coordinates no longer")
             self._change()
 
@@ -283,8 +340,10 @@ class Office:
 
 def _settings(config: ElasticConfig) -> Settings:
     return Settings(
-        elastic=config.elastic, respawn=config.respawn, replay=config.replay, redo=config.redo,
+        elastic=config.elastic, respawn=config.respawn, spares=config.spares, replay=config.replay, redo=config.redo,
         on_error=config.on_error, slow=config.slow or "share", profile=config.profile,
+        policy=config.policy, schedule=config.schedule, dvfs=config.dvfs,
+        places=config.placement == "search",
         start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,
         heartbeat_timeout=config.heartbeat_timeout, hang_timeout=config.hang_timeout,

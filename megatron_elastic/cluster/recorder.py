@@ -1,4 +1,4 @@
-"""Recorder: writes records and lines for people in threads, so that a stalled disk or terminal stops nobody.
+"""Recorder: writes records in a thread, so that a stalled disk stops nobody; ``screen`` does so with lines for people.
 
 What cannot be written now is kept, up to a limit, and written as soon as that works again; what is dropped is counted.
 """
@@ -6,12 +6,11 @@ What cannot be written now is kept, up to a limit, and written as soon as that w
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_elastic.cluster.protocol.effects import (
     WriteDigest,
@@ -19,10 +18,13 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteLayout,
     WriteMetrics,
     WriteProfile,
+    WriteScaleTable,
 )
+from megatron_elastic.layout import Layout
+from megatron_elastic.observe.dials import Figures
 from megatron_elastic.observe.records import RunRecords
 
-Write = WriteMetrics | WriteEvent | WriteLayout | WriteProfile | WriteDigest
+Write = WriteMetrics | WriteEvent | WriteLayout | WriteProfile | WriteScaleTable | WriteDigest
 T = TypeVar("T")
 
 _MOST = 100_000
@@ -31,11 +33,15 @@ _AGAIN = 1.0
 """Seconds until what could not be written is tried again."""
 
 
+class GivenUp(Exception):
+    """Something cannot be done, and need not be tried again. The message is for people."""
+
+
 class Clerk(Generic[T]):
     """Does one thing after the other in a thread.
 
     Args:
-        do: does it. What raises OSError is tried again, in the same place.
+        do: does it. What raises OSError is tried again, in the same place; what raises GivenUp is not.
         trouble: told, in the event loop, when something cannot be done for the first time, and what was given up.
     """
 
@@ -90,6 +96,8 @@ class Clerk(Generic[T]):
                     if self._closing or self._changed.wait_for(lambda: self._closing, _AGAIN):
                         return
                 continue
+            except GivenUp as error:
+                self._tell(str(error))
             except Exception as error:
                 self._tell(f"left out, please report it: {error!r}")
             if self._failing:
@@ -104,11 +112,28 @@ class Clerk(Generic[T]):
             self._loop.call_soon_threadsafe(self._trouble, what)
 
 
-class Recorder:
-    """Writes ``records`` as the protocol's effects say."""
+class Watcher(Protocol):
+    """Is told of what is written down. Its methods neither block nor raise."""
 
-    def __init__(self, run_dir: Path, trouble: Callable[[str], None]) -> None:
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A line of ``metrics.jsonl``."""
+
+    def event(self, kind: str, epoch: int, at: float, fields: Mapping[str, Any]) -> None:
+        """A line of ``events.jsonl``."""
+
+    def layout(self, layout: Layout) -> None:
+        """A layout came into force."""
+
+    def figures(self, figures: Mapping[int, Figures]) -> None:
+        """What the dials of some ranks show; it is not written down."""
+
+
+class Recorder:
+    """Writes records as the protocol's effects say, and lets ``watchers`` know."""
+
+    def __init__(self, run_dir: Path, trouble: Callable[[str], None], watchers: Sequence[Watcher] = ()) -> None:
         self._run_dir = run_dir
+        self._watchers = watchers
         self._opened: RunRecords | None = None
         self.recorded = 0
         """Steps up to this one are on record."""
@@ -117,6 +142,13 @@ class Recorder:
     def write(self, effect: Write) -> None:
         """Have it written."""
         self._clerk.put(effect)
+        for watcher in self._watchers:
+            _tell(watcher, effect)
+
+    def show(self, figures: Mapping[int, Figures]) -> None:
+        """Let watchers know what the dials of some ranks show."""
+        for watcher in self._watchers:
+            watcher.figures(figures)
 
     def drop(self) -> None:
         """Another writes from now on, and begins after what is written: the rest it hears from the agents."""
@@ -141,24 +173,17 @@ class Recorder:
                 records.layout(effect.layout)
             case WriteProfile():
                 records.profile(effect.text)
+            case WriteScaleTable():
+                records.scale_table(effect.text)
             case WriteDigest():
                 records.digest(effect.digest)
 
 
-class Screen:
-    """Prints lines for people."""
-
-    def __init__(self) -> None:
-        self._clerk: Clerk[str] = Clerk("screen", _print, lambda what: None)
-
-    def say(self, line: str) -> None:
-        """Print a line, as soon as the terminal or pipe takes it."""
-        self._clerk.put(line)
-
-    def close(self, limit: float) -> None:
-        """Wait until all is printed."""
-        self._clerk.close(limit)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
+def _tell(watcher: Watcher, effect: Write) -> None:
+    match effect:
+        case WriteMetrics():
+            watcher.step(effect.record)
+        case WriteEvent():
+            watcher.event(effect.kind, effect.epoch, effect.time, effect.fields)
+        case WriteLayout():
+            watcher.layout(effect.layout)

@@ -73,7 +73,7 @@ class Post:
         self._epoch = 0
         """The highest one that was begun, as far as they have been told."""
         self._highest = -1
-        """The highest rank that they have been told of otherwise: one that is dead, or was to come."""
+        """The highest rank that is known of otherwise: one that is dead, or is to come."""
         self._shapes: dict[int, UnitShape] = {}
         self._key = b""
         self._recorded = 0
@@ -179,6 +179,10 @@ class Post:
         for each in self.committed:
             if each.vote.step > message.after:
                 self._tell(Said(message=each))
+
+    def given(self, newest: int) -> None:
+        """Ids up to ``newest`` were given, perhaps on other nodes."""
+        self._highest = max(self._highest, newest)
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import (
     AgentHello,
+    ClocksRefused,
     Drain,
     FromAgent,
     Heartbeat,
     Inspected,
     Leaving,
+    Metered,
     Paced,
+    ReadLog,
+    ReadRecords,
     Resigned,
     Said,
     Scale,
@@ -25,16 +30,19 @@ from megatron_elastic.cluster.messages import (
     Welcome,
 )
 from megatron_elastic.cluster.protocol.events import Asked, Leaves, News, NodeAbsent, NodeBack, NodeCame, NodeLost
+from megatron_elastic.cluster.protocol.events import ClocksRefused as NoClocks
 from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
+from megatron_elastic.cluster.protocol.events import Metered as RanksMetered
 from megatron_elastic.cluster.protocol.events import Paced as RanksPaced
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
+from megatron_elastic.cluster.reader import Reader
 from megatron_elastic.cluster.session import Letter, Session
 from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
 from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig
 
-FromOutside = Letter | Scale | Drain
+FromOutside = Letter | Scale | Drain | ReadRecords | ReadLog
 _decoder: msgspec.msgpack.Decoder[FromOutside] = msgspec.msgpack.Decoder(FromOutside)
 _letters: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 
@@ -45,15 +53,18 @@ class Server:
     Args:
         config: limits.
         credentials: what every client must show.
+        run_dir: whose records people can see.
         say: prints one line for people.
     """
 
-    def __init__(self, config: ElasticConfig, credentials: Credentials, say: Callable[[str], None]) -> None:
+    def __init__(self, config: ElasticConfig, credentials: Credentials, run_dir: Path,
+                 say: Callable[[str], None]) -> None:
         self.coordinator: Coordinator | None = None
         """What is told of everything that comes; None while another process coordinates."""
         self._agents: dict[str, RemoteAgent] = {}
         """By session."""
         self._config = config
+        self._reader = Reader(run_dir)
         self._say = say
         self._door: Door[FromOutside] = Door(credentials, _decoder, self._serve_guest, config.cut_off, say)
 
@@ -64,6 +75,7 @@ class Server:
     async def close(self, timeout: float) -> None:
         """Stop listening, and wait until all connections have ended; those left after ``timeout`` seconds are cut."""
         await self._door.close(timeout)
+        self._reader.close(0.1)
 
     def depose(self) -> None:
         """Another process coordinates: agents are to look for it."""
@@ -90,9 +102,12 @@ class Server:
             coordinator.post(Asked(now=time.time(), person=person, request=first))
             wire.send(await answer)
             return
+        if isinstance(first, ReadRecords | ReadLog):
+            wire.send(await self._reader.answer(first))
+            return
         hello = decode(bytes(first.message), _letters)
         if not isinstance(hello, AgentHello):
-            raise WireError(f"it began with {type(hello).__name__} instead of AgentHello, Scale or Drain")
+            raise WireError(f"it began with {type(hello).__name__} instead of AgentHello or a request")
         await self._serve_agent(wire, hello, first.received, coordinator)
 
     async def _serve_agent(
@@ -184,6 +199,10 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
                                             usual=message.usual))
         case Paced():
             coordinator.post(RanksPaced(now=time.time(), node=node, epoch=message.epoch, paces=message.paces))
+        case Metered():
+            coordinator.post(RanksMetered(now=time.time(), node=node, figures=message.figures))
+        case ClocksRefused():
+            coordinator.post(NoClocks(now=time.time(), node=node, reason=message.reason))
         case Leaving():
             coordinator.post(Leaves(now=time.time(), node=node))
         case AgentHello():

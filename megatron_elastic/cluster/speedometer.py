@@ -35,6 +35,12 @@ class Speedometer:
         """Somebody who has been told nothing is to be told from now on."""
         self._told.clear()
 
+    def restart(self) -> None:
+        """Ranks may be faster or slower from now on: what was seen before does not count."""
+        self._marks.clear()
+        self._paces.clear()
+        self.forget()
+
     def look(self, slots: Mapping[int, int]) -> list[Paced]:
         """Look at these ranks, given with their slots. Returns what is to be told."""
         for rank in self._marks.keys() - slots.keys():

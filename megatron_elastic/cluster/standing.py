@@ -29,6 +29,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the vote of ``step``, once past it."""
     last: VoteResult | None = None
     """Result of the newest vote whose step this rank has finished."""
+    owed: VoteResult | None = None
+    """Result of the vote of the step that it left in, as long as its states may not have done that update."""
 
     epoch: int
     """Of the layout that it has made true, whole or in part."""
@@ -46,7 +48,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     planned: int = 0
     """Epoch of the newest layout that it has been told of to switch to; 0 without one."""
     agreed: bool = False
-    """Whether all members know of that one: the switch is due after the step."""
+    """Whether all members know of that one, and none lacks anything: the switch is due after the step, or the next part
+    of what they need for it."""
+    lacking: bool = False
+    """Whether something that it needs in that one is on its way."""
     damaged: Damaged | None = None
     """Damage that it has found."""
 
@@ -65,8 +70,15 @@ def told(standing: Standing, epoch: int) -> Standing:
 
 
 def informed(standing: Standing) -> bool:
-    """Whether it says in the vote that it knows what to switch to; not if a fault has overtaken that layout."""
-    return standing.planned > standing.epoch
+    """Whether it says in the vote that it knows what to switch to, and has all of it that is begun; not if a fault has
+    overtaken that layout.
+    """
+    return standing.planned > standing.epoch and not standing.lacking
+
+
+def lacks(standing: Standing, lacking: bool) -> Standing:
+    """Something that it needs in the planned layout is on its way, or all of that is here."""
+    return replace(standing, lacking=lacking)
 
 
 def voted(standing: Standing, vote: VoteResult, agreed: bool) -> Standing:
@@ -130,7 +142,8 @@ def edited(
     ``step``: the one that was decided about; a member is in it from now on, and past its ``vote`` if it has one. If
     this layout is replaced before more of it is true, the report must not tell of an older step: others have done some
     since, if this rank was no member. Nor of a vote of before, if the step is done again. Who leaves as others finish
-    the step has what it takes to finish it as well: others may have to have its states.
+    the step has what it takes to finish it as well: others may have to have its states. If it comes to that before
+    it has (``owed``), the next decision has to see to it.
     ``gather``: its members have to distribute the weights. Who was stale before has reported it, so that the answer is
     for everybody; and it reports it again if this layout is replaced before a step of it commits. What a rank alone
     remembers must not count: it would wait for others who do not know. ``reloading``: its state will be a checkpoint's.
@@ -138,25 +151,30 @@ def edited(
     if member:
         standing = replace(standing, step=step, vote=vote)
     elif standing.member and vote is not None:
-        standing = replace(standing, step=step + 1, vote=None)
+        standing = replace(standing, step=step + 1, vote=None, owed=vote)
     if vote is None:
         standing = replace(standing, last=_before(standing.last, step))
     return replace(
         standing, epoch=epoch, member=member, stale=member and gather, gathering=False, planned=0, agreed=False,
-        reloading=reloading, damaged=None,
+        lacking=False, reloading=reloading, damaged=None,
     )  # fmt: skip
 
 
 def forward(standing: Standing, vote: VoteResult) -> Standing:
     """Its states have done the update of ``vote``. A member finishes that step; the part of a spare in it ends here."""
     if standing.member:
-        return replace(standing, step=vote.step, vote=vote)
-    return replace(standing, step=vote.step + 1, vote=None)
+        return replace(standing, step=vote.step, vote=vote, owed=None)
+    return replace(standing, step=vote.step + 1, vote=None, owed=None)
+
+
+def owes(standing: Standing, step: int) -> VoteResult | None:
+    """Result of the vote whose update its states have yet to do to be as before ``step``, if there is one."""
+    return standing.owed if standing.owed is not None and standing.owed.step == step - 1 else None
 
 
 def back(standing: Standing, step: int) -> Standing:
     """Its states are as before ``step``, which is done again or resumed, and so is whatever came after it."""
-    return replace(standing, step=step, vote=None, last=_before(standing.last, step))
+    return replace(standing, step=step, vote=None, last=_before(standing.last, step), owed=None)
 
 
 def _before(vote: VoteResult | None, step: int) -> VoteResult | None:

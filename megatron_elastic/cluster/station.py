@@ -18,10 +18,11 @@ from megatron_elastic.cluster.office import Office
 from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.protocol import Outcome
 from megatron_elastic.cluster.race import race
-from megatron_elastic.cluster.recorder import Screen
+from megatron_elastic.cluster.screen import Screen
 from megatron_elastic.cluster.session import Letter
 from megatron_elastic.cluster.uplink import Uplink
 from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
+from megatron_elastic.power.regulator import restore_left_behind
 
 
 class Station:
@@ -139,6 +140,7 @@ class Station:
     async def _prepare(self) -> Agent:
         agent = self._agent = Agent(self._part.agent, self._tell)
         self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
+        await asyncio.get_running_loop().run_in_executor(None, restore_left_behind, self._note)
         ready = await agent.prepare(self._config.start_timeout)
         if ready.threads > 1:
             self._note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "

@@ -32,7 +32,9 @@ import msgspec
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import JobStopped, report_failure
 from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.title import entitle
 from megatron_elastic.config import UsageError
+from megatron_elastic.device.names import NAMES
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
 """Environment variable with the modules to import before forking, separated by commas; empty for none."""
@@ -43,7 +45,7 @@ PRELOAD = (
     "torch.distributed",
     "megatron_elastic.comm.transport",  # loads UCX: fine before the fork as long as no context exists
     "megatron_elastic.device.npu",
-    "megatron_elastic.device.cpu",
+    "megatron_elastic.device.stand_in",
     "megatron.core",
     "megatron.core.models.gpt",
     "megatron.core.distributed",
@@ -60,7 +62,8 @@ PRELOAD = (
 """What is imported by default; modules that are not installed are left out."""
 
 _INSTALLED = frozenset({
-    "megatron_elastic.device.npu", "megatron_elastic.device.cpu", "megatron_elastic.adaptor.without_cuda.stand_ins",
+    "megatron_elastic.device.npu", "megatron_elastic.device.stand_in",
+    "megatron_elastic.adaptor.without_cuda.stand_ins",
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
@@ -164,15 +167,23 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     program's; modules there come before installed ones of the same name, so a checkout's ``megatron`` is the one used.
     """
     _put_first(directory)
+    entitle("zygote", directory)
     _die_with_parent(os.getppid())
     for number in _FOR_OTHERS:
         signal.signal(number, signal.SIG_IGN)  # the agent ends us and the ranks in order
     agent = socket.socket(fileno=descriptor)
     started = time.monotonic()
+    # How torch sees whether there is CUDA without starting it, which would have to be before the fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         module = ""
+        before: list[str] = []
         for module in _preload_list():
             _preload(module)
+            if _device_started():
+                _begin_again(f"main({descriptor}, {deathwatch}, {slots}, {directory!r})", module, before,
+                             [descriptor, deathwatch])
+            before.append(module)
     except Exception:
         agent.sendall(wire.encode(Broken(module, traceback.format_exc())))
         sys.exit(1)
@@ -199,6 +210,25 @@ def _preload(name: str) -> None:
     module = importlib.import_module(name)
     if name in _INSTALLED:
         module.install()
+
+
+def _device_started() -> bool:
+    """Whether an import has started a device, which no process can use that is forked from this one."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    modules = (getattr(torch, name, None) for name in NAMES if name != "cpu")
+    return any(bool(getattr(module, "is_initialized", bool)()) for module in modules)
+
+
+def _begin_again(call: str, module: str, before: Sequence[str], descriptors: Sequence[int]) -> NoReturn:
+    """Be a process anew that imports only what comes before a module; each rank imports that, and what follows."""
+    print(f"{module} starts a device when it is imported: it is left to the ranks, and so is what follows",
+          file=sys.stderr, flush=True)
+    os.environ[PRELOAD_VARIABLE] = ",".join(before)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, "-c", f"from megatron_elastic.cluster.zygote import main; {call}"])
 
 
 def _is_there(name: str) -> bool:
@@ -368,6 +398,7 @@ def _become_rank(request: Spawn) -> None:
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(request.env)
+    entitle(f"rank {request.rank}", request.program.target)
 
 
 def _put_first(directory: str) -> None:

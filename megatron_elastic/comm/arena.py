@@ -216,7 +216,9 @@ def here() -> str:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Address of a contiguous tensor's memory. Raises ValueError for one that is not contiguous."""
+    """Address of a contiguous tensor's memory. Raises ValueError for one that is not, or lies in no host's memory."""
+    if not tensor.is_cpu:
+        raise ValueError(f"a tensor on {tensor.device} has no address here: send or receive a copy in host memory")
     if not tensor.is_contiguous():
         raise ValueError(f"strides {tensor.stride()} are not contiguous: send or receive a contiguous copy")
     return tensor.data_ptr()

@@ -1,6 +1,6 @@
 """Backend: elastic groups under the backend name ``elastic`` of ``torch.distributed``: making and editing them.
 
-In an elastic job the transport belongs to the trainer (``initialize``). Elsewhere, after ``register``,
+In an elastic job the transport belongs to the trainer (``initialize``). Elsewhere
 ``dist.init_process_group("elastic")`` works like any backend: addresses are exchanged through torch's store.
 """
 
@@ -19,24 +19,20 @@ from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.comm.arena import here
 from megatron_elastic.comm.devices import BACKENDS, Devices
 from megatron_elastic.comm.group import Group
-from megatron_elastic.comm.process_group import NAME, ElasticProcessGroup
+from megatron_elastic.comm.process_group import ElasticProcessGroup
+from megatron_elastic.comm.registration import NAME, register
 from megatron_elastic.comm.seal import KEY
 from megatron_elastic.comm.transport import Transport
 
-__all__ = ["NAME", "ElasticProcessGroup", "edit", "groups", "initialize", "keep", "register"]
-
-
-def register() -> None:
-    """Make the name ``elastic`` known to torch.distributed. Idempotent."""
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+__all__ = ["NAME", "ElasticProcessGroup", "create", "edit", "groups", "initialize", "keep", "register"]
 
 
 _given: list[ElasticProcessGroup] = []
 """The next default group, when somebody else owns its transport."""
 
 
-def _create(options: Any, _: Any) -> ElasticProcessGroup:
+def create(options: Any) -> ElasticProcessGroup:
+    """A group as torch asks for it: the one that ``initialize`` has prepared, or one with links of its own."""
     rank, size = options.group_rank, options.group_size
     if _given:
         return _given.pop()

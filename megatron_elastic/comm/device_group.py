@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 
@@ -26,6 +26,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.link_store import LinkStore
 from megatron_elastic.comm.operation import Operation
 from megatron_elastic.comm.tag import Channel, at_group
+from megatron_elastic.observe.dials import DEVICE
 
 _LOOK = 1e-3
 """Seconds between looks at work that nothing announces the end of."""
@@ -61,6 +62,7 @@ class DeviceGroup:
     def issue(self, operation: str, *args: Any) -> DeviceWork:
         """Start an operation of ``dist.ProcessGroup`` by its name. Raises Interrupted on a fault."""
         communicator = self._usable()
+        self._count(operation, args)
         self._issued += 1
         self._calling = True
         try:
@@ -75,6 +77,27 @@ class DeviceGroup:
         self._pending = [each for each in self._pending if not each.is_completed()]
         self._pending.append(issued)
         return issued
+
+    def _count(self, operation: str, args: Sequence[Any]) -> None:
+        """Bytes of what this rank gives and gets; what the backend makes of that on its way is its own matter."""
+        dials = self._group.transport.dials
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor | list)][:2]
+        if not tensors:
+            return
+        # What is got comes first; most operations have it in the place of what is given.
+        if operation != "recv":
+            dials.sent[DEVICE] += _bytes_of(tensors[-1])
+        if operation != "send":
+            dials.received[DEVICE] += _bytes_of(tensors[0])
+
+    def connect(self) -> None:
+        """Have a communicator that all members agree on, in which each has met the others: from now on operations of
+        this epoch begin without a wait. Every member must come here. Raises as ``issue`` does.
+        """
+        made = self.made
+        self._usable()
+        if self.made != made:  # backends look for the peers when they are first asked for something
+            self.issue("allreduce", [torch.zeros(1, device=self.device)], dist.AllreduceOptions()).wait()
 
     def wait(self, work: dist.Work, limit: float | None) -> None:
         """Block until ``work`` is done or, on a device with streams, until the current stream waits for it.
@@ -105,7 +128,13 @@ class DeviceGroup:
     def abort_blocked(self) -> None:
         """Abort if something is under way. Any thread."""
         if self._calling or _unfinished(self._pending):
-            self.abort()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Abort in a fault: what is under way leaves garbage behind, and the device goes on with it."""
+        if self.device != "cpu":
+            self._group.transport.doubt()
+        self.abort()
 
     def shutdown(self) -> None:
         """Let the communicator go, when all members do. Work under way is finished first."""
@@ -175,6 +204,8 @@ class DeviceGroup:
 
     def _wrapped(self, backend: Any, store: dist.Store) -> dist.ProcessGroup:
         """Torch's own group around a backend: it knows every operation under every name."""
+        if isinstance(backend, dist.ProcessGroup):  # as backends in Python are
+            return backend
         kind = c10d.Backend.backend_type_map[self._backend]
         communicator = dist.ProcessGroup(store, self._group.index, self._group.size)
         communicator._register_backend(torch.device(self.device), kind, backend)
@@ -202,7 +233,7 @@ class DeviceGroup:
             try:
                 self._group.transport.wait(condition, limit=_LOOK)
             except (Interrupted, JobStopped):
-                self.abort()
+                self._give_up()
                 raise
             except TimeoutError:
                 if time.monotonic() > deadline:
@@ -213,10 +244,12 @@ class DeviceGroup:
 
     def _fail(self, error: RuntimeError, patience: float) -> NoReturn:
         """Raise the interruption that made the backend fail, or its own error if there is none."""
+        # Where a device has given something up, nothing is left that could be finished before.
+        self._group.transport.check_devices()
         try:
             self._group.transport.wait(cast(Operation, _Condition(lambda: False, -1)), limit=patience)
         except (Interrupted, JobStopped):
-            self.abort()
+            self._give_up()
             raise
         except TimeoutError:
             pass
@@ -293,6 +326,13 @@ class _Condition:
 
 _abandoned: list[tuple[dist.ProcessGroup, list[DeviceWork]]] = []
 """Aborted communicators in which work may still be blocked."""
+
+
+def _bytes_of(tensors: Any) -> int:
+    """Of a tensor, or of all in lists, of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(map(_bytes_of, tensors)) if isinstance(tensors, list) else 0
 
 
 def _unfinished(works: list[DeviceWork]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from weakref import WeakSet
 
@@ -13,10 +13,27 @@ from megatron_elastic.comm.device_group import DeviceGroup
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.interrupts import Interruptible
 
-BACKENDS: Mapping[str, str] = {"cuda": "nccl", "npu": "hccl"}
+BACKENDS: Mapping[str, str] = {"cuda": "nccl", "npu": "hccl", "soft": "softccl"}
 """Type of device -> the backend of torch that does its collectives."""
 
 _AGAIN_MS = 5.0
+
+_everybody: WeakSet[Devices] = WeakSet()
+"""All of this process that are not closed."""
+_aborting = threading.Lock()
+"""Held while groups are aborted in a fault, so that none is after that."""
+
+
+def end_blocked(acknowledge: Callable[[], None]) -> None:
+    """Abort what is under way on devices, by whoever made it, and acknowledge the interrupt.
+
+    Who trains may learn of the interrupt before the thread that aborts does, and go on where the device cannot. And
+    what begins after the acknowledgement must not be taken for what it ended.
+    """
+    with _aborting:
+        for devices in _everybody:
+            devices.abort_blocked()
+        acknowledge()
 
 
 class Devices:
@@ -36,6 +53,7 @@ class Devices:
         self._groups: WeakSet[DeviceGroup] = WeakSet()
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
+        _everybody.add(self)
 
     def __contains__(self, device: str) -> bool:
         """Whether tensors on this type of device go to a backend of its own."""
@@ -50,6 +68,11 @@ class Devices:
             self._thread.start()
         return made
 
+    def abort_blocked(self) -> None:
+        """Abort every group that has something under way."""
+        for group in list(self._groups):
+            group.abort_blocked()
+
     def close(self) -> None:
         """End the thread. Nothing can be made afterwards. Closing twice is fine."""
         if self._closing < 0:
@@ -59,6 +82,7 @@ class Devices:
             self._thread.join()
         os.close(self._closing)
         self._closing = -1
+        _everybody.discard(self)
 
     def _watch(self) -> None:
         closing = select.poll()
@@ -69,7 +93,8 @@ class Devices:
         while all(fd != self._closing for fd, _ in either.poll()):
             # Until it is acknowledged, who has not noticed may still start what cannot end.
             while self._interrupt.raised:
-                for group in list(self._groups):
-                    group.abort_blocked()
+                with _aborting:
+                    if self._interrupt.raised:
+                        self.abort_blocked()
                 if closing.poll(_AGAIN_MS):
                     return

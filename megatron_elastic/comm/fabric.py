@@ -24,6 +24,7 @@ from megatron_elastic.comm.peers import PeerAddress, Peers
 from megatron_elastic.comm.seal import Seal
 from megatron_elastic.comm.strangers import Strangers
 from megatron_elastic.comm.tag import source_of
+from megatron_elastic.observe.dials import SHARED_MEMORY, UCX, Dials
 
 _ARENA_SIZE = 64 << 20
 
@@ -38,13 +39,15 @@ class Fabric:
         unproved: bytes that messages may take which have not proved yet that they are of this job.
         find: says where ranks are that are not known yet, without those that are dead; may be interrupted.
         refused: called when the first message over a link is refused, with the reason.
+        dials: count the bytes of messages.
     """
 
     def __init__(
         self, rank: int, inbox: Inbox, events: select.epoll, unproved: int,
         find: Callable[[Sequence[int]], Mapping[int, bytes]] | None, refused: Callable[[str], None],
+        dials: Dials,
     ) -> None:  # fmt: skip
-        self.bytes_sent = 0
+        self._sent, self._received = dials.sent, dials.received
         self._rank = rank
         self._inbox = inbox
         self._events = events
@@ -135,17 +138,18 @@ class Fabric:
         Raises KeyError for a peer whose address is not known, RuntimeError for one of another host unless this rank
         listens.
         """
-        self.bytes_sent += buffer.nbytes
         self.need(peer)
         if self._cut and self._is_cut(peer):
             return Send(peer)
         neighbour = self.peers.near.get(peer)
         if neighbour is not None:
+            self._sent[SHARED_MEMORY] += buffer.nbytes
             return self.outbox.send((neighbour,), tag, buffer, background)
         worker = self.peers.far.get(peer)
         if worker is not None:
             if self._links is None:
                 raise RuntimeError(f"rank {self._rank} has no links, and rank {peer} is on another host: listen first")
+            self._sent[UCX] += buffer.nbytes
             return Send(peer, self._links.send(peer, worker, tag, buffer))
         if peer not in self.peers:
             raise KeyError(f"rank {self._rank} knows no address of rank {peer}")
@@ -159,7 +163,7 @@ class Fabric:
         near = [neighbours[peer] for peer in peers if peer in neighbours]
         sends = [self.send(peer, tag, buffer, background) for peer in peers if peer not in neighbours]
         if near:
-            self.bytes_sent += buffer.nbytes * len(near)
+            self._sent[SHARED_MEMORY] += buffer.nbytes * len(near)
             self.peers.watch(peers)
             sends.append(self.outbox.send(near, tag, buffer, background))
         return sends
@@ -179,6 +183,7 @@ class Fabric:
             self._deliver(frames.popleft())
         if self._links is not None:
             for tag, message in self._links.progress():
+                self._received[UCX] += message.length
                 self._inbox.put(tag, message)
 
     def arm(self) -> bool:
@@ -199,6 +204,7 @@ class Fabric:
         elif neighbour is None and source not in self.peers:
             self._strangers.put(source, frame)
         elif kind == WHOLE:
+            self._received[SHARED_MEMORY] += length
             self._inbox.put(tag, Whole(data))
         elif neighbour is None:
             self.peers.died(source)  # it had ended before its memory could be opened
@@ -210,6 +216,7 @@ class Fabric:
                 raise RuntimeError(
                     f"rank {self._rank} got a frame from rank {source} about {length} bytes at {start}: it has none"
                 )
+            self._received[SHARED_MEMORY] += length
             block = Block(neighbour.view, start, length, release)
             if size == length:
                 self._inbox.put(tag, block)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_elastic.comm.operation import Operation, Recv, Send, Steps
+from megatron_elastic.comm.operation import Operation, Recv, Sending, Steps
 from megatron_elastic.comm.tag import NUMBERS, Channel, at_group
 from megatron_elastic.comm.transport import Transport
 
@@ -71,7 +71,7 @@ class Group:
 
     # ---- point to point ---------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Send:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Sending:
         """Start sending a contiguous tensor to member ``to``."""
         coordinate = at_group(self.ident, tag % NUMBERS)
         return self.transport.send(self.ranks[to], Channel.POINT_TO_POINT, coordinate, tensor)

@@ -6,10 +6,14 @@ does not prove that it comes from a rank of this job (``comm.seal``) is dropped 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# UCX reads this when it is loaded; ucxx sets variables that mean nothing to it on a machine without a GPU.
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 

@@ -230,11 +230,13 @@ class Task:
         ready: where it puts itself when it can go on.
     """
 
-    __slots__ = ("_error", "_finished", "_operations", "_rank", "_ready", "_steps", "_under_way", "pending")
+    __slots__ = ("_error", "_finished", "_operations", "_rank", "_ready", "_steps", "_under_way", "lane", "pending")
     tells = True
 
     def __init__(self, steps: Steps, rank: int, ready: deque[Task]) -> None:
         self._rank = rank
+        self.lane = 0
+        """Its number in a trace, if it is traced."""
         self._operations: Sequence[Operation] = ()
         """Those that it waits for."""
         self.pending: Pending | None = None
@@ -346,4 +348,6 @@ class Aside(Generic[Result]):
         return self._future.result()
 
 
+Sending = Send | Task
+"""A message on its way; one of a device's memory is a task."""
 Operation = Send | Recv | Task | Arrival | Pause | Aside[Any]

@@ -21,10 +21,9 @@ from megatron_elastic.comm.device_group import DeviceGroup
 from megatron_elastic.comm.devices import Devices
 from megatron_elastic.comm.group import Combine, Group
 from megatron_elastic.comm.operation import Steps, Task
+from megatron_elastic.comm.registration import NAME
 from megatron_elastic.comm.tag import GROUPS, Channel, at_group
 from megatron_elastic.comm.work import ElasticWork, ReceivedFrom
-
-NAME = "elastic"
 
 _LOCAL_IDENTS, _NO_IDENT = GROUPS // 2, GROUPS - 1
 """Groups have numbers below the first when all ranks make them together, from it on when only their members do."""

@@ -37,6 +37,7 @@ class Channel(IntEnum):
     VOTE = 6
     PARAMETER = 7
     STATE = 8
+    PIECES = 9
     RENDEZVOUS = 10
     DIGEST = 11
     REQUEST = 12
@@ -55,6 +56,20 @@ def make_tag(epoch: int, channel: Channel, coordinate: int, source: int) -> int:
 def source_of(tag: int) -> int:
     """The rank that sent it."""
     return tag & _SOURCE_MASK
+
+
+def describe(tag: int) -> tuple[str, str]:
+    """The channel of a message, and what it is, in words."""
+    channel = Channel((tag >> (COORDINATE_BITS + SOURCE_BITS)) % (1 << CHANNEL_BITS))
+    at = (tag >> SOURCE_BITS) % (1 << COORDINATE_BITS)
+    name = channel.name.lower().replace("_", " ")
+    if channel in (Channel.ACTIVATION, Channel.ACTIVATION_GRAD, Channel.TOKENS):
+        return name, f"{name} of grain {at // POSITIONS}, made at position {at % POSITIONS}"
+    if channel in (Channel.GRADIENT, Channel.REPLAY, Channel.PARAMETER, Channel.STATE):
+        return name, f"{name} of unit {at // PARTS // SLICES}, slice {at // PARTS % SLICES}"
+    if channel in (Channel.COLLECTIVE, Channel.POINT_TO_POINT):
+        return name, f"{name} {at % NUMBERS} of group {at // NUMBERS}"
+    return name, f"{name} {at}"
 
 
 def is_older(tag: int, epoch: int) -> bool:

@@ -4,6 +4,9 @@ Nothing is written into a caller's buffer before it is here: arrivals are matche
 interrupted receive leaves no buffer behind that a late message could overwrite, and messages of an older epoch are
 dropped.
 
+A device's memory is nothing that messages know: what lies there is copied to host memory first, in a stream of its own,
+and the message begins when the copy is there.
+
 What carries messages is ``comm.fabric``. Work that was started and not yet waited for goes on while the rank computes
 (``comm.progress``); everything else happens in the thread that calls.
 """
@@ -13,8 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -22,6 +24,7 @@ import torch
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.comm.arena import address_of
 from megatron_elastic.comm.fabric import Fabric
+from megatron_elastic.comm.helper import Helper
 from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.interrupts import Interruptible, Interrupts
 from megatron_elastic.comm.operation import (
@@ -31,7 +34,7 @@ from megatron_elastic.comm.operation import (
     Pending,
     Recv,
     Result,
-    Send,
+    Sending,
     Shape,
     Steps,
     Task,
@@ -39,7 +42,10 @@ from megatron_elastic.comm.operation import (
 from megatron_elastic.comm.progress import Progress
 from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag
+from megatron_elastic.device.copies import HostCopy
 from megatron_elastic.faults.odometer import Odometer
+from megatron_elastic.observe.dials import SHARED_MEMORY, UCX
+from megatron_elastic.observe.tracing.tracer import Tracer, Waiting
 
 _NAP = 0.02
 """Seconds that a wait sleeps at most before it looks who is dying."""
@@ -69,6 +75,7 @@ class Transport:
         lasts: told whom a wait waits for each time that it has lasted ``wait_timeout``; it goes on then.
         odometer: notes which wait lasts, and who has come out of one.
         patience: seconds that an interrupt may have to wait for what is to be finished if it can be.
+        tracer: notes messages and waits while it is on.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Transport:
         lasts: Callable[[list[int]], None] | None = None,
         odometer: Odometer | None = None,
         patience: float = 5.0,
+        tracer: Tracer | None = None,
     ) -> None:
         if not 0 <= rank < RANKS:
             raise ValueError(f"rank {rank}: messages can tell {RANKS} ranks apart, those that are lost among them")
@@ -92,15 +100,20 @@ class Transport:
         self._wait_timeout = wait_timeout
         self._lasts = lasts
         self._odometer = odometer or Odometer.alone()
+        self.dials = self._odometer.dials
+        """Count what is sent and received."""
+        self.tracer = tracer or Tracer.of_nothing()
         self._lock = threading.RLock()
         self._sleep = Sleep(interrupt.fd, crowded)
         memory, events = _memory(), self._sleep.events
         self._inbox = Inbox(rank, memory // _SHARE if inbox_limit is None else inbox_limit)
-        self._fabric = Fabric(rank, self._inbox, events, memory // _UNPROVED, find, refused)
+        self._fabric = Fabric(rank, self._inbox, events, memory // _UNPROVED, find, refused, self.dials)
         self._peers, self._outbox = self._fabric.peers, self._fabric.outbox
         self._progress = Progress(rank, self._fabric, events, self._lock)
         self._interrupts = Interrupts(interrupt, self._peers, patience)
-        self._aside: ThreadPoolExecutor | None = None
+        self._helpers: dict[str, Helper] = {}
+        self._doubted = -1
+        """The epoch in which what comes from devices means nothing, if there was one."""
 
     # ---- peers ------------------------------------------------------------------------------
 
@@ -132,7 +145,7 @@ class Transport:
     @property
     def bytes_sent(self) -> int:
         """Bytes of all messages so far, once for each peer that they went to."""
-        return self._fabric.bytes_sent
+        return self.dials.sent[SHARED_MEMORY] + self.dials.sent[UCX]
 
     def cut(self, peers: Sequence[int], seconds: float) -> None:
         """Fault: for so long nothing that is sent to these peers arrives, and nobody learns that."""
@@ -164,19 +177,30 @@ class Transport:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Send:
-        """Start sending a contiguous tensor; it must stay unchanged until the Send is done."""
+    def send(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Sending:
+        """Start sending a contiguous tensor; it must stay unchanged until that is done."""
+        if not buffer.is_cpu:
+            return self.start(self._depart([peer], channel, coordinate, buffer))
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
+            if self.tracer.on:
+                self.tracer.sent(peer, tag)
             send = self._fabric.send(peer, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
                 self._progress.wake()
             return send
 
-    def send_all(self, peers: Sequence[int], channel: Channel, coordinate: int, buffer: torch.Tensor) -> list[Send]:
+    def send_all(
+        self, peers: Sequence[int], channel: Channel, coordinate: int, buffer: torch.Tensor
+    ) -> Sequence[Sending]:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
+        if not buffer.is_cpu:
+            return [self.start(self._depart(peers, channel, coordinate, buffer))] if peers else []
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, self.rank)
+            if self.tracer.on:
+                for peer in peers:
+                    self.tracer.sent(peer, tag)
             sends = self._fabric.send_all(peers, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
                 self._progress.wake()
@@ -194,6 +218,8 @@ class Transport:
                 address_of(buffer)
                 started.append(self._expect(Recv(peer, tag | peer, buffer)))
             for peer, buffer in sends:
+                if self.tracer.on:
+                    self.tracer.sent(peer, tag | self.rank)
                 started.append(self._fabric.send(peer, tag | self.rank, buffer, channel == _BACKGROUND))
             if self._outbox.busy:
                 self._progress.wake()
@@ -223,22 +249,66 @@ class Transport:
         self.wait(arrival)
         return arrival.peer
 
+    def _depart(self, peers: Sequence[int], channel: Channel, coordinate: int, buffer: torch.Tensor) -> Steps:
+        """Send what lies in a device's memory."""
+        host = yield from self.to_host(buffer)
+        yield self.send_all(peers, channel, coordinate, host)
+
+    def to_host(self, tensor: torch.Tensor) -> Generator[Sequence[Operation], None, torch.Tensor]:
+        """Steps that have a tensor in host memory; it must not change meanwhile. Not copied if it is there.
+
+        Raises Interrupted if the device has given up what the tensor may have come from.
+        """
+        if tensor.is_cpu:
+            return tensor
+        copying = self.aside(self.rank, HostCopy(tensor).wait, "copies")
+        yield [copying]
+        self.check_devices()
+        return copying.result
+
+    def doubt(self) -> None:
+        """A collective of a device has been given up: what comes from devices means nothing for the rest of the epoch.
+
+        In any thread, before the device can go on.
+        """
+        self._doubted = self.epoch
+
+    @property
+    def doubted(self) -> bool:
+        """Whether that has happened in this epoch."""
+        return self._doubted == self.epoch
+
+    def check_devices(self) -> None:
+        """Raise Interrupted if what has come from a device means nothing."""
+        if self.doubted:
+            self._interrupts.look()
+            raise Interrupted(self.epoch)
+
     def _expect(self, recv: Recv) -> Recv:
         self._fabric.need(recv.peer)
         return self._inbox.expect(recv)
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    def start(self, steps: Steps) -> Task:
-        """Start a collective that goes on while the caller computes; wait for it with ``wait``."""
-        with self._lock:
-            return self._progress.start(steps)
+    def start(self, steps: Steps, name: str = "collective", unit: int | None = None) -> Task:
+        """Start a collective that goes on while the caller computes; wait for it with ``wait``.
 
-    def aside(self, peer: int, function: Callable[[], Result]) -> Aside[Result]:
-        """Run ``function``, for ``peer``'s sake, in a thread of its own, so that nothing else waits for it."""
-        if self._aside is None:
-            self._aside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aside")
-        future = self._aside.submit(function)
+        ``name``, ``unit``: what it is in a trace.
+        """
+        with self._lock:
+            if not self.tracer.on:
+                return self._progress.start(steps)
+            lane = self.tracer.begin(name, unit)
+            task = self._progress.start(self.tracer.follow(lane, steps))
+            task.lane = lane
+            return task
+
+    def aside(self, peer: int, function: Callable[[], Result], thread: str = "aside") -> Aside[Result]:
+        """Run ``function``, for ``peer``'s sake, in a thread of its own, after others there: nothing else waits."""
+        helper = self._helpers.get(thread)
+        if helper is None:
+            helper = self._helpers[thread] = Helper(thread)
+        future = helper.ask(function)
         future.add_done_callback(lambda _: self._fabric.wake())
         return Aside(peer, future)
 
@@ -258,21 +328,32 @@ class Transport:
         with self._lock:
             pending = Pending(operations)
             if pending.done and self._progress.failure is None:
+                if self.tracer.on:
+                    self.tracer.had(operations)
                 return
             self._progress.attend()
+        traced = self.tracer.waits(operations) if self.tracer.on else None
+        arrived = False
         try:
-            self._wait(operations, pending, limit)
+            self._wait(operations, pending, limit, traced)
+            arrived = True
         finally:
+            if traced is not None:
+                traced.over(arrived)
             self._odometer.moved()
             with self._lock:
                 self._progress.leave()
 
-    def _wait(self, operations: Sequence[Operation], pending: Pending, own: float | None) -> None:
+    def _wait(
+        self, operations: Sequence[Operation], pending: Pending, own: float | None, traced: Waiting | None
+    ) -> None:
         limit = self._wait_timeout if own is None else own
         begun, looks, progress = time.monotonic(), self._sleep.looks, self._progress
         deadline, noted = begun + limit, False
         while True:
             with self._lock:
+                if traced is not None:
+                    traced.look()
                 progress.make()
                 if progress.failure is not None:
                     failure, progress.failure = progress.failure, None
@@ -335,8 +416,8 @@ class Transport:
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""
-        if self._aside is not None:
-            self._aside.shutdown()
+        for helper in self._helpers.values():
+            helper.close()
         self._progress.close()
         self._sleep.close()
         self._inbox.clear()

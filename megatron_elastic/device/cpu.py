@@ -1,242 +1,75 @@
-"""CPU: what Megatron's core takes from ``torch.cuda``, answered by the CPU.
-
-Megatron-core names its device "cuda" throughout. ``install`` gives those names a meaning on a machine without a GPU:
-the "current device" is the CPU, waiting for it is over at once, and its generator is torch's CPU generator.
-Nothing here imports Megatron; what has to change inside its modules is in ``adaptor.without_cuda.stand_ins``.
-"""
+"""CPU: the device of a rank that has no other."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import sys
-import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-_CPU = torch.device("cpu")
-_CAPABILITY = (0, 0)
-"""Older than any GPU, so that nothing that asks for a new one is switched on."""
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
-"""Functions that Megatron calls with ``device="cuda"`` on the paths that a GPT on a CPU takes."""
-
-_installed = False
+from megatron_elastic.device.device import Arrival, Device, Memory
 
 
-def needed() -> bool:
-    """Whether this process has to run Megatron without a CUDA device."""
-    return _installed or not torch.cuda.is_available()
+class _Here(NamedTuple):
+    """Tensors that need not be brought anywhere."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def wait(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors
 
 
-def install() -> None:
-    """Make megatron-core run on the CPU in this process. Call it before Megatron is imported.
+class Cpu(Device):
+    """See ``Device``. What it counts of memory is nothing: it is the host's."""
 
-    Does nothing when a CUDA device is there, or when called again. Raises RuntimeError if Megatron was imported first.
-    """
-    global _installed
-    if _installed or torch.cuda.is_available():
-        return
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("device.cpu.install() was called after megatron.core had been imported; call it first, "
-                           "because Megatron decorates functions with torch.compile while it is imported")
-    _installed = True
-    # Megatron insists on this for tensor parallelism; it orders CUDA streams and means nothing here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _answer_device_calls()
-    _show_a_device_to_training()
-    _answer_generator_calls()
-    _accept_cuda_in_factories()
-    _name_types_as_cuda()
-    _leave_megatron_uncompiled()
-    _silence_known_warnings()
+    name = "cpu"
+    backend = None
+    is_host = equals_host = True
 
+    def __init__(self, index: int | None = None) -> None:
+        super().__init__(None)
 
-def _answer_device_calls() -> None:
-    """The current device is the CPU, which has always finished what it was given, and keeps no account of memory."""
-    torch.cuda.current_device = _current_device  # type: ignore[assignment]
-    torch.cuda.get_device_capability = _answer(_CAPABILITY)
-    torch.cuda.get_device_properties = _answer(
-        SimpleNamespace(name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], multi_processor_count=1, total_memory=0)
-    )
-    for name in ("synchronize", "empty_cache", "set_device"):
-        setattr(torch.cuda, name, _answer(None))
-    for name in ("range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, _answer(None))
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-                 "device_memory_used"):
-        setattr(torch.cuda, name, _answer(0))
-    torch.cuda.memory_stats = _answer(defaultdict(int))
-    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = _answer(_Stream())
-    torch.cuda.stream = _in_stream  # type: ignore[assignment]
+    @classmethod
+    def count(cls) -> int:
+        return 1
 
+    def use(self) -> None:
+        """It is what there is without any other."""
 
-def _answer(value: Any) -> Callable[..., Any]:
-    """A function that says ``value``; a new one each time, because torch._dynamo wants one object for each name."""
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.default_generator
 
-    def answer(*args: object, **kwargs: object) -> Any:
-        return value
+    def building(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    return answer
+    def synchronise(self) -> None:
+        """It has done everything."""
 
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
-def _current_device() -> torch.device:
-    return _CPU
+    def bring(self, tensors: Mapping[str, torch.Tensor]) -> Arrival:
+        return _Here(tensors)
 
+    def room_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-class _Stream:
-    """A stream of a device that does everything at once and in order."""
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
+        return [tensor.detach().double().numpy() for tensor in tensors]
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+    def memory(self) -> Memory:
+        return Memory(0, 0, 0)
 
-    wait_stream = wait_event = synchronize = _answer(None)
-    query = _answer(True)
+    def is_fault(self, error: BaseException) -> bool:
+        return False
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        """A point in the stream."""
-        event = event or _Event()
-        event.record(self)
-        return event
+    def is_short(self, error: BaseException) -> bool:
+        return False
 
-
-class _Event:
-    """A point in such a stream."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self._time = 0.0
-
-    wait = synchronize = _answer(None)
-    query = _answer(True)
-
-    def record(self, stream: object = None) -> None:
-        """Note the time."""
-        self._time = time.perf_counter()
-
-    def elapsed_time(self, end: _Event) -> float:
-        """Milliseconds from here to ``end``."""
-        return (end._time - self._time) * 1e3
-
-
-def _in_stream(stream: object) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def _show_a_device_to_training() -> None:
-    """``megatron.training`` starts only with a CUDA device, and makes its groups only if it can count one.
-
-    It alone is told that there is one; torch itself and everybody else get the true answer, and act on it.
-    """
-    available, count = torch.cuda.is_available, torch.cuda.device_count
-
-    def is_available() -> bool:
-        return _asked_by_training() or available()
-
-    def device_count() -> int:
-        return 1 if _asked_by_training() else count()
-
-    torch.cuda.is_available = is_available
-    torch.cuda.device_count = device_count
-
-
-def _asked_by_training() -> bool:
-    """Whether a function of ``megatron.training`` is what called our caller."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.training.")
-
-
-def _answer_generator_calls() -> None:
-    """The device's generator is torch's own.
-
-    Without an answer ``torch.cuda.manual_seed`` queues the seed for a CUDA start that never comes, and Megatron's
-    seeds and its separate streams for tensor-parallel regions silently have no effect.
-    """
-    torch.cuda.manual_seed = _seed
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = _get_rng_state  # type: ignore[attr-defined]
-        module.set_rng_state = _set_rng_state  # type: ignore[attr-defined]
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _get_rng_state(device: object = None) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: object = None) -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _accept_cuda_in_factories() -> None:
-    """``device="cuda"`` means the CPU, in factories and in ``.cuda()``.
-
-    Wrapping them costs less than a ``TorchFunctionMode``, which in addition holds for one thread only (autograd
-    runs Megatron's backward functions in others).
-    """
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = _stay  # type: ignore[method-assign, assignment]
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)  # which speeds up copies to a device
-        return factory(*args, **kwargs)
-
-    return on_cpu
-
-
-def _stay(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    return tensor
-
-
-def _name_types_as_cuda() -> None:
-    """``Tensor.type()`` says ``torch.cuda.FloatTensor``: the optimizers compare with such names and refuse others."""
-    original = torch.Tensor.type
-
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = original(self, *args, **kwargs)
-        return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
-
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
-
-
-def _leave_megatron_uncompiled() -> None:
-    """``torch.compile`` leaves Megatron's functions as they are: compiling small ones for a CPU takes seconds on
-    every rank, needs a C++ compiler, and could change results between layouts. Other code is compiled as ever."""
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile(model: Any = None, **kwargs: Any) -> Any:
-        if model is None:
-            return functools.partial(compile, **kwargs)
-        if getattr(model, "__module__", "").startswith("megatron."):
-            return model
-        return original(model, **kwargs)
-
-    torch.compile = compile
-
-
-def _silence_known_warnings() -> None:
-    """Hide what Megatron causes by itself on every rank and nobody who trains can change."""
-    for message in (
-        "(Transformer Engine and )?Apex (is|are) not installed",
-        "full scope is deprecated. Use empty cuda_graph_scope",
-        "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-        "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-        "`load_state_dict` is deprecated and will be removed in future versions",
-        "Please use DTensor instead and we are deprecating ShardedTensor",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    def settings(self, bitwise: bool) -> Mapping[str, Any]:
+        return {}

@@ -8,6 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from megatron_elastic.device.accelerator import Accelerator
+from megatron_elastic.device.cuda import Cuda
 
 
 def needed() -> bool:
@@ -29,3 +37,21 @@ def install() -> None:
         raise RuntimeError("device.npu.install() was called after megatron.core had been imported; call it first")
     # torch_npu's own shim: it redirects torch.cuda, Tensor.cuda and "cuda" devices, and maps nccl to hccl.
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
+
+
+class Npu(Accelerator):
+    """See ``Device``."""
+
+    name = "npu"
+    backend = "hccl"
+
+    @property
+    def generator(self) -> torch.Generator:
+        generators = self._module.default_generators
+        return generators[self._index]
+
+    def building(self) -> AbstractContextManager[None]:
+        return Cuda.building(self)  # type: ignore[arg-type]  # torch.cuda means the NPUs
+
+    def settings(self, bitwise: bool) -> Mapping[str, Any]:
+        return {"deterministic_mode": True} if bitwise else {}

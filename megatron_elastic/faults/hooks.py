@@ -73,6 +73,7 @@ class Hooks:
             case "hang":
                 threading.Event().wait(injection.seconds)
             case "slow":
+                self._observers = [observer for observer in self._observers if not isinstance(observer, _Slowness)]
                 self.attach(_Slowness(injection))
             case "raise":
                 raise InjectedError(f"injected: {injection}")

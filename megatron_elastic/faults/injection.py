@@ -9,24 +9,26 @@ from typing import Any
 HOOK_POINTS = (
     "data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync", "commit",
     "interrupt", "report", "edit", "promote", "resume", "replicate", "checkpoint", "prepare", "switch", "reload",
-    "backward_weight", "evaluate",
+    "backward_weight", "evaluate", "recut",
 )
 """Where faults can be injected and detectors attach, in the order of a step and a recovery; then those of some jobs."""
 
-ACTIONS = ("kill", "raise", "stop", "hang", "slow", "disconnect", "disk", "flip")
+ACTIONS = ("kill", "raise", "stop", "hang", "slow", "disconnect", "disk", "flip", "device")
 FLIPS = ("weights", "moments", "replica")
 """What a bit can be flipped in: the model's weights, an optimizer moment of a slice owned, or of one replicated."""
 DISKS = ("full", "slow")
 """What a disk can be."""
+DEVICES = ("error", "lost", "hang", "memory")
+"""What can happen to a device: a kernel fails, the device is gone, a kernel never ends, no memory is left."""
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "rank": int, "step": int, "at": str, "grain": int, "what": str, "for": float, "factor": float,
     "peers": lambda text: tuple(map(int, text.split("+"))),
 }  # fmt: skip
-_OWN = {"what": ("flip", "disk"), "for": ("hang", "slow", "disconnect", "disk"), "factor": ("slow",),
+_OWN = {"what": ("flip", "disk", "device"), "for": ("hang", "slow", "disconnect", "disk"), "factor": ("slow",),
         "peers": ("disconnect",)}
 """Fields that only some actions take."""
-_NEEDED = {"flip": ("what",), "disk": ("what",), "slow": ("factor",), "disconnect": ("peers",)}
-_WHAT = {"flip": FLIPS, "disk": DISKS}
+_NEEDED = {"flip": ("what",), "disk": ("what",), "device": ("what",), "slow": ("factor",), "disconnect": ("peers",)}
+_WHAT = {"flip": FLIPS, "disk": DISKS, "device": DEVICES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Injection:
     at: str
     grain: int | None = None
     what: str | None = None
-    """One of ``FLIPS`` or of ``DISKS``, for the actions ``flip`` and ``disk``."""
+    """One of ``FLIPS``, ``DISKS`` or ``DEVICES``, for the actions ``flip``, ``disk`` and ``device``."""
     seconds: float | None = None
     """How long a ``hang``, ``slow``, ``disconnect`` or ``disk`` lasts; None: for ever."""
     factor: float | None = None
@@ -81,7 +83,7 @@ class Injection:
     @property
     def deadly(self) -> bool:
         """Whether the rank does not go on after it."""
-        return self.action in ("kill", "raise", "stop", "hang") and self.seconds is None
+        return self.action in ("kill", "raise", "stop", "hang", "device") and self.seconds is None
 
     def matches(self, at: str, rank: int, step: int, grain: int | None) -> bool:
         """Whether this fault fires here."""

@@ -2,6 +2,7 @@
 
 A rank counts the hook points that it passes and the waits that it comes out of, and notes where it is and whom it waits
 for. Who hangs counts no more, and need not be able to say so. After each step it notes what its share of it has taken.
+In the same memory are its dials (``observe.dials``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_elastic.faults.injection import HOOK_POINTS
+from megatron_elastic.observe import dials
+from megatron_elastic.observe.dials import Dials, Figures
+from megatron_elastic.observe.tracing.tracer import Tracer
 
 ODOMETER_VARIABLE = "MEGATRON_ELASTIC_ODOMETER"
 """Environment variable with the memory's path and this rank's slot in it, with a colon between."""
 COORDINATOR, DISK = -1, -2
 """What a rank may wait for besides other ranks."""
-_WORDS = 16
+_OWN = 16
+"""Words of an odometer, which those of the dials follow."""
+_WORDS = _OWN + dials.WORDS
 _COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _BUSY, _GRAINS = range(9)
 _NOBODY = min(COORDINATOR, DISK) - 1
 _POINTS = {point: number for number, point in enumerate(HOOK_POINTS, start=1)}
@@ -57,7 +63,11 @@ class Odometer:
     """
 
     def __init__(self, memory: mmap.mmap, slot: int) -> None:
-        self._words = memoryview(memory).cast("q")[slot * _WORDS : (slot + 1) * _WORDS]
+        words = memoryview(memory).cast("q")[slot * _WORDS : (slot + 1) * _WORDS]
+        self._words = words[:_OWN]
+        self.dials = Dials(words[_OWN:])
+        self.tracer = Tracer.of_nothing()
+        """Is told, while it is on, of waits for others than ranks."""
 
     @classmethod
     def alone(cls) -> Odometer:
@@ -94,9 +104,12 @@ class Odometer:
     def waiting(self, whom: int) -> Iterator[None]:
         """Around a wait."""
         self.wait(whom)
+        traced = self.tracer.waits_for(whom) if self.tracer.on else None
         try:
             yield
         finally:
+            if traced is not None:
+                traced.over(True)
             self.moved()
 
     @contextlib.contextmanager
@@ -155,6 +168,10 @@ class Odometers:
         """What a rank has worked. (Of a step that ends meanwhile there may be only a part.)"""
         words = self._of(slot)
         return Work(words[_EPOCH], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
+
+    def figures(self, slot: int, resident: int) -> Figures:
+        """What the dials of a rank show, whose process has so many bytes in memory."""
+        return dials.read(self._of(slot)[_OWN:], resident)
 
     def _of(self, slot: int) -> memoryview:
         return self._words[slot * _WORDS : (slot + 1) * _WORDS]

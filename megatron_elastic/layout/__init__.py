@@ -7,12 +7,14 @@ from megatron_elastic.layout.errors import LayoutError, SliceLost
 from megatron_elastic.layout.holdings import Extent, Holdings, SlicePart
 from megatron_elastic.layout.layout import Layout
 from megatron_elastic.layout.part import Part
-from megatron_elastic.layout.shape import UnitShape
+from megatron_elastic.layout.shape import ParameterShape, UnitShape
 from megatron_elastic.layout.stage import Stage
 from megatron_elastic.layout.transfer import Transfer, by_rank, transfers
-from megatron_elastic.layout.unit import EXPERTS, gpt_units
+from megatron_elastic.layout.unit import EXPERTS, MTP, gpt_units
+from megatron_elastic.layout.way import PLACEMENTS, Placement, Position, joined, placement_of, positions, way
 
 __all__ = [
-    "EXPERTS", "Cell", "Extent", "Holdings", "Layout", "LayoutError", "Part", "SliceLost", "SlicePart", "Stage",
-    "Transfer", "UnitShape", "by_rank", "changed", "decode", "difference", "encode", "gpt_units", "transfers",
+    "EXPERTS", "MTP", "PLACEMENTS", "Cell", "Extent", "Holdings", "Layout", "LayoutError", "ParameterShape", "Part",
+    "Placement", "Position", "SliceLost", "SlicePart", "Stage", "Transfer", "UnitShape", "by_rank", "changed", "decode",
+    "difference", "encode", "gpt_units", "joined", "placement_of", "positions", "transfers", "way",
 ]  # fmt: skip

@@ -29,6 +29,11 @@ class Cell:
         return self.ranks[0]
 
     @property
+    def name(self) -> str:
+        """Its first and its last rank, for people."""
+        return f"{self.ranks[0]}-{self.ranks[-1]}" if len(self.ranks) > 1 else f"{self.ranks[0]}"
+
+    @property
     def shadow(self) -> bool:
         """Whether it only follows."""
         return not (self.grains or self.parts)

@@ -35,6 +35,7 @@ class PlainCell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 class _Stage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     units: _Ints
     cells: tuple[PlainCell, ...]
+    waiting: tuple[tuple[int, int], ...] = ()
 
 
 class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +53,9 @@ class _Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     samples: int
     cp: int
     ep: int
+    most_cells: int | None
+    tied: bool | None
+    recomputed: _Ints
 
 
 _DECODER = msgspec.msgpack.Decoder(_Layout)
@@ -67,7 +71,8 @@ def encode(layout: Layout) -> bytes:
             num_grains=layout.num_grains,
             units=layout.units,
             stages=tuple(
-                _Stage(stage.units, tuple(PlainCell.of(cell) for cell in stage.cells)) for stage in layout.stages
+                _Stage(stage.units, tuple(PlainCell.of(cell) for cell in stage.cells), stage.waiting)
+                for stage in layout.stages
             ),
             owners=layout.owners,
             replicas=layout.replicas,
@@ -77,6 +82,9 @@ def encode(layout: Layout) -> bytes:
             samples=layout.samples,
             cp=layout.cp,
             ep=layout.ep,
+            most_cells=layout.most_cells,
+            tied=layout.tied,
+            recomputed=layout.recomputed,
         )
     )
 
@@ -107,7 +115,9 @@ def decode(data: bytes) -> Layout:
         num_replicas=read.num_replicas,
         num_grains=read.num_grains,
         units=read.units,
-        stages=tuple(Stage(stage.units, tuple(cell.cell for cell in stage.cells)) for stage in read.stages),
+        stages=tuple(
+            Stage(stage.units, tuple(cell.cell for cell in stage.cells), stage.waiting) for stage in read.stages
+        ),
         owners=read.owners,
         replicas=read.replicas,
         spares=read.spares,
@@ -116,4 +126,7 @@ def decode(data: bytes) -> Layout:
         samples=read.samples,
         cp=read.cp,
         ep=read.ep,
+        most_cells=read.most_cells,
+        tied=read.tied,
+        recomputed=read.recomputed,
     )

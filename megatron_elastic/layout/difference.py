@@ -23,6 +23,7 @@ class _Stage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     """Leaders of the cells that are not there any more."""
     cells: tuple[PlainCell, ...]
     """Those that are new or different."""
+    waiting: tuple[tuple[int, int], ...] = ()
 
 
 class _Difference(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class _Difference(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     spares: _Ints
     lost: _Ints
     hosts: dict[int, _Ints]
+    most_cells: int | None
 
 
 _DECODER = msgspec.msgpack.Decoder(_Difference)
@@ -45,8 +47,8 @@ _DECODER = msgspec.msgpack.Decoder(_Difference)
 def difference(old: Layout, new: Layout) -> bytes | None:
     """What has to be known of ``new`` by who has ``old``; None if that cannot be said briefly."""
     if (
-        (old.num_slices, old.num_replicas, old.num_grains, old.units, old.samples, old.cp, old.ep)
-        != (new.num_slices, new.num_replicas, new.num_grains, new.units, new.samples, new.cp, new.ep)
+        (old.num_slices, old.num_replicas, old.num_grains, old.units, old.samples, old.cp, old.ep, old.recomputed)
+        != (new.num_slices, new.num_replicas, new.num_grains, new.units, new.samples, new.cp, new.ep, new.recomputed)
         or len(old.stages) != len(new.stages)
         or len(old.hosts) > len(new.hosts)
     ):
@@ -74,7 +76,9 @@ def difference(old: Layout, new: Layout) -> bytes | None:
     known = dict(enumerate(old.hosts))
     hosts = {index: host for index, host in enumerate(new.hosts) if known.get(index) != host}
     return msgspec.msgpack.encode(
-        _Difference(old.epoch, new.epoch, stages, tuple(owners), tuple(replicas), new.spares, new.lost, hosts)
+        _Difference(
+            old.epoch, new.epoch, stages, tuple(owners), tuple(replicas), new.spares, new.lost, hosts, new.most_cells
+        )
     )
 
 
@@ -108,13 +112,14 @@ def changed(old: Layout, data: bytes) -> Layout:
         spares=told.spares,
         lost=told.lost,
         hosts=tuple(hosts),
+        most_cells=told.most_cells,
     )
 
 
 def _stage(before: Stage, after: Stage) -> _Stage:
     known, stay = {cell.leader: cell for cell in before.cells}, {cell.leader for cell in after.cells}
     different = [cell for cell in after.cells if known.get(cell.leader) != cell]
-    return _Stage(after.units, tuple(known.keys() - stay), tuple(map(PlainCell.of, different)))
+    return _Stage(after.units, tuple(known.keys() - stay), tuple(map(PlainCell.of, different)), after.waiting)
 
 
 def _changed_stage(before: Stage, told: _Stage) -> Stage:
@@ -122,4 +127,4 @@ def _changed_stage(before: Stage, told: _Stage) -> Stage:
     for leader in told.gone:
         cells.pop(leader, None)
     cells.update((cell.ranks[0], cell.cell) for cell in told.cells if cell.ranks)
-    return Stage(told.units, tuple(cells.values()))
+    return Stage(told.units, tuple(cells.values()), told.waiting)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
-from megatron_elastic.layout.lookup import runs
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.tables import Tables
 
@@ -15,6 +14,8 @@ def problems(layout: Tables) -> Iterator[str]:
     """What is wrong with a layout, the fundamental first; nothing for a valid one."""
     if layout.epoch < 0 or layout.num_slices < 1 or layout.num_grains < 1:
         yield f"epoch {layout.epoch}, {layout.num_slices} slices, {layout.num_grains} grains: out of range"
+    if layout.most_cells is not None and layout.most_cells < 1:
+        yield f"at most {layout.most_cells} cells: out of range"
     if layout.samples < 1:
         yield f"grains of {layout.samples} samples: out of range"
     if not layout.stages or not all(stage.cells for stage in layout.stages):
@@ -49,6 +50,14 @@ def problems(layout: Tables) -> Iterator[str]:
         for cell in stage.cells:
             if cell.parts and len({part.grain for part in cell.parts}) < len(cell.parts):
                 yield f"cell {cell.leader} of stage {index} has several parts of one grain: {cell.parts}"
+    waiting = [each for stage in layout.stages for each in stage.waiting]
+    kept = [rank for rank, _ in waiting]
+    if len(set(kept)) < len(kept) or not set(kept).issubset(layout.spares):
+        yield f"ranks {sorted(kept)} wait for the places that they had: they must be spares, each once"
+    if any(stage.waiting != tuple(sorted(stage.waiting)) for stage in layout.stages) or any(
+        not 0 <= place < max(sizes) for _, place in waiting
+    ):
+        yield f"(rank, place) of those that wait must ascend, with places in cells of {max(sizes)} ranks: {waiting}"
     yield from _unit_problems(layout)
 
 
@@ -66,20 +75,18 @@ def _part_problems(layout: Tables, stage: int, parts: Sequence[Part]) -> Iterato
 
 def _unit_problems(layout: Tables) -> Iterator[str]:
     seen: set[int] = set()
-    chunks: list[list[list[int]]] = []
+    reached = -1
     for index, stage in enumerate(layout.stages):
         if list(stage.units) != sorted(set(stage.units)):
             yield f"stage {index} lists units {stage.units}, but they must ascend"
-        chunks.append(runs(unit for unit in stage.units if unit not in seen))
-        seen.update(stage.units)
-    begun = 0
-    for chunk in range(max(map(len, chunks))):
-        for index, of_stage in enumerate(chunks):
-            new = of_stage[chunk] if chunk < len(of_stage) else []
-            if new[:1] != [begun]:
-                yield f"stage {index} begins units {new}, but they must continue consecutively at {begun}"
-                return
-            begun += len(new)
+        new = sorted({*stage.units} - seen)
+        if new[:1] <= [reached]:
+            yield f"stage {index} begins units {new}, but they must come after {reached}, where the stage before begins"
+            return
+        reached = new[0]
+        seen.update(new)
+    if not seen.issuperset(layout.recomputed) or list(layout.recomputed) != sorted(set(layout.recomputed)):
+        yield f"units {layout.recomputed} are recomputed: they must ascend, and be among those of stages"
     if seen != set(range(len(layout.units))) or len(set(layout.units)) != len(layout.units):
         yield f"the stages hold units {sorted(seen)}, but the names are {layout.units}"
         return

@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.stage import Stage
+from megatron_elastic.layout.way import Placement, Position, placement_of, positions
 
 _Pairs = dict[int, tuple[tuple[int, int], ...]]
 
@@ -80,7 +81,25 @@ class Lookup:
     @cached_property
     def chunks(self) -> list[tuple[tuple[int, ...], ...]]:
         """[stage] = the units of each of its chunks."""
-        return [self._chunks(index, stage) for index, stage in enumerate(self._stages)]
+        found: list[list[tuple[int, ...]]] = [[] for _ in self._stages]
+        for position in self.way:
+            found[position.stage].append(position.units)
+        return [self._with_others(index, own or [()]) for index, own in enumerate(found)]
+
+    @cached_property
+    def way(self) -> tuple[Position, ...]:
+        """The chunks that a grain passes, forward."""
+        return positions([stage.units for stage in self._stages])
+
+    @cached_property
+    def placement(self) -> tuple[Placement, int] | None:
+        """How chunks are placed on the stages (``way.placement_of``)."""
+        return placement_of([position.stage for position in self.way])
+
+    @cached_property
+    def numbers(self) -> dict[tuple[int, int], int]:
+        """[stage, chunk] = its place on the way."""
+        return {(at.stage, at.chunk): number for number, at in enumerate(self.way)}
 
     @cached_property
     def holders(self) -> dict[int, tuple[Cell, ...]]:
@@ -136,10 +155,10 @@ class Lookup:
         return {rank: tuple(pairs) for rank, pairs in found.items()}
         return {rank: tuple(pairs) for rank, pairs in found.items()}
 
-    def _chunks(self, index: int, stage: Stage) -> tuple[tuple[int, ...], ...]:
-        *others, last = runs(unit for unit in stage.units if self.homes[unit] == index) or [[]]
-        also = [unit for unit in stage.units if self.homes[unit] != index]
-        return (*map(tuple, others), (*also, *last))
+    def _with_others(self, index: int, own: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Chunks of a stage with the units that are at home elsewhere, which the last one gets."""
+        also = [unit for unit in self._stages[index].units if self.homes[unit] != index]
+        return (*own[:-1], (*also, *own[-1]))
 
 
 def runs(ascending: Iterable[int]) -> list[list[int]]:
@@ -151,6 +170,11 @@ def runs(ascending: Iterable[int]) -> list[list[int]]:
         else:
             found.append([each])
     return found
+
+
+def spans(ascending: Iterable[int]) -> list[str]:
+    """The same as text: ``3`` and ``5-8``."""
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(ascending)]
 
 
 def _cut(stage: Stage) -> dict[int, tuple[tuple[Cell, Part], ...]]:

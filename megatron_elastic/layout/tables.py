@@ -11,6 +11,7 @@ from megatron_elastic.layout.lookup import Lookup
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.stage import Stage
 from megatron_elastic.layout.unit import EXPERTS
+from megatron_elastic.layout.way import Placement, Position, joined, way
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,9 @@ class Tables:
     live copy: ``num_replicas`` of them, fewer where the stage has too few cells, more while slices move. ``spares`` are
     live ranks in no cell; ``lost`` are the dead, for ever. ``hosts`` lists all of them by failure domain. A grain can
     be cut between any of its ``samples``; if it is 1, grains stay whole. ``cp`` and ``ep`` are the context- and the
-    expert-parallel size.
+    expert-parallel size. Cells are formed until there are ``most_cells``, or if that is None as long as there are
+    ranks. ``tied``: whether the end of the model computes with the embedding, which units do not show where both are in
+    one stage; None: not known.
     """
 
     epoch: int
@@ -38,6 +41,9 @@ class Tables:
     samples: int = 1
     cp: int = 1
     ep: int = 1
+    most_cells: int | None = None
+    tied: bool | None = None
+    recomputed: tuple[int, ...] = ()
     _lookup: Lookup | None = field(default=None, init=False, repr=False, compare=False)
 
     # ---- sizes and membership --------------------------------------------------------------
@@ -79,8 +85,24 @@ class Tables:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each stage; one but for virtual pipeline stages."""
-        return len(self.chunks(0))
+        """Chunks of the stage that has most; one but for virtual pipeline stages."""
+        return max(map(len, self._index().chunks))
+
+    @property
+    def loops(self) -> int:
+        """How often a grain passes all stages in turn; 1 also where chunks are placed in any other way."""
+        placement, chunks = self.placement or ("v", 1)
+        return chunks if placement == "loop" else 1
+
+    @property
+    def placement(self) -> tuple[Placement, int] | None:
+        """How chunks are placed on the stages, and of how many each; None: in no way that has a name."""
+        return self._index().placement
+
+    @property
+    def way(self) -> tuple[Position, ...]:
+        """The positions that a grain passes, forward; then it goes back."""
+        return self._index().way
 
     @property
     def num_batches(self) -> int:
@@ -95,6 +117,35 @@ class Tables:
     def chunks(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """The units of each chunk of a stage. What it holds of another stage, a tied embedding, is in the last one."""
         return self._index().chunks[stage]
+
+    def through(self, stages: int) -> tuple[int, ...]:
+        """The stages that a grain passes, in turn, if there are so many and chunks are placed as they are here.
+
+        Where they are placed in no way that is known, that is a loop of as many as the stage has that has most.
+        """
+        present = tuple(position.stage for position in self.way)
+        if stages == self.pipeline_size:
+            return present
+        placement, chunks = self.placement or ("loop", self.num_chunks)
+        return joined(way(placement, stages, chunks))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the end of the model computes with the embedding. Where nobody knows and both are in one stage, it
+        counts as tied.
+        """
+        return 0 in self.stages[self.way[-1].stage].units if self.tied is None else self.tied
+
+    def recomputes(self, stage: int, chunk: int) -> bool:
+        """Whether a chunk of a stage keeps only its input from forward to backward, and makes the forward again then.
+
+        After units have moved, one that has any of the units that are recomputed does.
+        """
+        return any(unit in self.recomputed for unit in self.way[self.position(stage, chunk)].units)
+
+    def position(self, stage: int, chunk: int) -> int:
+        """Which place on the way a chunk of a stage has. Raises KeyError if there is no such chunk."""
+        return self._index().numbers[stage, chunk]
 
     def stage_of(self, rank: int) -> int:
         """Index of the stage that ``rank`` computes. Raises LayoutError for a rank in no cell."""
@@ -146,6 +197,8 @@ class Tables:
     def part(self, rank: int, grain: int) -> Part:
         """What the rank's cell computes of ``grain``. Raises LayoutError if that is nothing."""
         stage, cell, _ = self._place(rank)
+        if self._index().whole[stage].get(grain) is cell:
+            return self.whole(grain)
         for other, part in self.sharers(stage, grain):
             if other.leader == cell.leader:
                 return part
@@ -156,6 +209,8 @@ class Tables:
 
         They are whom a cell of a neighbouring stage that computes ``part`` exchanges activations with.
         """
+        if (whole := self._index().whole[stage].get(part.grain)) is not None:
+            return ((whole, part),)
         shared = ((cell, other.common(part)) for cell, other in self.sharers(stage, part.grain))
         return tuple((cell, both) for cell, both in shared if both is not None)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_elastic.layout.cell import Cell
 from megatron_elastic.layout.errors import LayoutError
-from megatron_elastic.layout.lookup import runs
+from megatron_elastic.layout.lookup import spans
 from megatron_elastic.layout.part import Part
 from megatron_elastic.layout.stage import Stage
 from megatron_elastic.layout.tables import Tables
@@ -22,9 +22,7 @@ def write(layout: Tables) -> str:
     def rows(values: Iterable[Any]) -> str:
         return "[\n    " + ",\n    ".join(json.dumps(value) for value in values) + "\n  ]"
 
-    stages = (
-        {"units": stage.units, "cells": [_cell_to_json(cell) for cell in stage.cells]} for stage in layout.stages
-    )
+    stages = map(_stage_to_json, layout.stages)
     parts = {
         "epoch": json.dumps(layout.epoch),
         "num_slices": json.dumps(layout.num_slices),
@@ -33,6 +31,9 @@ def write(layout: Tables) -> str:
         **({"samples": json.dumps(layout.samples)} if layout.samples > 1 else {}),
         **({"cp": json.dumps(layout.cp)} if layout.cp > 1 else {}),
         **({"ep": json.dumps(layout.ep)} if layout.ep > 1 else {}),
+        **({} if layout.most_cells is None else {"most_cells": json.dumps(layout.most_cells)}),
+        **({} if layout.tied is None else {"tied": json.dumps(layout.tied)}),
+        **({"recomputed": json.dumps(layout.recomputed)} if layout.recomputed else {}),
         "units": json.dumps(layout.units),
         "stages": rows(stages),
         "owners": rows(layout.owners),
@@ -66,6 +67,7 @@ def read(kind: type[_Kind], text: str | bytes) -> _Kind:
                         )
                         for cell in stage["cells"]
                     ),
+                    waiting=tuple((int(rank), int(place)) for rank, place in stage.get("waiting", ())),
                 )
                 for stage in data["stages"]
             ),
@@ -77,6 +79,9 @@ def read(kind: type[_Kind], text: str | bytes) -> _Kind:
             samples=int(data.get("samples", 1)),
             cp=int(data.get("cp", 1)),
             ep=int(data.get("ep", 1)),
+            most_cells=None if data.get("most_cells") is None else int(data["most_cells"]),
+            tied=None if data.get("tied") is None else bool(data["tied"]),
+            recomputed=_ints(data.get("recomputed", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None
@@ -92,13 +97,21 @@ def table(layout: Tables) -> str:
     lines = [head]
     for index, stage in enumerate(layout.stages):
         homes = [[layout.units[unit] for unit in of if layout.home(unit) == index] for of in layout.chunks(index)]
-        home = " ".join(f"{of[0]}..{of[-1]}" for of in homes)
+        home = " ".join(
+            f"{of[0]}..{of[-1]}" + (" (recomputed)" if layout.recomputes(index, chunk) else "")
+            for chunk, of in enumerate(homes)
+        )
         also = "".join(f"+{layout.units[unit]}" for unit in stage.units if layout.home(unit) != index)
         cells = "  ".join(
             f"{_spans(cell.ranks)}:[{' '.join(map(str, (*cell.grains, *cell.parts)))}]" for cell in stage.cells
         )
         lines.append(f"  stage {index}  {home}{also}  {cells}")
     return "\n".join(lines)
+
+
+def _stage_to_json(stage: Stage) -> dict[str, Any]:
+    parts = {"units": stage.units, "cells": [_cell_to_json(cell) for cell in stage.cells]}
+    return {**parts, "waiting": stage.waiting} if stage.waiting else parts
 
 
 def _cell_to_json(cell: Cell) -> dict[str, Any]:
@@ -116,4 +129,4 @@ def _ints(values: Iterable[Any]) -> tuple[int, ...]:
 
 def _spans(ranks: Sequence[int]) -> str:
     """``0-3,6`` for (0, 1, 2, 3, 6); a dash for nothing."""
-    return ",".join(str(of[0]) if len(of) == 1 else f"{of[0]}-{of[-1]}" for of in runs(ranks)) or "-"
+    return ",".join(spans(ranks)) or "-"

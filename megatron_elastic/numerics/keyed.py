@@ -1,9 +1,9 @@
 """Keyed random numbers: every draw is a function of logical coordinates, never of rank, stage or history.
 
-The key of a draw is (seed, step, grain, unit); it seeds torch's default generator when a unit begins its forward
-pass. Regions that must differ between tensor-parallel ranks fork from the default generator: one draw of it, equal
-on all ranks of the cell, is hashed with the tensor-parallel index. So recomputation, which restores the default
-generator, repeats the forks as well.
+The key of a draw is (seed, step, grain, unit); it seeds the default generator of the device that computes when a unit
+begins its forward pass. Regions that must differ between tensor-parallel ranks draw from a key of their own: that of
+the unit, how many such regions there were before, and the tensor-parallel index. Nothing of it is drawn, so nobody
+waits for a device, and all devices on which a seed means the same numbers draw the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,32 @@ def key(*coordinates: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def seed_default_generator(*coordinates: int | str) -> None:
-    """Make the next draws of torch's default CPU generator a function of the coordinates."""
-    torch.default_generator.manual_seed(key(*coordinates))
+_generator = torch.default_generator
+"""From which draws are that name none."""
+
+
+def draw_from(generator: torch.Generator) -> None:
+    """From now on this is the default generator of the device that computes."""
+    global _generator
+    _generator = generator
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Meanwhile it is another one."""
+    before = _generator
+    draw_from(generator)
+    try:
+        yield
+    finally:
+        draw_from(before)
+
+
+def seed_default_generator(*coordinates: int | str) -> int:
+    """Make the next draws of the default generator a function of the coordinates; returns their key."""
+    seed = key(*coordinates)
+    _generator.manual_seed(seed)
+    return seed
 
 
 def dropout(
@@ -47,17 +70,11 @@ def dropout(
 
 
 @contextmanager
-def forked(name: str, index: int) -> Iterator[None]:
-    """Draw from a stream of its own inside; outside, the default generator has advanced by exactly one draw.
-
-    Args:
-        name: which kind of region this is.
-        index: what makes the stream differ between ranks of a cell (the tensor-parallel index).
-    """
-    draw = int(torch.randint(0, 2**62, ()).item())
-    state = torch.get_rng_state()
-    seed_default_generator(draw, name, index)
+def forked(*coordinates: int | str) -> Iterator[None]:
+    """Draw from a stream of these coordinates inside; outside, the default generator goes on as if nothing had been."""
+    state = _generator.get_state()
+    seed_default_generator(*coordinates)
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        _generator.set_state(state)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_elastic import usage
 from megatron_elastic.observe.records import RecordsError, read_digest, read_metrics
 
 _COMPARED = (("loss", "loss"), ("grad_norm", "gradient norm"))
@@ -98,16 +99,22 @@ def _number(record: dict[str, Any], field: str) -> str:
     return f"{record.get(field)!r}  {record.get(f'{field}_hex')}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``megatron-elastic compare RUN_A RUN_B``: 0 if they agree bit for bit, 1 if not, 2 if that cannot be told."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic compare``."""
     parser = argparse.ArgumentParser(
         prog="megatron-elastic compare",
         description="Compare every step's loss and gradient norm, and the final state of all slices, bit for bit.",
         epilog="Exit status: 0 identical, 1 different (the first difference is printed), 2 records missing or damaged.",
+        formatter_class=usage.Formatter,
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="run directory")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="run directory")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic compare RUN_A RUN_B``: 0 if they agree bit for bit, 1 if not, 2 if that cannot be told."""
+    args = make_parser().parse_args(argv)
     try:
         difference = compare(args.a, args.b)
     except RecordsError as error:

@@ -78,6 +78,10 @@ class RunRecords:
         """Write ``profile.json``, what units were measured to cost, over an older one."""
         _replace(self._dir / "profile.json", text)
 
+    def scale_table(self, text: str) -> None:
+        """Write ``scale_table.json``, how fast the job would be with other numbers of devices, over an older one."""
+        _replace(self._dir / "scale_table.json", text)
+
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()

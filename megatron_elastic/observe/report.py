@@ -13,8 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_elastic import usage
+from megatron_elastic.observe import telling
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import RecordsError, read_digest, read_events, read_metrics
+from megatron_elastic.observe.run import loss_of
+from megatron_elastic.observe.tracing import verdict
+from megatron_elastic.observe.utilisation import Utilisation
 
 _PARTS = ("detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms", "redo_ms", "mttr_ms")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -36,9 +41,10 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     if not metrics:
         console.print("There is no step in the records yet.")
         return
-    console.print(_summary(run_dir, metrics, recoveries))
+    used = Utilisation(event for event in events if event.get("kind") == "hello")
+    console.print(_summary(run_dir, metrics, recoveries, used))
     marks = [event["step"] for event in recoveries]
-    for text in plot({step: _value(record) for step, record in metrics.items()}, marks, min(console.width, 100)):
+    for text in plot({step: loss_of(record) for step, record in metrics.items()}, marks, min(console.width, 100)):
         console.print(text, highlight=False, markup=False)
     for first in range(0, len(recoveries), _RECOVERIES_ABREAST):
         console.print(_recovery_table(recoveries[first : first + _RECOVERIES_ABREAST], metrics))
@@ -87,18 +93,22 @@ def plot(losses: Mapping[int, float], marks: Sequence[int], width: int) -> list[
     return lines
 
 
-def _summary(run_dir: Path, metrics: Mapping[int, dict[str, Any]], recoveries: Sequence[dict[str, Any]]) -> Table:
+def _summary(
+    run_dir: Path, metrics: Mapping[int, dict[str, Any]], recoveries: Sequence[dict[str, Any]], used: Utilisation
+) -> Table:
     first, last = metrics[min(metrics)], metrics[max(metrics)]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
     table.add_row("steps", f"{min(metrics)} to {max(metrics)}, {len(metrics)} committed, each once")
-    table.add_row("loss", f"{_value(first):.4f} -> {_value(last):.4f}")
+    table.add_row("loss", f"{loss_of(first):.4f} -> {loss_of(last):.4f}")
     table.add_row("ranks at work", f"{first['world_size']} -> {last['world_size']}")
     table.add_row("step time", f"{statistics.median(r['step_ms'] for r in metrics.values()):.0f} ms (median)")
     table.add_row(
         "throughput", f"{statistics.median(r['tokens_per_s'] for r in metrics.values()):.0f} tokens/s (median)"
     )
+    if (usual := used.usual(metrics.values())) is not None:
+        table.add_row("computes", f"{telling.utilisation(*usual, used.devices)}, median")
     table.add_row("recoveries", str(len(recoveries)) if recoveries else "none")
     if (run_dir / "digest.json").is_file():
         table.add_row("digest", str(read_digest(run_dir).get("sha256")))
@@ -119,29 +129,56 @@ def _recovery_table(recoveries: Sequence[dict[str, Any]], metrics: Mapping[int, 
     rows |= {part.replace("_", " "): [f"{event[part]:.1f}" for event in recoveries] for part in _PARTS}
     for name, offset in (("loss before", -1), ("loss after", 0)):
         found = [metrics.get(event["step"] + offset) for event in recoveries]
-        rows[name] = ["-" if record is None else f"{_value(record):.4f}" for record in found]
+        rows[name] = ["-" if record is None else f"{loss_of(record):.4f}" for record in found]
     for name, cells in rows.items():
         table.add_row(name, *cells, style="bold" if name == "mttr ms" else None)
     return table
 
 
-def _value(record: Mapping[str, Any]) -> float:
-    """The exact loss; its decimal field is null where it is not finite."""
-    return float.fromhex(record["loss_hex"])
+def _write_page(run_dir: Path, path: Path, reference: Path | None) -> None:
+    """Raises RecordsError where that cannot be."""
+    try:
+        from megatron_elastic.observe import page
+    except ImportError as error:
+        raise RecordsError(f"--html needs matplotlib ({error}): pip install 'megatron-elastic[plot]'") from None
+    try:
+        page.write(run_dir, path, reference)
+    except OSError as error:
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from None
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``megatron-elastic report RUN_DIR [--reference RUN_DIR]``: 0, or 2 when there are no readable records."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``megatron-elastic report``."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic report", description="Show what happened in a run: losses, faults, recoveries."
-    )
+        prog="megatron-elastic report", description="Show what happened in a run: losses, faults, recoveries.",
+        epilog="examples:\n  megatron-elastic report runs/a --html page.html\n"
+               "  megatron-elastic report runs/a --reference runs/undisturbed\n"
+               "  megatron-elastic report runs/a --critical-path",
+        formatter_class=usage.Formatter,
+    )  # fmt: skip
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
     parser.add_argument(
         "--reference", type=Path, metavar="RUN_DIR", help="an undisturbed run to compare with, bit for bit"
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--critical-path", type=int, nargs="?", const=0, metavar="STEP", help="of a job with "
+                        "--elastic-trace: what determined how long a step took (default: of those that are traced the "
+                        "one of median length), and what a faster part would bring, instead")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, timelines and layouts "
+                        "instead: one file that needs no server and no network (needs the extra plot)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``megatron-elastic report RUN_DIR [--reference RUN_DIR] [--html FILE]``: 0, or 2 without readable records."""
+    args = make_parser().parse_args(argv)
     try:
-        render(args.run_dir, args.reference)
+        if args.critical_path is not None:
+            verdict.render([args.run_dir], args.critical_path or None)
+        elif args.html is None:
+            render(args.run_dir, args.reference)
+        else:
+            _write_page(args.run_dir, args.html, args.reference)
     except RecordsError as error:
         print(f"megatron-elastic report: error: {error}", file=sys.stderr)
         return 2

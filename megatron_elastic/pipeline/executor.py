@@ -12,9 +12,11 @@ from typing import Protocol
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send
+from megatron_elastic.comm.operation import Recv, Sending
 from megatron_elastic.comm.tag import Channel, at_grain
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.device.cpu import Cpu
+from megatron_elastic.device.device import Device
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.layout import Cell, Layout, Part
 from megatron_elastic.pipeline.lockstep import Lockstep
@@ -31,7 +33,8 @@ class StageModel(Protocol):
         """Output of a chunk for part of a grain: an activation, or the mean loss of its tokens at the model's end."""
 
     def tokens(self, grain: int) -> float:
-        """Over how many tokens the loss is the mean, after the last forward of a part of ``grain``; last stage only."""
+        """Over how many tokens the loss is the mean, after the last forward of a part of ``grain`` at the model's end.
+        """
 
     def backward(
         self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
@@ -57,6 +60,7 @@ class Executor:
         shape, dtype: of a grain's activation between stages ([sequence, micro-batch, hidden]).
         meter: is told of passes.
         sums: losses are sums over tokens, so that parts of a grain need not know of each other.
+        device: where the model computes.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Executor:
         dtype: torch.dtype,
         meter: Meter,
         sums: bool = False,
+        device: Device | None = None,
     ) -> None:
         self._layout = layout
         self._sums = sums
@@ -77,10 +82,11 @@ class Executor:
         self._piece = size // layout.samples
         """Samples between two neighbouring places where a grain can be cut."""
         self._dtype = dtype
+        self._device = device or Cpu()
         self._rank = transport.rank
         self._stage = layout.stage_of(self._rank)
         self._place = layout.place_of(self._rank)
-        self._end = layout.pipeline_size * layout.num_chunks - 1
+        self._end = len(layout.way) - 1
         """Position of the end of the model."""
         self._meter = meter
         self._lockstep = Lockstep(transport, layout.cell_of(self._rank).ranks)
@@ -95,17 +101,21 @@ class Executor:
 
         ``again``: operations that ``work`` has in its log, whose results are given to their targets first.
         """
+        tracer = self._transport.tracer
         with self._lockstep.step():
             sends = [send for leg in again for send in self._give(leg, work.logged(leg.op))]
             for leg in legs:
-                self._hooks.at("backward" if leg.op.kind == "backward_input" else leg.op.kind, leg.op.grain)
+                op = leg.op
+                self._hooks.at("backward" if op.kind == "backward_input" else op.kind, op.grain)
+                if tracer.on:
+                    tracer.operation(op.kind, self._hooks.step, op.grain, op.chunk, self._stage)
                 self._transport.look()
                 sends = [send for send in (*sends, *self._do(leg, model, work)) if not send.done]
                 self._lockstep.next()
             with self._meter.waiting():
                 self._transport.wait(*sends)
 
-    def _do(self, leg: Leg, model: StageModel, work: Work) -> list[Send]:
+    def _do(self, leg: Leg, model: StageModel, work: Work) -> list[Sending]:
         """Execute an operation; returns what is sent of its result."""
         op, part = leg.op, leg.part
         fraction = part.size / self._layout.samples
@@ -114,9 +124,14 @@ class Executor:
             received = self._take(leg)
             if received is not None:
                 received.requires_grad_()
-            with self._meter.forward(fraction):
-                output = model.forward(op, part, received)
-            work.live[here] = received, output
+            if self._layout.recomputes(self._stage, op.chunk):
+                with torch.no_grad():  # it is measured when it is made again
+                    output = model.forward(op, part, received)
+                work.live[here] = received, None
+            else:
+                with self._meter.forward(fraction):
+                    output = model.forward(op, part, received)
+                work.live[here] = received, output
             if at_end:
                 return self._tell_tokens(part, model)
             work.log(op, output.detach())
@@ -127,9 +142,16 @@ class Executor:
                 model.backward_weight(op)
                 work.added.add(here)
             return []
-        grad = self._part_of_loss(part, model, work.live[here][1]) if at_end else self._take(leg)
+        grad = None if at_end else self._take(leg)
+        received, made = work.live[here]
+        if made is None:
+            with self._meter.forward(fraction):
+                made = model.forward(Op("forward", *here), part, received)
+        if at_end:
+            grad = self._part_of_loss(part, model, made)
         with self._meter.backward(fraction), work.adding(), self._lockstep.whole():
-            input_grad = model.backward(op, part, *work.live.pop(here), grad)
+            del work.live[here]
+            input_grad = model.backward(op, part, received, made, grad)
             (work.added if op.kind == "backward" else work.half).add(here)
         if input_grad is None:
             return []
@@ -145,7 +167,8 @@ class Executor:
         if at == self._layout.pipeline_size - 1 or mine.shadow:
             return None
         part = self._probe(mine)
-        activation = torch.zeros((self._sequence, part.size * self._piece, self._hidden), dtype=self._dtype)
+        shape = (self._sequence, part.size * self._piece, self._hidden)
+        activation = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
         others = self._neighbours(at + 1, part)
         times = []
         for _ in range(_PROBES):
@@ -177,7 +200,7 @@ class Executor:
 
     def run_forward(self, legs: Sequence[Leg], model: StageModel) -> None:
         """Execute the forwards only, for evaluation."""
-        sends: list[Send] = []
+        sends: list[Sending] = []
         with torch.no_grad():
             for leg in legs:
                 if leg.op.kind == "forward":
@@ -190,7 +213,7 @@ class Executor:
     # ---- activations ------------------------------------------------------------------------
 
     def _position(self, op: Op) -> int:
-        return op.chunk * self._layout.pipeline_size + self._stage
+        return self._layout.position(self._stage, op.chunk)
 
     def _take(self, leg: Leg) -> torch.Tensor | None:
         """What an operation needs of others, as one tensor; None at the beginning of the model."""
@@ -201,33 +224,46 @@ class Executor:
             return self._receive(leg.sources, at - 1, Channel.ACTIVATION)
         return self._receive(leg.sources, at + 1, Channel.ACTIVATION_GRAD)
 
-    def _give(self, leg: Leg, made: torch.Tensor) -> list[Send]:
+    def _give(self, leg: Leg, made: torch.Tensor) -> list[Sending]:
         """Send an operation's result to who needs it."""
         channel = Channel.ACTIVATION if leg.op.kind == "forward" else Channel.ACTIVATION_GRAD
         return self._send(leg.targets, leg.part, self._position(leg.op), channel, made)
 
     def _receive(self, sources: Neighbours, position: int, channel: Channel) -> torch.Tensor:
         """What was made at a position."""
-        buffers: list[torch.Tensor] = []
+        shapes = [(self._sequence, common.size * self._piece, self._hidden) for _, common in sources]
         recvs: list[Recv] = []
-        for leader, common in sources:
-            buffers.append(torch.empty((self._sequence, common.size * self._piece, self._hidden), dtype=self._dtype))
+        for (leader, common), shape in zip(sources, shapes, strict=True):
             where = at_grain(common.grain, position)
-            recvs.append(self._transport.recv(self._rank_in(leader), channel, where, buffers[-1]))
+            recvs.append(self._transport.recv(self._rank_in(leader), channel, where, self._room(shape)))
         with self._meter.waiting():
             self._transport.wait(*recvs)
-        return buffers[0] if len(buffers) == 1 else torch.cat(buffers, dim=1)
+        there = [self._open(recv.buffer, shape) for recv, shape in zip(recvs, shapes, strict=True)]
+        return there[0] if len(there) == 1 else torch.cat(there, dim=1)
 
     def _send(
         self, targets: Neighbours, part: Part, position: int, channel: Channel, tensor: torch.Tensor
-    ) -> list[Send]:
+    ) -> list[Sending]:
         """Send what was made of a part at a position, to each its samples."""
         sends = []
         for leader, common in targets:
             first = (common.start - part.start) * self._piece
             piece = tensor.detach()[:, first : first + common.size * self._piece].contiguous()
-            sends.append(self._transport.send(self._rank_in(leader), channel, at_grain(part.grain, position), piece))
+            sealed = self._close(piece, part)
+            sends.append(self._transport.send(self._rank_in(leader), channel, at_grain(part.grain, position), sealed))
         return sends
+
+    def _room(self, shape: tuple[int, int, int]) -> torch.Tensor:
+        """Room for a message with an activation of this shape."""
+        return self._device.room_on_host(shape, self._dtype)
+
+    def _open(self, message: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        """The activation of a message that has come."""
+        return self._device.from_host(message)
+
+    def _close(self, piece: torch.Tensor, part: Part) -> torch.Tensor:
+        """The message with an activation of samples of ``part``."""
+        return piece
 
     def _rank_in(self, leader: int) -> int:
         """The rank of a cell that has this one's place."""
@@ -235,11 +271,14 @@ class Executor:
 
     # ---- losses of grains that are shared ---------------------------------------------------
 
-    def _tell_tokens(self, part: Part, model: StageModel) -> list[Send]:
+    def _tell_tokens(self, part: Part, model: StageModel) -> list[Sending]:
         """Tell those that share the grain over how many tokens this cell's loss is the mean."""
+        sharers = self._sharers(part)
+        if not sharers:
+            return []
         tokens = torch.tensor([model.tokens(part.grain)], dtype=torch.float64)
         where = at_grain(part.grain, self._stage)
-        return [self._transport.send(rank, Channel.TOKENS, where, tokens) for rank in self._sharers(part)]
+        return [self._transport.send(rank, Channel.TOKENS, where, tokens) for rank in sharers]
 
     def _part_of_loss(self, part: Part, model: StageModel, loss: torch.Tensor) -> torch.Tensor | None:
         """How much this cell's mean loss is of that of the grain, in which all tokens count alike; None: all of it."""

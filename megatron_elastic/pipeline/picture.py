@@ -38,8 +38,7 @@ def shown(layout: Layout, most: int) -> Iterator[tuple[int, str, int]]:
     each = max(1, most // layout.pipeline_size)
     for index, stage in enumerate(layout.stages):
         for cell in [cell for cell in stage.cells if not cell.shadow][:each]:
-            name = f"{cell.ranks[0]}-{cell.ranks[-1]}" if len(cell.ranks) > 1 else f"{cell.ranks[0]}"
-            yield index, name, cell.leader
+            yield index, cell.name, cell.leader
 
 
 def draw(panel: Panel, scale: float, most: int) -> Iterator[Text]:

@@ -1,7 +1,7 @@
 """Program: a pipeline schedule as data. For every cell an ordered list of operations on grains.
 
-A stage's model may be cut into several *chunks*; a grain passes chunk 0 of all stages, then chunk 1 of all stages, and
-so on. Peers are not part of a program: the input of grain g at stage s comes from the cells of the stage before that
+A stage's model may be cut into several *chunks*; in which order a grain passes those of all stages, the layout says
+(``layout.way``). Peers are not part of a program: the input of grain g comes from the cells at the position before that
 have g in the layout, so re-routed grains and stages of different widths need nothing special. Where cells of a stage
 share a grain, an operation is on the cell's part of it, which the layout knows.
 
@@ -11,6 +11,7 @@ Generators are in ``schedule``; here are the text form and the checker.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,20 @@ class Program:
         return cls(cells)
 
 
+def pack(program: Program) -> bytes:
+    """A program as it travels; ``unpack`` reads it."""
+    return zlib.compress(program.text().encode())
+
+
+def unpack(data: bytes, leader: int) -> tuple[Op, ...]:
+    """The operations of one cell of a packed program. Raises KeyError if it has no such cell."""
+    head = f"{leader}:"
+    for line in zlib.decompress(data).decode().splitlines():
+        if line.startswith(head):
+            return Program.parse(line)[leader]
+    raise KeyError(leader)
+
+
 def _parse_op(word: str, line: int) -> Op:
     match = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", word)
     if match is None or match[1] not in KINDS:
@@ -105,39 +120,35 @@ def result(leader: int, stage: int, op: Op) -> Result | None:
     return Result("output" if op.kind == "forward" else "input gradient", stage, op.chunk, op.grain, leader)
 
 
-def needs(layout: Layout, chunks: int, leader: int, stage: int, op: Op) -> Iterator[Result]:
-    """What must be there before ``op`` of a cell of ``stage``, in a layout whose stages have ``chunks`` chunks each.
+def needs(layout: Layout, leader: int, stage: int, op: Op) -> Iterator[Result]:
+    """What must be there before ``op`` of a cell of ``stage``.
 
-    A loss is a mean over the whole grain: the cells of the last stage that share one begin its backward when all know
-    how many tokens there are.
+    A loss is a mean over the whole grain: the cells at the end of the model that share one begin its backward when all
+    know how many tokens there are.
     """
-    chunk, grain = op.chunk, op.grain
-    last = layout.pipeline_size - 1
+    chunk, grain, way = op.chunk, op.grain, layout.way
 
-    def of(what: Literal["output", "input gradient"], stage: int, chunk: int, part: Part) -> Iterator[Result]:
-        for cell, _ in layout.common(stage, part):
-            yield Result(what, stage, chunk, grain, cell.leader)
+    def of(what: Literal["output", "input gradient"], position: int, part: Part) -> Iterator[Result]:
+        at = way[position]
+        for cell, _ in layout.common(at.stage, part):
+            yield Result(what, at.stage, at.chunk, grain, cell.leader)
 
     if op.kind == "backward_weight":
         yield Result("input gradient", stage, chunk, grain, leader)
         return
-    part = layout.part(leader, grain)
+    part, here = layout.part(leader, grain), layout.position(stage, chunk)
     if op.kind == "forward":
-        if stage > 0:
-            yield from of("output", stage - 1, chunk, part)
-        elif chunk > 0:
-            yield from of("output", last, chunk - 1, part)
+        if here > 0:
+            yield from of("output", here - 1, part)
         return
     yield Result("output", stage, chunk, grain, leader)
-    if stage < last:
-        yield from of("input gradient", stage + 1, chunk, part)
-    elif chunk + 1 < chunks:
-        yield from of("input gradient", 0, chunk + 1, part)
+    if here + 1 < len(way):
+        yield from of("input gradient", here + 1, part)
     else:
-        yield from of("output", stage, chunk, layout.whole(grain))
+        yield from of("output", here, layout.whole(grain))
 
 
-def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[int, int, Op]]:
+def walk(program: Program, layout: Layout) -> Iterator[tuple[int, int, Op]]:
     """(leader, stage, operation) of the whole program in an order in which it can be executed.
 
     Each cell goes as far as it can before the next one. Raises ProgramError, naming what waits for what, when no cell
@@ -155,7 +166,7 @@ def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[in
         blocked.pop(leader, None)
         while position[leader] < len(ops):
             op = ops[position[leader]]
-            missing = next((need for need in needs(layout, chunks, leader, stage, op) if need not in done), None)
+            missing = next((need for need in needs(layout, leader, stage, op) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(leader)
                 blocked[leader] = missing
@@ -173,15 +184,15 @@ def walk(program: Program, layout: Layout, chunks: int = 1) -> Iterator[tuple[in
         raise ProgramError(f"the program has a cycle, so it never ends: {stuck}")
 
 
-def check(program: Program, layout: Layout, max_live: int | Mapping[int, int] | None = None, chunks: int = 1) -> None:
-    """Raise ProgramError unless ``program`` computes a step of ``layout``, whose stages have ``chunks`` chunks each.
+def check(program: Program, layout: Layout, max_live: int | Mapping[int, int] | None = None) -> None:
+    """Raise ProgramError unless ``program`` computes a step of ``layout``.
 
     Every grain goes forward and backward (at once, or in two parts) exactly once through every chunk of every stage, in
     the cells that have it; the cells' orders and the operations' dependencies contain no cycle; and no cell ever has
     more than ``max_live`` activations (for all cells, or by leader), counted as ``live`` does.
     """
-    _check_complete(program, layout, chunks)
-    for _ in walk(program, layout, chunks):
+    _check_complete(program, layout)
+    for _ in walk(program, layout):
         pass
     if max_live is not None:
         for leader, ops in program.cells.items():
@@ -201,7 +212,7 @@ def live(ops: tuple[Op, ...]) -> Iterator[int]:
         yield now
 
 
-def _check_complete(program: Program, layout: Layout, chunks: int) -> None:
+def _check_complete(program: Program, layout: Layout) -> None:
     cells = {cell.leader: cell for stage in layout.stages for cell in stage.cells}
     if set(program.cells) != set(cells):
         raise ProgramError(f"the program is for cells {sorted(program.cells)}, but the layout has {sorted(cells)}")
@@ -209,7 +220,7 @@ def _check_complete(program: Program, layout: Layout, chunks: int) -> None:
         actual = Counter(ops)
         expected: Counter[Op] = Counter()
         for grain in cells[leader].share:
-            for chunk in range(chunks):
+            for chunk in range(len(layout.chunks(layout.stage_of(leader)))):
                 expected[Op("forward", grain, chunk)] = 1
                 halves = Op("backward_input", grain, chunk), Op("backward_weight", grain, chunk)
                 split = any(half in actual for half in halves)

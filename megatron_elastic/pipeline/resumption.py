@@ -42,17 +42,21 @@ class Remainder:
     legs: tuple[Leg, ...]
 
 
-def remainder(schedule: str, layout: Layout, kept: Iterable[Kept], leader: int) -> Remainder:
-    """What the cell led by ``leader`` does, under ``--elastic-schedule``. All grains of the layout are whole."""
-    return _Plan(schedule, layout, kept).of(leader)
+def remainder(schedule: str, layout: Layout, kept: Iterable[Kept], leader: int, grains: int) -> Remainder:
+    """What the cell led by ``leader`` does, under ``--elastic-schedule``, of a step of the first ``grains`` grains.
+
+    All grains of the layout are whole.
+    """
+    return _Plan(schedule, layout, kept, grains).of(leader)
 
 
 class _Plan:
-    def __init__(self, schedule: str, layout: Layout, kept: Iterable[Kept]) -> None:
+    def __init__(self, schedule: str, layout: Layout, kept: Iterable[Kept], grains: int) -> None:
         self._layout = layout
+        self._grains = grains
         self._split = schedule == "split"
-        self._chunks, self._stages = layout.num_chunks, layout.pipeline_size
-        self._place = timetable(layout, self._chunks)
+        self._chunks, self._way = layout.num_chunks, layout.way
+        self._place = timetable(layout)
         self._kept: dict[_Item, tuple[int, _State]] = {}
         """Who keeps what."""
         for cell in kept:
@@ -64,7 +68,7 @@ class _Plan:
 
     def _keep(self, leader: int, number: int, state: _State) -> None:
         grain, chunk = divmod(number, self._chunks)
-        at = grain, chunk * self._stages + self._layout.stage_of(leader)
+        at = grain, self._layout.position(self._layout.stage_of(leader), chunk)
         if at in self._kept:
             raise ValueError(f"cells {self._kept[at][0]} and {leader} both keep grain {grain} at position {at[1]}")
         self._kept[at] = leader, state
@@ -74,7 +78,7 @@ class _Plan:
         known = self._kept.get((grain, position))
         if known is not None:
             return known
-        ((cell, _),) = self._layout.sharers(position % self._stages, grain)
+        ((cell, _),) = self._layout.sharers(self._way[position].stage, grain)
         return cell.leader, "missing"
 
     def of(self, leader: int) -> Remainder:
@@ -95,25 +99,25 @@ class _Plan:
 
     def _passes(self, leader: int, stage: int) -> Iterator[tuple[Op, _State]]:
         """The forward and the backward of all that is this cell's, and how far it is."""
-        share = self._layout.cells[leader].share
+        share = (grain for grain in self._layout.cells[leader].share if grain < self._grains)
         kept = {grain for (grain, _), (doer, _) in self._kept.items() if doer == leader}
         for grain in sorted(kept.union(share)):
-            for chunk in range(self._chunks):
-                doer, state = self._of(grain, chunk * self._stages + stage)
+            for chunk in range(len(self._layout.chunks(stage))):
+                doer, state = self._of(grain, self._layout.position(stage, chunk))
                 if doer == leader:
                     yield Op("forward", grain, chunk), state
                     yield Op("backward", grain, chunk), state
 
     def _leg(self, op: Op, stage: int) -> Leg:
         """Its result goes to the next position only if that lacks it."""
-        here, step = op.chunk * self._stages + stage, 1 if op.kind == "forward" else -1
+        here, step = self._layout.position(stage, op.chunk), 1 if op.kind == "forward" else -1
         sources, targets = self._at(op, here - step), self._at(op, here + step)
         if targets and _has_result(op, self._of(op.grain, here + step)[1]):
             targets = ()
         return Leg(op, self._layout.whole(op.grain), sources, targets)
 
     def _at(self, op: Op, position: int) -> Neighbours:
-        if not 0 <= position < self._stages * self._chunks:
+        if not 0 <= position < len(self._way):
             return ()
         return ((self._of(op.grain, position)[0], self._layout.whole(op.grain)),)
 
@@ -145,8 +149,8 @@ _Message = tuple[bool, int, int, int, int]
 """Whether it goes forward, grain, position where it was made, from whom, to whom."""
 
 
-def check(layout: Layout, kept: Collection[Kept], remainders: Mapping[int, Remainder]) -> None:
-    """Raise ProgramError unless the remainders of all cells make a whole step of what is kept.
+def check(layout: Layout, kept: Collection[Kept], remainders: Mapping[int, Remainder], grains: int) -> None:
+    """Raise ProgramError unless the remainders of all cells make a whole step of ``grains`` grains of what is kept.
 
     Each grain is added exactly once at every position; whatever an operation needs is kept by a cell or made by another
     operation, and sent to it, and nothing else is sent; and nobody waits in a circle.
@@ -176,9 +180,9 @@ def check(layout: Layout, kept: Collection[Kept], remainders: Mapping[int, Remai
         raise ProgramError(f"what these operations need never comes: {', '.join(stuck)}")
     if unread := +messages:
         raise ProgramError(f"nobody needs {sorted(unread)}")
-    positions = layout.pipeline_size * layout.num_chunks
+    positions = len(layout.way)
     added = Counter(item for cell in cells.values() for item in cell.added.elements())
-    expected = Counter((grain, position) for grain in range(layout.num_grains) for position in range(positions))
+    expected = Counter((grain, position) for grain in range(grains) for position in range(positions))
     if added != expected:
         raise ProgramError(f"not added: {sorted(expected - added)}; added too often: {sorted(added - expected)}")
 
@@ -189,7 +193,7 @@ class _Cell:
     def __init__(self, layout: Layout, leader: int) -> None:
         self.added: Counter[_Item] = Counter()
         self._leader, self._stage = leader, layout.stage_of(leader)
-        self._stages, self._chunks = layout.pipeline_size, layout.num_chunks
+        self._layout, self._chunks = layout, layout.num_chunks
         self._live: set[_Item] = set()
         self._half: set[_Item] = set()
         self._made: set[tuple[bool, _Item]] = set()
@@ -205,7 +209,7 @@ class _Cell:
         self._made = {(True, item) for item in added | live | half} | {(False, item) for item in added | half}
 
     def _item(self, grain: int, chunk: int) -> _Item:
-        return grain, chunk * self._stages + self._stage
+        return grain, self._layout.position(self._stage, chunk)
 
     def can(self, leg: Leg, messages: Counter[_Message]) -> bool:
         """Whether all is there; then the message that it takes is gone."""

@@ -13,23 +13,42 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program
+from megatron_elastic.plan.slots import Slots
 
 _Place = Callable[[Op, int], int]
 """(operation, stage) -> place in the timetable."""
 
 
 def for_cell(schedule: str, layout: Layout, leader: int) -> tuple[Op, ...]:
-    """What a cell does in a step under ``--elastic-schedule``: ``1f1b``, or ``split``. Chunks are interleaved."""
-    program = interleaved(layout, layout.num_chunks, {leader})
+    """What a cell does in a step under ``--elastic-schedule``: ``split``, or 1F1B, which ``search`` begins with, too.
+
+    Chunks are interleaved.
+    """
+    program = usual(layout, {leader})
     return (split_backward(program, layout) if schedule == "split" else program)[leader]
 
 
-def timetable(layout: Layout, chunks: int) -> _Place:
+def timetable(layout: Layout) -> _Place:
     """The place of every operation in the order that ``for_cell`` has.
 
     Whatever an operation needs has an earlier place, in whichever cells of their stages the two are done.
     """
-    return _usual(layout) if chunks == 1 else _interleaved(layout, chunks)
+    match layout.placement:
+        case "loop", 1:
+            return _one_chunk(layout)
+        case "loop", chunks:
+            return _interleaved(layout, chunks)
+    return _in_step(layout)
+
+
+def usual(layout: Layout, leaders: Collection[int] | None = None) -> Program:
+    """1F1B, which a job begins with: of one chunk a stage, of several that are interleaved, or of any others.
+
+    As many grains as there are stages pass chunk 0 of a loop, then the same ones chunk 1, and so on. A cell of stage s
+    of P never has more than (chunks - 1) * P + 2 * (P - s) - 1 live activations of a chunk then. With whole groups the
+    order is Megatron's; a last group may be smaller here. ``leaders`` are the cells to make it for (default: all).
+    """
+    return _by_timetable(layout, timetable(layout), leaders)
 
 
 def one_forward_one_backward(
@@ -48,10 +67,10 @@ def one_forward_one_backward(
             f"the live activations allowed at {stages} stages must be at least {stages}, one less at each stage, down "
             f"to 1, but are {bounds}"
         )
-    return _by_timetable(layout, 1, _usual(layout, bounds), leaders)
+    return _by_timetable(layout, _one_chunk(layout, bounds), leaders)
 
 
-def _usual(layout: Layout, live: Sequence[int] | None = None) -> _Place:
+def _one_chunk(layout: Layout, live: Sequence[int] | None = None) -> _Place:
     round_of = rounds(layout)
     windows = _windows(layout, round_of, live or _fewest(layout))
 
@@ -84,20 +103,6 @@ def _windows(layout: Layout, round_of: Mapping[int, int], bounds: Sequence[int])
     return windows
 
 
-def interleaved(layout: Layout, chunks: int, leaders: Collection[int] | None = None) -> Program:
-    """The interleaved 1F1B schedule of stages that hold ``chunks`` chunks each; 1F1B for one chunk.
-
-    As many grains as there are stages pass chunk 0, then the same ones chunk 1, and so on. A cell of stage s of P never
-    has more than (chunks - 1) * P + 2 * (P - s) - 1 live activations of a chunk. With whole groups the order is
-    Megatron's; a last group may be smaller here. Raises ValueError unless ``chunks`` is positive.
-    """
-    if chunks < 1:
-        raise ValueError(f"a stage must have at least one chunk, got {chunks}")
-    if chunks == 1:
-        return one_forward_one_backward(layout, leaders)
-    return _by_timetable(layout, chunks, _interleaved(layout, chunks), leaders)
-
-
 def _interleaved(layout: Layout, chunks: int) -> _Place:
     stages = layout.pipeline_size
     round_of = rounds(layout)
@@ -109,6 +114,17 @@ def _interleaved(layout: Layout, chunks: int) -> _Place:
             return 2 * (turn + op.chunk * stages + stage)
         # The last chunk's backward at the last stage comes right after its forward there.
         return 2 * (turn + (2 * chunks - op.chunk) * stages - 2 - stage) + 1
+
+    return place
+
+
+def _in_step(layout: Layout) -> _Place:
+    """For chunks that are placed in any way, and may be of any size (``plan.slots``)."""
+    round_of, slots = rounds(layout), Slots.of(layout)
+
+    def place(op: Op, stage: int) -> int:
+        at = layout.position(stage, op.chunk)
+        return slots.apart * round_of[op.grain] + (slots.forward if op.kind == "forward" else slots.backward)[at]
 
     return place
 
@@ -131,8 +147,8 @@ def in_halves(ops: Iterable[Op], put_off: int) -> tuple[Op, ...]:
         if op.kind != "backward":
             split.append(op)
             continue
-        split.append(op._replace(kind="backward_input"))
-        later.append(op._replace(kind="backward_weight"))
+        split.append(Op("backward_input", op.grain, op.chunk))
+        later.append(Op("backward_weight", op.grain, op.chunk))
         if len(later) > put_off:
             split.append(later.popleft())
     return (*split, *later)
@@ -157,7 +173,7 @@ def rounds(layout: Layout) -> Mapping[int, int]:
     return result
 
 
-def _by_timetable(layout: Layout, chunks: int, place: _Place, leaders: Collection[int] | None) -> Program:
+def _by_timetable(layout: Layout, place: _Place, leaders: Collection[int] | None) -> Program:
     cells = {}
     for index, stage in enumerate(layout.stages):
         for cell in stage.cells:
@@ -165,7 +181,7 @@ def _by_timetable(layout: Layout, chunks: int, place: _Place, leaders: Collectio
                 ops = [
                     (place(op, index), op)
                     for grain in cell.share
-                    for chunk in range(chunks)
+                    for chunk in range(len(layout.chunks(index)))
                     for op in (Op("forward", grain, chunk), Op("backward", grain, chunk))
                 ]
                 cells[cell.leader] = tuple(op for _, op in sorted(ops))

@@ -6,13 +6,13 @@ sender no time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, live, needs, result, walk
-from megatron_elastic.pipeline.schedule import interleaved, one_forward_one_backward
+from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from megatron_elastic.plan.cost import Costs
 
 
@@ -53,17 +53,18 @@ def simulate(
     layout: Layout,
     duration: Callable[[int, int, Op], float],
     transfer: Callable[[Result], float] = lambda _: 0.0,
-    chunks: int = 1,
+    begins: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Run ``program`` and return when everything happens. Raises ProgramError if it has a cycle.
 
-    ``duration(leader, stage, operation)`` and ``transfer(result)``, from one stage to another, are in milliseconds.
+    ``duration(leader, stage, operation)`` and ``transfer(result)``, from one stage to another, are in milliseconds;
+    so is when cells can begin, by leader (default: at once).
     """
     spans: dict[int, list[Span]] = {leader: [] for leader in program.cells}
     ready: dict[Result, float] = {}
-    for leader, stage, op in walk(program, layout, chunks):
-        start = spans[leader][-1].end if spans[leader] else 0.0
-        for need in needs(layout, chunks, leader, stage, op):
+    for leader, stage, op in walk(program, layout):
+        start = spans[leader][-1].end if spans[leader] else (begins or {}).get(leader, 0.0)
+        for need in needs(layout, leader, stage, op):
             start = max(start, ready[need] + (transfer(need) if need.stage != stage else 0.0))
         end = start + duration(leader, stage, op)
         spans[leader].append(Span(op, start, end))
@@ -78,31 +79,82 @@ def fastest(layout: Layout, costs: Costs) -> tuple[Program, Timeline]:
     It is the usual one, interleaved where stages have several chunks, or one with more live activations where
     ``Costs.pace`` finds them of use.
     """
-    chunks = layout.num_chunks
+    programs = [usual(layout)]
+    bounds = costs.pace_of(layout).live
+    if layout.num_chunks == 1 and bounds != tuple(range(layout.pipeline_size, 0, -1)):
+        programs.append(one_forward_one_backward(layout, live=bounds))
+    return min(((program, run(program, layout, costs)) for program in programs), key=lambda found: found[1].makespan)
+
+
+def scheduled(schedule: str, layout: Layout) -> Program:
+    """What all cells do in a step under ``--elastic-schedule``: ``1f1b``, or ``split``. As ``schedule.for_cell``."""
+    program = usual(layout)
+    return split_backward(program, layout) if schedule == "split" else program
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From vote to vote, as when each is like the one before: weights come, the passes, and gradients go.
+
+    Attributes:
+        line: of the passes. A cell begins when its weights are there, whether or not others have theirs.
+        ms: of all.
+    """
+
+    line: Timeline
+    ms: float
+
+    @classmethod
+    def of(
+        cls, program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None
+    ) -> Step:
+        """Of ``program``. ``clocks`` as ``run`` has them."""
+        phases = costs.cell_phases(layout)
+        begins = {leader: each.spread_ms for leader, each in phases.items()}
+        line = run(program, layout, costs, clocks, begins)
+        ends = {leader: spans[-1].end for leader, spans in line.spans.items() if spans}
+        last = max((ends.get(leader, each.spread_ms) + each.reduce_ms for leader, each in phases.items()), default=0.0)
+        return cls(line, max(last, line.makespan) + costs.overhead_ms)
+
+
+def _sums(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[x + y for x, y in zip(*each, strict=True)] for each in zip(a, b, strict=True)]
+
+
+def run(
+    program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
+    begins: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Simulate with the times that units take by ``costs``; half of a backward is for the weights' gradients, and where
+    a chunk is recomputed, its forward comes before it.
+
+    ``clocks``: of cells that do not run at that at which costs were measured, by leader, as a multiple of it.
+    ``begins`` as ``simulate`` has them.
+    """
+    speed = clocks or {}
     units = [
         [[costs.units[unit] for unit in chunk if layout.home(unit) == stage] for chunk in layout.chunks(stage)]
         for stage in range(layout.pipeline_size)
     ]
     forward = [[sum(unit.forward_ms for unit in held) for held in stage] for stage in units]
     backward = [[sum(unit.backward_ms for unit in held) for held in stage] for stage in units]
+    half = [[ms / 2 for ms in stage] for stage in backward]
+    again = [
+        [ms if layout.recomputes(stage, chunk) else 0.0 for chunk, ms in enumerate(of)]
+        for stage, of in enumerate(forward)
+    ]
+    times = {"forward": forward, "backward": _sums(again, backward), "backward_input": _sums(again, half),
+             "backward_weight": half}  # fmt: skip
 
     def fraction(leader: int, grain: int) -> float:
         return layout.part(leader, grain).size / layout.samples
 
-    def run(program: Program) -> tuple[Program, Timeline]:
-        timeline = simulate(
-            program,
-            layout,
-            lambda leader, stage, op: (
-                (forward if op.kind == "forward" else backward)[stage][op.chunk] * fraction(leader, op.grain)
-            ),
-            lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
-            chunks,
-        )
-        return program, timeline
-
-    usual = run(interleaved(layout, chunks))
-    bounds = costs.pace_of(layout).live
-    if chunks > 1 or bounds == tuple(range(layout.pipeline_size, 0, -1)):
-        return usual
-    return min(usual, run(one_forward_one_backward(layout, live=bounds)), key=lambda found: found[1].makespan)
+    return simulate(
+        program,
+        layout,
+        lambda leader, stage, op: (
+            times[op.kind][stage][op.chunk] * fraction(leader, op.grain) / speed.get(leader, 1.0)
+        ),
+        lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
+        begins,
+    )

@@ -2,12 +2,13 @@
 
 from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.errors import NoLayout, StateLost
-from megatron_elastic.plan.growth import improve
+from megatron_elastic.plan.growth import admit, improve
 from megatron_elastic.plan.loss import at_home, everything, lose, readable, release
 from megatron_elastic.plan.profile import Sample, measured
 from megatron_elastic.plan.replan import replan
+from megatron_elastic.plan.reshape import reshape
 
 __all__ = [
-    "Costs", "NoLayout", "ProfileError", "Sample", "StateLost", "at_home", "everything", "improve", "lose", "measured",
-    "readable", "release", "replan",
+    "Costs", "NoLayout", "ProfileError", "Sample", "StateLost", "admit", "at_home", "everything", "improve", "lose",
+    "measured", "readable", "release", "replan", "reshape",
 ]  # fmt: skip

@@ -10,12 +10,11 @@ stay what they were either way.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 from megatron_elastic.layout import Cell, Layout, Part
 from megatron_elastic.plan.quotas import quotas
-from megatron_elastic.plan.reroute import reroute
+from megatron_elastic.plan.reroute import deal, reroute
 
 
 def share(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | None = None) -> tuple[Cell, ...]:
@@ -51,19 +50,7 @@ def resize(
     """
     sizes = quotas(num_grains * samples, paces or [1.0] * len(grains), [0] * len(grains))
     room = [size // samples for size in sizes]
-    whole = [list(kept[:most]) for kept, most in zip(grains, room, strict=True)]
-    free = sorted(set(range(num_grains)).difference(*whole))
-    uncut = sum(room) - sum(map(len, whole))
-    cut = free[uncut:]
-    emptiest = [(len(kept), index) for index, kept in enumerate(whole) if len(kept) < room[index]]
-    heapq.heapify(emptiest)
-    for grain in free[:uncut]:
-        _, index = emptiest[0]
-        whole[index].append(grain)
-        if len(whole[index]) < room[index]:
-            heapq.heapreplace(emptiest, (len(whole[index]), index))
-        else:
-            heapq.heappop(emptiest)
+    whole, cut = deal(grains, room, num_grains)
     shares, start = [], 0
     for kept, size in zip(whole, sizes, strict=True):
         stop = start + size - samples * len(kept)
@@ -72,6 +59,6 @@ def resize(
             for at in range(start // samples, -(-stop // samples))
             if start < stop
         )
-        shares.append((tuple(sorted(kept)), tuple(row)))
+        shares.append((kept, tuple(row)))
         start = stop
     return shares

@@ -2,7 +2,7 @@
 
 Exact, by dynamic programming over the layers and what is before and after them: the embeddings, and the head. Memory of
 a device at a stage with k stages from it to the end: parameters, its share of the optimizer's state, and the
-activations of k grains, as 1F1B keeps them.
+activations of k grains, as 1F1B keeps them, or of all stages' where backwards are in two.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_elastic.plan.cost import Costs, own
+from megatron_elastic.layout import MTP, positions
+from megatron_elastic.plan.cost import Costs, live_activations, own
 from megatron_elastic.plan.errors import NoLayout
+from megatron_elastic.plan.keeping import Keeping
 
 _Matrix = NDArray[np.float64]
 _ROUNDING = 1e-9
@@ -27,7 +29,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Units (ascending indices; a tied embedding also in the last stage) and number of cells of every stage."""
+    """Units (ascending indices; a tied embedding also where the model ends) and number of cells of every stage."""
 
     stage_units: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
@@ -40,28 +42,38 @@ class Planner:
 
     Args:
         names: the units, as in ``Layout.units``.
-        tied: whether the last stage needs the embedding too.
+        tied: whether the end of the model needs the embedding too, for a tied output layer or further predictions.
         grains: of the global batch.
         samples: of a grain, between which it can be cut; a cell of a stage of width w computes
             ceil(grains * samples / w) of all samples.
+        split: whether the schedule has backwards in two, and so keeps more activations.
+        recompute: whether stages whose activations do not fit may make their forwards again.
     """
 
-    def __init__(self, names: Sequence[str], costs: Costs, tied: bool, grains: int, samples: int = 1) -> None:
+    def __init__(
+        self, names: Sequence[str], costs: Costs, tied: bool, grains: int, samples: int = 1, split: bool = False,
+        recompute: bool = False,
+    ) -> None:
         layers = [unit for unit, name in enumerate(names) if name.startswith("layer.")]
         if not layers:
             raise NoLayout(f"a pipeline is cut between layers, but the units {', '.join(names)} contain none")
+        self._names = names
         self._costs = costs
         self._tied = tied
+        self._split = split
+        self._recompute = recompute
         self._grain = samples
         self._samples = grains * samples
         self._layers = len(layers)
-        # A pipeline can be cut between any two of these, and nowhere else.
-        cuts = sorted({0, *layers, len(names) - 1, len(names)})
+        # A pipeline can be cut between any two of these, and nowhere else. Further predictions are made with the head.
+        end = next((unit for unit, name in enumerate(names) if name.startswith(MTP)), len(names) - 1)
+        cuts = sorted({0, *layers, end, len(names)})
         self._blocks = [range(start, end) for start, end in pairwise(cuts)]
         size = len(self._blocks)
         below = np.tri(size + 1, dtype=bool)
         self._time = self._between([cost.grain_ms / samples for cost in costs.units])
         self._time[below] = np.inf
+        self._forward = self._between([cost.forward_ms / samples for cost in costs.units])
         self._parameters = self._between([cost.parameter_bytes for cost in costs.units])
         self._optimizer = self._between([cost.optimizer_bytes for cost in costs.units])
         self._activations = self._between([cost.activation_bytes for cost in costs.units])
@@ -73,7 +85,13 @@ class Planner:
 
     def keep(self, stage_units: Sequence[tuple[int, ...]], widths: Sequence[int]) -> Graph:
         """The graph of the given units, which may be several chunks a stage. Raises NoLayout when they do not fit."""
-        loads = [self._load_of(stage_units, stage, width) for stage, width in enumerate(widths)]
+        kept = self._kept(stage_units, widths, again=False)
+        loads = [self._load_of(stage_units, stage, width, kept[stage]) for stage, width in enumerate(widths)]
+        if math.isinf(max(loads)) and self._recompute:
+            less = self._kept(stage_units, widths, again=True)
+            for stage, width in enumerate(widths):
+                if math.isinf(loads[stage]):
+                    loads[stage] = self._load_of(stage_units, stage, width, less[stage], again=True)
         if math.isinf(max(loads)):
             raise NoLayout(self._too_big(widths))
         return Graph(tuple(stage_units), tuple(widths), max(loads))
@@ -110,31 +128,37 @@ class Planner:
         return Graph(self._units(cuts), tuple(widths), taken)
 
     def interleave(
-        self, widths: Sequence[int], chunks: int, held: Sequence[AbstractSet[int]] | None = None
+        self, widths: Sequence[int], through: Sequence[int], held: Sequence[AbstractSet[int]] | None = None
     ) -> Graph:
-        """Good units for stages of the given widths that have ``chunks`` chunks each.
+        """Good units for stages of the given widths, which a grain passes as ``through`` says, some several times.
 
-        First the slowest chunk is as fast as it can be; then cuts are moved as long as of the two stages beside one the
-        slower gets faster. ``held`` as for ``split``. Raises NoLayout when the units do not fit, or are too few.
+        If none comes twice, this is ``split``. Else first the slowest chunk is as fast as it can be; then cuts are
+        moved as long as of the two stages beside one the slower gets faster. ``held`` as for ``split``. Raises NoLayout
+        when the units do not fit, or are too few.
         """
-        stages = len(widths)
-        graph = self.split([*widths] * chunks, None if held is None else [*held] * chunks)
-        parts = self._units(self._balanced(self._cuts(graph.stage_units), widths))
-        units = [tuple(sorted(unit for part in parts[stage::stages] for unit in part)) for stage in range(stages)]
-        return self.keep(units, widths)
+        if len(through) == len(widths):
+            return self.split(widths, held)
+        graph = self.split(
+            [widths[stage] for stage in through], None if held is None else [held[stage] for stage in through]
+        )
+        cuts = self._balanced(self._cuts(graph.stage_units), widths, through)
+        units: list[set[int]] = [set() for _ in widths]
+        for stage, part in zip(through, self._units(cuts), strict=True):
+            units[stage].update(part)
+        return self.keep([tuple(sorted(each)) for each in units], widths)
 
-    def _balanced(self, cuts: Sequence[int], widths: Sequence[int]) -> list[int]:
-        """These cuts between chunks, which the stages take in turn, moved one block at a time."""
-        cuts, stages = list(cuts), len(widths)
+    def _balanced(self, cuts: Sequence[int], widths: Sequence[int], through: Sequence[int]) -> list[int]:
+        """These cuts between chunks, moved one block at a time."""
+        cuts = list(cuts)
         times = [math.ceil(self._samples / width) for width in widths]
-        loads = [0.0] * stages
-        for part, (a, b) in enumerate(pairwise(cuts)):
-            loads[part % stages] += float(self._time[a, b]) * times[part % stages]
+        loads = [0.0] * len(widths)
+        for stage, (a, b) in zip(through, pairwise(cuts), strict=True):
+            loads[stage] += float(self._time[a, b]) * times[stage]
         moved = True
         while moved:
             moved = False
             for part, by in product(range(1, len(cuts) - 1), (-1, 1)):
-                before, after, at = (part - 1) % stages, part % stages, cuts[part] + by
+                before, after, at = through[part - 1], through[part], cuts[part] + by
                 if not cuts[part - 1] < at < cuts[part + 1]:
                     continue
                 block = by * float(self._time[min(at, cuts[part]), max(at, cuts[part])])
@@ -203,9 +227,15 @@ class Planner:
         until = np.cumsum([0.0, *(sum(per_unit[unit] for unit in block) for block in self._blocks)])
         return until[None, :] - until[:, None]
 
-    def _memory(self, stages: int, stage: int) -> tuple[_Matrix, _Matrix]:
-        """Bytes that do not depend on the width, and bytes that are divided by it."""
-        fixed = self._parameters + (stages - stage) * self._activations
+    def _memory(self, stages: int, stage: int, again: bool = False) -> tuple[_Matrix, _Matrix]:
+        """Bytes that do not depend on the width, and bytes that are divided by it; ``again``: if it is recomputed."""
+        live = live_activations(stages, stage, split=self._split)
+        kept = live * self._activations
+        if again:
+            inlets = np.array([[self._costs.inlet_bytes(stage)]])
+            put_off = stage if self._split else 0
+            kept = np.minimum(kept, live * inlets + (1 + put_off) * self._activations)
+        fixed = self._parameters + kept
         if self._tied and 0 < stage == stages - 1:
             fixed = fixed + self._costs.units[0].parameter_bytes
         return fixed, self._optimizer
@@ -215,20 +245,43 @@ class Planner:
         load = self._time * math.ceil(self._samples / width)
         if self._costs.memory_bytes is not None:
             fixed, divided = self._memory(stages, stage)
-            load = np.where(fixed + divided / width > self._costs.memory_bytes, np.inf, load)
+            tight = np.full_like(load, np.inf)
+            if self._recompute:
+                less, _ = self._memory(stages, stage, again=True)
+                slower = load + self._forward * math.ceil(self._samples / width)
+                tight = np.where(less + divided / width > self._costs.memory_bytes, np.inf, slower)
+            load = np.where(fixed + divided / width > self._costs.memory_bytes, tight, load)
         return load
 
-    def _load_of(self, stage_units: Sequence[Sequence[int]], stage: int, width: int) -> float:
-        """The same for any units."""
+    def _kept(self, stage_units: Sequence[Sequence[int]], widths: Sequence[int], again: bool) -> list[float]:
+        """Bytes of activations that a device of each stage keeps at a time at most, with any units; ``again``: if all
+        chunks are recomputed.
+        """
+        way = positions(stage_units)
+        keeping = Keeping(way, self._names)
+        sizes, left = ([list[float]() for _ in stage_units] for _ in range(2))
+        for number, position in enumerate(way):
+            size = float(sum(self._costs.units[unit].activation_bytes for unit in position.units))
+            sizes[position.stage].append(size)
+            left[position.stage].append(min(size, self._costs.inlet_bytes(number)) if again else size)
+        grains = [math.ceil(self._samples / width / self._grain) for width in widths]
+        return [
+            keeping.most(stage, grains[stage], self._split, sizes[stage], left[stage]) for stage in range(len(sizes))
+        ]
+
+    def _load_of(
+        self, stage_units: Sequence[Sequence[int]], stage: int, width: int, kept: float, again: bool = False
+    ) -> float:
+        """The same for any units, of whose activations so much is kept; ``again``: if they are recomputed."""
         units = [self._costs.units[unit] for unit in own(stage_units, stage)]
-        stages = len(stage_units)
         if self._costs.memory_bytes is not None:
-            fixed = sum(unit.parameter_bytes + (stages - stage) * unit.activation_bytes for unit in units)
-            if self._tied and 0 < stage == stages - 1:
+            fixed = kept + sum(unit.parameter_bytes for unit in units)
+            if len(units) < len(stage_units[stage]):
                 fixed += self._costs.units[0].parameter_bytes
             if fixed + sum(unit.optimizer_bytes for unit in units) / width > self._costs.memory_bytes:
                 return math.inf
-        return sum(unit.grain_ms for unit in units) / self._grain * math.ceil(self._samples / width)
+        each = sum(unit.grain_ms + again * unit.forward_ms for unit in units)
+        return each / self._grain * math.ceil(self._samples / width)
 
     def _moved(self, held: AbstractSet[int]) -> _Matrix:
         """Bytes of optimizer state that cells which have that of ``held`` have to receive."""
@@ -239,7 +292,7 @@ class Planner:
         """Cells that a stage of blocks a to b - 1 needs at least for its memory; infinite where none are enough."""
         if self._costs.memory_bytes is None:
             return np.ones_like(self._time)
-        fixed, divided = self._memory(stages, stage)
+        fixed, divided = self._memory(stages, stage, self._recompute)
         room = self._costs.memory_bytes - fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             least = np.where(divided > 0, np.ceil(divided / room - _ROUNDING), 1.0)

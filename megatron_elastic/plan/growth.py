@@ -1,5 +1,8 @@
 """Growth: how ranks join, slices spread and units move, in layouts that each cost no more than an ordinary step.
 
+Ranks join in whole cells. One that has lost ranks is repaired: the others take the places that they had, and spares or
+newcomers those that were lost.
+
 First whoever is to compute a unit receives its parameters after every step, and what it is to own is copied to it in
 the background, as a replica: ``approach``. When all of that is live, the goal is entered: replicas are promoted,
 shadows get grains, units change their stage, and copies that are too many are dropped. Nothing bulky moves between two
@@ -11,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.dataflow import share
@@ -24,38 +27,73 @@ def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int, leaving: Col
     shadows.
 
     ``newcomers`` maps ranks that were never in the layout to the host each is on: an index into ``layout.hosts``, or
-    the next free one. A new cell is made of ranks of one host where that is possible, and goes to the narrowest stage;
-    ranks that are left over stay spares.
+    the next free one. The narrowest stage gets the next cell; of several that one for whose places ranks are waiting.
+    They take them again, and others the places that are lost. A cell of which nobody is left is made of ranks of one
+    host where that is possible; ranks that are left over, or more than ``most_cells`` need, stay spares.
     """
     hosts = [list(host) for host in layout.hosts]
     for rank, host in sorted(newcomers.items()):
         hosts.extend([] for _ in range(len(hosts), host + 1))
         hosts[host].append(rank)
-    free = {*newcomers, *layout.spares}.difference(leaving)
-    size = layout.cell_size
-    cells: list[tuple[int, ...]] = []
-    rest: list[int] = []
-    for members in hosts:
-        here = sorted(free.intersection(members))
-        whole = len(here) // size * size
-        cells += [tuple(here[at : at + size]) for at in range(0, whole, size)]
-        rest += here[whole:]
-    cells += [tuple(rest[at : at + size]) for at in range(0, len(rest) // size * size, size)]
+    host_of = {rank: index for index, host in enumerate(hosts) for rank in host}
+    free = _free(layout, hosts, {*newcomers, *layout.spares}.difference(leaving))
     stages = list(layout.stages)
-    for ranks in cells:
-        index = min(range(len(stages)), key=lambda i: (stages[i].width, i))
-        stages[index] = Stage(stages[index].units, (*stages[index].cells, Cell(ranks, ())))
-    used = {rank for ranks in cells for rank in ranks}
+    missing = len(free) if layout.most_cells is None else layout.most_cells - len(layout.cells)
+    for _ in range(min(missing, len(free) // layout.cell_size)):
+        _, _, index = min((stage.width, not _waiting(stage, free), i) for i, stage in enumerate(stages))
+        cell = Cell(_whole(layout.cell_size, _waiting(stages[index], free), free, host_of), ())
+        stages[index] = replace(stages[index], cells=(*stages[index].cells, cell))
+    used = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
     new = replace(
         layout,
         epoch=epoch,
-        stages=tuple(stages),
+        stages=tuple(
+            replace(stage, waiting=tuple(at for at in stage.waiting if at[0] not in used)) for stage in stages
+        ),
         spares=tuple(sorted({*newcomers, *layout.spares} - used)),
         # Ranks of one host join in the order they get ready in: that must not show.
         hosts=tuple(tuple(sorted(host)) for host in hosts),
     )
     new.validate()
     return new
+
+
+def _free(layout: Layout, hosts: Sequence[Sequence[int]], ranks: Collection[int]) -> dict[int, bool]:
+    """``ranks`` in the order in which cells are made of them, and whether each is waiting with a place.
+
+    As many of a host as are whole cells come together. Those that are waiting come last: they take other places only
+    where nobody else is left.
+    """
+    waiting = {rank for stage in layout.stages for rank, _ in stage.waiting}.intersection(ranks)
+    together: list[int] = []
+    rest: list[int] = []
+    for host in hosts:
+        here = sorted(set(ranks).intersection(host) - waiting)
+        whole = len(here) // layout.cell_size * layout.cell_size
+        together += here[:whole]
+        rest += here[whole:]
+    return dict.fromkeys((*together, *rest), False) | dict.fromkeys(sorted(waiting), True)
+
+
+def _waiting(stage: Stage, free: Collection[int]) -> dict[int, int]:
+    """[place] = one of the ``free`` ranks that are waiting with it, of those places of the stage that have any."""
+    return {place: rank for rank, place in reversed(stage.waiting) if rank in free}
+
+
+def _whole(size: int, there: Mapping[int, int], free: dict[int, bool], host_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The ranks of a cell: those that are ``there`` at their places, and at the others the first that are ``free``, of
+    the same hosts if such are not waiting elsewhere. They are not free any more.
+    """
+    places = dict(there)
+    for rank in there.values():
+        del free[rank]
+    hosts = {host_of[rank] for rank in there.values()}
+    for place in range(size):
+        if place not in places:
+            near = (rank for rank, waits in free.items() if not waits and host_of[rank] in hosts) if hosts else ()
+            places[place] = next(chain(near, free))
+            del free[places[place]]
+    return tuple(places[place] for place in range(size))
 
 
 def even(layout: Layout, epoch: int, paces: Mapping[int, float] | None = None) -> Layout:
@@ -67,7 +105,7 @@ def even(layout: Layout, epoch: int, paces: Mapping[int, float] | None = None) -
     even stays as it is.
     """
     goal = _goal(layout)
-    stages = tuple(Stage(stage.units, share(layout, stage.cells, paces)) for stage in layout.stages)
+    stages = tuple(replace(stage, cells=share(layout, stage.cells, paces)) for stage in layout.stages)
     new = replace(layout, epoch=epoch, stages=stages, owners=goal.owners, replicas=goal.replicas)
     new.validate()
     return new
@@ -81,9 +119,9 @@ def approach(layout: Layout, goal: Layout, epoch: int) -> Layout:
     """
     units = {cell.leader: stage.units for stage in goal.stages for cell in stage.cells}
     stages = tuple(
-        Stage(
-            stage.units,
-            tuple(
+        replace(
+            stage,
+            cells=tuple(
                 replace(cell, incoming=tuple(sorted(set(units.get(cell.leader, ())).difference(stage.units))))
                 for cell in stage.cells
             ),
@@ -112,18 +150,24 @@ def improve(
     rearrange: Callable[[Layout], Layout] | None = None,
     leaving: Collection[int] = (),
     paces: Mapping[int, float] | None = None,
+    most_cells: int | None = None,
 ) -> tuple[Layout, Layout | None] | None:
     """The layout of ``epoch`` that is next on the way to a good one over all ranks there are; None if this one is.
 
     All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
     to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
-    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again. ``paces`` as in ``even``. Raises
-    NoLayout if they cannot, and if stages cannot be as they are to be.
+    cell wait for more. Ranks that are ``leaving`` go first, and are not let in again; so do those of cells that are
+    more than ``most_cells``, which may come again: None is as many as so far. ``paces`` as in ``even``. Raises NoLayout
+    if they cannot, and if stages cannot be as they are to be.
     """
-    if goal is None and not set(leaving).isdisjoint(layout.ranks):
-        goal = release(layout, leaving, epoch)
+    present = layout
+    if most_cells is not None:
+        layout = replace(layout, most_cells=most_cells)
+    going = {*leaving, *_surplus(layout, leaving)}
+    if goal is None and not going.isdisjoint(layout.ranks):
+        goal = release(layout, going, epoch)
         on_the_way = approach(layout, goal, epoch)
-        if _differs(on_the_way, layout):
+        if _differs(on_the_way, present):
             return on_the_way, goal
     if goal is None:
         grown = admit(layout, newcomers, epoch, leaving)
@@ -131,15 +175,31 @@ def improve(
             layout = grown
         goal = even(layout if rearrange is None else rearrange(layout), epoch, paces)
         on_the_way = approach(layout, goal, epoch)
-        if layout is grown or _differs(on_the_way, layout):
+        if layout is grown or _differs(on_the_way, present):
             return on_the_way, goal if _differs(goal, on_the_way) else None
-    if _differs(goal, layout):
+    if _differs(goal, present):
         return replace(goal, epoch=epoch), None
     return None
 
 
+def _surplus(layout: Layout, leaving: Collection[int]) -> set[int]:
+    """Ranks of the cells that are more than ``most_cells``, besides those that are ``leaving``: of the widest stages
+    the last ones, shadows first. Each stage keeps one.
+    """
+    stay = [
+        sorted((cell for cell in stage.cells if set(leaving).isdisjoint(cell.ranks)), key=lambda cell: cell.shadow)
+        for stage in layout.stages
+    ]
+    going: set[int] = set()
+    while layout.most_cells is not None and sum(map(len, stay)) > max(layout.most_cells, len(stay)):
+        going.update(max(stay, key=len).pop().ranks)
+    return going
+
+
 def _differs(one: Layout, other: Layout) -> bool:
-    return (one.stages, one.owners, one.replicas) != (other.stages, other.owners, other.replicas)
+    return (one.stages, one.owners, one.replicas, one.most_cells) != (
+        other.stages, other.owners, other.replicas, other.most_cells
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,19 @@ from megatron_elastic.plan.replan import replan
 from megatron_elastic.plan.spread import Spread
 
 
-def lose(layout: Layout, lost: Collection[int], held: Holdings, epoch: int) -> Layout:
+def lose(
+    layout: Layout, lost: Collection[int], held: Holdings, epoch: int, leaving: Collection[int] = ()
+) -> Layout:
     """The layout of ``epoch``, after the ranks in ``lost`` died under ``layout``.
 
     Cells with a dead rank leave: their live ranks become spares, and their grains go to the other cells of the stage,
     balanced as ``dataflow`` says. Slices stay with their owner where its cell stays and holds them, else a replica is
     promoted, else another cell takes over; replicas that went are placed anew. Shadows stay shadows, and units that
     were about to move stay. A stage that has no working cell left is dissolved: its units go to the others. ``lost``
-    may name spares, and ranks already known to be dead. Raises NoLayout when no working cell is left or the others
-    cannot take the units, StateLost when nobody alive holds some part of a slice, LayoutError when ``lost`` names a
-    rank that never was in the layout.
+    may name spares, and ranks already known to be dead. Cells with ranks that are ``leaving`` go as well, and those
+    ranks are spares; but they stay if a stage would have no working cell without them. Raises NoLayout when no working
+    cell is left or the others cannot take the units, StateLost when nobody alive holds some part of a slice,
+    LayoutError when ``lost`` names a rank that never was in the layout.
     """
     known = {*layout.ranks, *layout.spares, *layout.lost}
     if unknown := set(lost) - known:
@@ -37,8 +40,13 @@ def lose(layout: Layout, lost: Collection[int], held: Holdings, epoch: int) -> L
     _check_alive(layout, unsure, live, dead)
     if not all(_working(stage, dead) for stage in layout.stages):
         return _dissolve(layout, dead, epoch)
-    stages = tuple(_without(layout, index, dead) for index in range(layout.pipeline_size))
+    gone = dead.union(leaving)
+    if not all(_working(stage, gone) for stage in layout.stages):
+        gone = dead
+    stages = tuple(_without(layout, index, gone, dead) for index in range(layout.pipeline_size))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
+    if leaving:
+        unsure = live.without(set(layout.ranks) - in_cells).unsure(layout)
     owners, replicas = _assign(layout, stages, unsure, live)
     new = replace(
         layout,
@@ -64,7 +72,7 @@ def release(layout: Layout, leaving: Collection[int], epoch: int) -> Layout:
         if not _working(stage, gone):
             raise NoLayout(f"stage {index} has no other working cells than those of ranks {sorted(gone)}, which are to "
                            "leave")
-        stages.append(_without(layout, index, gone))
+        stages.append(_without(layout, index, gone, set(layout.lost)))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
     owners, replicas = _assign(layout, stages, *_held(layout, set(layout.ranks) - in_cells))
     spares = {*layout.ranks, *layout.spares} - in_cells
@@ -99,12 +107,24 @@ def at_home(layout: Layout) -> Layout:
     ))  # fmt: skip
 
 
-def _without(layout: Layout, index: int, dead: Set[int]) -> Stage:
-    """A stage without the cells that have a dead rank, all grains spread over those that work and stay."""
+def _without(layout: Layout, index: int, gone: Set[int], dead: Set[int]) -> Stage:
+    """A stage without the cells that have a rank that is ``gone``, all grains spread over those that work and stay.
+
+    Ranks of the others wait with the places that they had, but for the ``dead``.
+    """
     stage = layout.stages[index]
-    stay = [cell for cell in stage.cells if dead.isdisjoint(cell.ranks)]
-    given = {cell.leader: cell for cell in share(layout, _working(stage, dead))}
-    return Stage(stage.units, tuple(given.get(cell.leader, Cell(cell.ranks, ())) for cell in stay))
+    stay = [cell for cell in stage.cells if gone.isdisjoint(cell.ranks)]
+    given = {cell.leader: cell for cell in share(layout, _working(stage, gone))}
+    left = [
+        (rank, place)
+        for cell in stage.cells
+        if not gone.isdisjoint(cell.ranks)
+        for place, rank in enumerate(cell.ranks)
+    ]
+    waiting = sorted(at for at in (*stage.waiting, *left) if at[0] not in dead)
+    return Stage(
+        stage.units, tuple(given.get(cell.leader, Cell(cell.ranks, ())) for cell in stay), tuple(waiting)
+    )
 
 
 def _working(stage: Stage, dead: Set[int]) -> list[Cell]:

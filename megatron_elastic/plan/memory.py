@@ -8,13 +8,15 @@ in the memory of its machine; on the CPU it is all the machine's.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.layout import EXPERTS, Layout, gpt_units
-from megatron_elastic.plan.split import split
+from megatron_elastic.layout import EXPERTS, MTP, Layout, gpt_units
+from megatron_elastic.plan.keeping import Keeping
+from megatron_elastic.plan.split import mtp_layers, split, through
 
 ARENA = 64 << 20
 """Shared memory through which a rank sends to others of its host."""
@@ -27,6 +29,7 @@ class Memory:
     Attributes:
         parameters: the model's weights.
         sums: of gradients, by unit; with ``bitwise`` in 64 bits.
+        totals: sums over all ranks of slices owned, of the two units that are added up at a time; on devices only.
         gradients: means, of slices owned and replicated, from the reduction to the update.
         owned, replicas: optimizer state, master weights among it.
         activations: of the grains in flight, an estimate.
@@ -35,6 +38,7 @@ class Memory:
 
     parameters: int
     sums: int
+    totals: int
     gradients: int
     owned: int
     replicas: int
@@ -43,18 +47,19 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """What computing needs."""
-        return self.parameters + self.sums + self.gradients + self.owned + self.activations
+        """What computing needs, and what it has made for other stages."""
+        summing = self.sums + self.totals + self.gradients
+        return self.parameters + summing + self.owned + self.activations + self.log
 
     @property
     def host(self) -> int:
         """What lies in host memory in any case."""
-        return self.replicas + self.log + ARENA
+        return self.replicas + ARENA
 
     @property
     def total(self) -> int:
         """On a machine without devices."""
-        return self.device + self.host
+        return self.device - self.totals + self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class Job:
         moments = 2 if args.optimizer == "adam" else int(args.sgd_momentum != 0)
         return cls(
             args=args,
-            weight=2 if args.bf16 else 4,
+            weight=2 if args.fp16 or args.bf16 else 4,
             sum=8 if args.elastic_consistency == "bitwise" else 4,
             gradient=2 if "bf16" in str(args.main_grads_dtype) or "bfloat16" in str(args.main_grads_dtype) else 4,
             state=4 * (1 + moments) * (2 if args.elastic_replay == "state" else 1),
@@ -96,6 +101,8 @@ class Job:
         if unit == "head":
             output = a.padded_vocab_size // tp * hidden if a.untie_embeddings_and_output_weights else 0
             return int(norm + output)
+        if unit.startswith(MTP):  # a layer, and before it two norms and a projection of both, and a norm after it
+            return self.weights(self._layer_of(unit)) + 3 * norm + 2 * hidden * hidden // tp
         gates, experts = 2 if a.swiglu else 1, self._experts(unit)
         if unit.startswith(EXPERTS):
             each = a.moe_ffn_hidden_size or ffn
@@ -136,9 +143,11 @@ class Job:
             return 0
         if unit in ("embedding", "positions"):
             return int(shared * a.hidden_size * self.weight)
-        if unit == "head":  # logits, and what the loss keeps of them in fp32
-            logits = tokens * (a.padded_vocab_size // tp) * (self.weight + 4)
+        if unit == "head":  # logits, and what the loss keeps of them in fp32, for each token that is predicted
+            logits = tokens * (a.padded_vocab_size // tp) * (self.weight + 4) * (1 + mtp_layers(a))
             return int(shared * 2 * a.hidden_size * self.weight + logits)
+        if unit.startswith(MTP):
+            return self.activations(self._layer_of(unit)) + int(6 * shared * a.hidden_size * self.weight)
         if a.recompute_granularity == "full":
             return int(shared * a.hidden_size * self.weight // a.recompute_num_layers)
         scores = 0 if a.recompute_granularity == "selective" else 3 * a.num_attention_heads * a.seq_length
@@ -158,9 +167,13 @@ class Job:
             return int(2 * (a.qk_head_dim + a.qk_pos_emb_head_dim + a.v_head_dim))
         return int(4 * a.kv_channels)
 
+    def _layer_of(self, unit: str) -> str:
+        """The layer in what predicts further tokens, as if it were one of the model's."""
+        return f"layer.{self.args.num_layers + int(unit.partition('.')[2])}"
+
     def _experts(self, unit: str) -> int:
         """How many experts a layer has."""
-        return (self.args.num_experts or 0) if int(unit.partition(".")[2]) in _routed(self.args) else 0
+        return (self.args.num_experts or 0) if int(unit.partition(".")[2]) in routed(self.args) else 0
 
     @property
     def boundary(self) -> int:
@@ -181,15 +194,16 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
     weights = [job.weights(name) for name in layout.units]
     slices = [-(-count // layout.num_slices) for count in weights]
     result = {}
-    split, stages, chunks = job.args.elastic_schedule == "split", layout.pipeline_size, layout.num_chunks
+    split, way = job.args.elastic_schedule in ("split", "search"), layout.way
+    keeping = Keeping(way, layout.units)
     for index, stage in enumerate(layout.stages):
-        # Of a chunk; see pipeline.schedule.
-        live = stages - index if chunks == 1 else (chunks - 1) * stages + 2 * (stages - index) - 1
-        live += index if split else 0
-        activations = sum(job.activations(layout.units[unit]) for unit in stage.units)
-        results = 2 * chunks - (index == 0) - (index == stages - 1)
+        activations = [sum(job.activations(layout.units[unit]) for unit in chunk) for chunk in layout.chunks(index)]
+        left = [
+            min(size, job.boundary if layout.position(index, chunk) else 0) if layout.recomputes(index, chunk) else size
+            for chunk, size in enumerate(activations)
+        ]
+        results = 2 * len(activations) - (index == way[0].stage) - (index == way[-1].stage)
         for cell in stage.cells:
-            in_flight = min(len(cell.share) * chunks, live)
             for rank in cell.ranks:
                 held = sum(weights[unit] for unit in layout.held_by(rank))
                 owned = sum(slices[unit] for unit, _ in layout.owned(rank))
@@ -197,13 +211,20 @@ def estimate(layout: Layout, job: Job) -> dict[int, Memory]:
                 result[rank] = Memory(
                     parameters=held * job.weight,
                     sums=held * job.sum,
+                    totals=_totals(layout, rank, slices) * job.sum,
                     gradients=(owned + copied) * job.gradient,
                     owned=owned * job.state,
                     replicas=copied * job.state,
-                    activations=in_flight * activations // chunks,
+                    activations=int(keeping.most(index, len(cell.share), split, activations, left)),
                     log=job.log(len(cell.share) * results),
                 )
     return result
+
+
+def _totals(layout: Layout, rank: int, slices: Sequence[int]) -> int:
+    """How much of two units a rank owns at most whose sums have parts elsewhere; those of others are added in place."""
+    owned = Counter(unit for unit, _ in layout.owned(rank) if len(layout.contributors(unit)) > 1)
+    return sum(sorted(count * slices[unit] for unit, count in owned.items())[-2:])
 
 
 def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) -> Layout:
@@ -211,18 +232,24 @@ def first_layout(args: Any, world_size: int, ranks_per_host: int | None = None) 
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp, ep = _context_parallel(args), _expert_parallel(args)
     units, stages = gpt_units(
-        args.num_layers, pp, tied=not args.untie_embeddings_and_output_weights,
-        positions=args.position_embedding_type == "learned_absolute",
-        split=split(args), routed=_routed(args), biased=getattr(args, "moe_router_enable_expert_bias", False),
+        args.num_layers, pp, tied=tied(args), positions=args.position_embedding_type == "learned_absolute",
+        split=split(args), routed=routed(args), biased=getattr(args, "moe_router_enable_expert_bias", False),
+        mtp=mtp_layers(args), through=through(args),
     )  # fmt: skip
     teams = max(cp, ep)
     dp = world_size // (tp * pp * teams)
-    return Layout.grid(
+    layout = Layout.grid(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, stage_units=stages, units=units,
         num_grains=args.global_batch_size // (args.micro_batch_size * (teams // cp)),
         num_slices=args.elastic_slices or dp * teams, replicas=args.elastic_replicas, ranks_per_host=ranks_per_host,
         samples=args.micro_batch_size if args.elastic_dataflow == "resize" else 1,
     )  # fmt: skip
+    return replace(layout, tied=tied(args), most_cells=pp * dp if args.elastic_spares else None)
+
+
+def tied(args: Any) -> bool:
+    """Whether the end of the model needs the embedding, too: as its output weight, or to predict further tokens."""
+    return not args.untie_embeddings_and_output_weights or mtp_layers(args) > 0
 
 
 def _context_parallel(args: Any) -> int:
@@ -233,13 +260,13 @@ def _expert_parallel(args: Any) -> int:
     return getattr(args, "expert_model_parallel_size", 1)
 
 
-def _routed(args: Any) -> list[int]:
-    """Layers that have experts."""
+def routed(args: Any) -> list[int]:
+    """Layers that have experts. Further predictions are made by layers like the last one, whose numbers follow."""
     if not getattr(args, "num_experts", None):
         return []
     often = getattr(args, "moe_layer_freq", 1)
     pattern = often if isinstance(often, list) else [int(layer % often == 0) for layer in range(args.num_layers)]
-    return [layer for layer, routed in enumerate(pattern) if routed]
+    return [layer for layer, routed in enumerate([*pattern, *pattern[-1:] * mtp_layers(args)]) if routed]
 
 
 def available() -> int:
@@ -254,34 +281,55 @@ def available() -> int:
     return min(limits)
 
 
-def shortage(needs: Sequence[Memory], there: int) -> str | None:
-    """Why the ranks of one machine without devices cannot run in ``there`` bytes; None if they may.
+def shortage(needs: Sequence[Memory], there: int, devices: bool = False) -> str | None:
+    """Why the ranks of one machine cannot run in ``there`` bytes of host memory; None if they may.
 
-    Activations do not count: they are estimated, and refusing a job that would fit is worse than not.
+    ``devices``: they compute elsewhere. Activations do not count: they are estimated, and refusing a job that would fit
+    is worse than not.
     """
-    parts = {
+    parts = {} if devices else _computing(needs)
+    parts["replicas"] = sum(need.replicas for need in needs)
+    if (total := sum(parts.values())) <= there:
+        return None
+    return (
+        f"the {len(needs)} ranks of this machine need {_gib(total)} of memory{'' if devices else ' and activations'}, "
+        f"but it has {_gib(there)} ({_listed(parts)}): use more machines, a smaller model, --elastic-replicas 0, "
+        "--elastic-consistency fast or a lower --elastic-log-mb"
+    )
+
+
+def shortage_of_device(needs: Sequence[Memory], there: int) -> str | None:
+    """Why the ranks that share a device cannot run in its ``there`` bytes; None if they may."""
+    parts = _computing(needs)
+    parts["gradient sums"] += sum(need.totals for need in needs)
+    if (total := sum(parts.values())) <= there:
+        return None
+    return (
+        f"the {len(needs)} ranks on a device need {_gib(total)} of its memory and activations, but it has "
+        f"{_gib(there)} ({_listed(parts)}): use more devices, a smaller model, --elastic-consistency fast or a lower "
+        "--elastic-log-mb"
+    )
+
+
+def _computing(needs: Sequence[Memory]) -> dict[str, int]:
+    return {
         "parameters": sum(need.parameters for need in needs),
         "gradient sums": sum(need.sums + need.gradients for need in needs),
         "optimizer state": sum(need.owned for need in needs),
-        "replicas": sum(need.replicas for need in needs),
         "log of a step": sum(need.log for need in needs),
     }
-    total = sum(parts.values())
-    if total <= there:
-        return None
-    what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    return (
-        f"the {len(needs)} ranks of this machine need {_gib(total)} of memory and activations, but it has "
-        f"{_gib(there)} ({what}): use more machines, a smaller model, --elastic-replicas 0, "
-        "--elastic-consistency fast or a lower --elastic-log-mb"
-    )
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
 def main(args: argparse.Namespace, world_size: int) -> None:
     """Print a table: what the ranks of each stage need, for flags that have been checked."""
     layout, job = first_layout(args, world_size), Job.of(args)
     needs = estimate(layout, job)
-    names = ("parameters", "sums", "gradients", "owned", "replicas", "activations", "log", "device", "host", "total")
+    names = ("parameters", "sums", "totals", "gradients", "owned", "replicas", "activations", "log", "device", "host",
+             "total")  # fmt: skip
     print(f"{'rank':>6}" + "".join(f"{name:>13}" for name in names))
     for stage in layout.stages:
         for cell in stage.cells:

@@ -31,6 +31,8 @@ def replan(
     stages: Collection[int] | None = None,
     tied: bool | None = None,
     cells_stay: bool = False,
+    split: bool = False,
+    recompute: bool = False,
 ) -> Layout:
     """The best layout of ``epoch`` for the cells of ``layout`` that have none of the ranks in ``lost``.
 
@@ -39,14 +41,17 @@ def replan(
     estimated step by ``WORTH`` to be taken rather than one before it. The default for ``stages`` is the present number;
     where the memory of a device is known, one less and one more too; and that of the stages that still have cells.
     With ``cells_stay`` only units move, unless another number of stages is asked for or a stage has no cells.
-    Whether the embedding is ``tied`` to the last stage is seen from the layout; one of a single stage counts as tied.
-    Where stages have several chunks, other stages with as many come before those with one, which are taken where they
-    are faster by ``WORTH`` nevertheless, or nothing else is possible. Raises NoLayout when the model does not fit.
+    ``split``: of the job's schedule, as ``Planner`` has it. With ``recompute`` what fits
+    with chunks recomputed is taken if nothing does without (``recomputation.recomputing`` says which they are).
+    Whether the embedding is ``tied`` to the last stage is what the layout says (``is_tied``).
+    Where stages have several chunks, others with as many, placed as they are now, come before those with one, which are
+    taken where they are faster by ``WORTH`` nevertheless, or nothing else is possible. Raises NoLayout when the model
+    does not fit.
     """
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     if tied is None:
-        tied = 0 in layout.stages[-1].units
+        tied = layout.is_tied
     present = layout.pipeline_size
     if stages is not None:
         stages = set(stages)
@@ -55,15 +60,32 @@ def replan(
     else:
         stages = {present - 1, present, present + 1, sum(map(bool, survivors))}
     fixed = cells_stay and all(survivors) and stages == {present}
-    graph = _best(layout, costs, survivors, tied, stages, fixed)
+    try:
+        graph = _best(layout, costs, survivors, tied, stages, fixed, split)
+    except NoLayout:
+        if not recompute:
+            raise
+        graph = _best(layout, costs, survivors, tied, stages, fixed, split, recompute)
+    return fill(layout, costs, graph, epoch, dead)
+
+
+def fill(layout: Layout, costs: Costs, graph: Graph, epoch: int, lost: Collection[int] = ()) -> Layout:
+    """The layout of ``epoch`` with the stages of ``graph``, made of cells of ``layout`` without ranks in ``lost``.
+
+    Those stay that hold most of what they are to compute. Ranks of cells that are more than the graph has are spares.
+    """
+    dead = {*layout.lost, *lost}
+    survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     staying = _staying(layout, costs, survivors, graph)
     new_stages = tuple(
         _stage(layout, units, cells) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
     if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
         new_stages = tuple(
-            Stage(stage.units, tuple(replace(cell, incoming=()) for cell in stage.cells)) for stage in layout.stages
+            replace(stage, cells=tuple(replace(cell, incoming=()) for cell in stage.cells)) for stage in layout.stages
         )
+    waiting = {stage.units: tuple(at for at in stage.waiting if at[0] not in dead) for stage in layout.stages}
+    new_stages = tuple(replace(stage, waiting=waiting.get(stage.units, ())) for stage in new_stages)
     owners, replicas = _slices(layout, new_stages)
     members = {rank for stage in new_stages for cell in stage.cells for rank in cell.ranks}
     new = replace(
@@ -89,8 +111,10 @@ def _best(
     tied: bool,
     stages: Collection[int],
     cells_stay: bool,
+    split: bool,
+    recompute: bool = False,
 ) -> Graph:
-    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples)
+    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split, recompute)
     best: Graph | None = None
     best_ms = math.inf
     wanted = " or ".join(map(str, sorted(stages)))
@@ -120,32 +144,32 @@ def _candidates(
     units = [stage.units for stage in layout.stages]
     held = [set(stage) for stage in units]
     widths = tuple(map(len, survivors))
-    cells, present, chunks = sum(widths), len(widths), layout.num_chunks
+    cells, present, several = sum(widths), len(widths), layout.num_chunks > 1
     if present in stages and cells >= present:
         if all(widths):
             yield partial(planner.keep, units, widths)
-            if chunks > 1:
-                yield partial(planner.interleave, widths, chunks, held)
+            if several:
+                yield partial(planner.interleave, widths, layout.through(present), held)
             yield partial(planner.split, widths, held)
         if cells_stay:
             return
-        if chunks == 1:
+        if not several:
             yield lambda: planner.split(planner.widen(units, cells), held)
     for count in sorted(stages, key=lambda count: (abs(count - present), count)):
         if 1 <= count <= min(cells, planner.blocks):
             even = [cells // count + (stage < cells % count) for stage in range(count)]
-            if chunks > 1 and count > 1:
-                yield partial(planner.interleave, even, chunks)
+            through = layout.through(count)
+            if several and count > 1:
+                yield partial(planner.interleave, even, through)
             yield partial(planner.split, even)
             # A stage is not to become very wide: then what its cells exchange among them would count.
-            if chunks > 1 and count > 1:
-                yield partial(_widened, planner, count, cells, 2 * max(even), chunks)
-            yield partial(_widened, planner, count, cells, 2 * max(even))
+            if several and count > 1:
+                yield partial(_widened, planner, count, cells, 2 * max(even), through)
+            yield partial(_widened, planner, count, cells, 2 * max(even), range(count))
 
 
-def _widened(planner: Planner, stages: int, cells: int, most: int, chunks: int = 1) -> Graph:
-    widths = planner.widths(stages, cells, most)
-    return planner.split(widths) if chunks == 1 else planner.interleave(widths, chunks)
+def _widened(planner: Planner, stages: int, cells: int, most: int, through: Sequence[int]) -> Graph:
+    return planner.interleave(planner.widths(stages, cells, most), through)
 
 
 # ---- cells ----------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from threading import Thread
 
 import torch
 
-from megatron_elastic.layout import UnitShape
+from megatron_elastic.layout import ParameterShape, UnitShape
 from megatron_elastic.numerics.exact import Accumulator
+from megatron_elastic.state.optimizer import SIGNED
 from megatron_elastic.state.partition import Partition
 
 
@@ -20,22 +21,34 @@ from megatron_elastic.state.partition import Partition
 class Member:
     """A parameter of a unit and how the optimizer treats it.
 
-    ``group``: index of its group (see ``state.optimizer``). ``sharded``: tensor-parallel ranks hold different parts of
-    it; otherwise they all hold the same. ``partial``: all the same, but each of them computes a part of its gradient.
+    ``group``: index of its group (see ``state.optimizer``). ``runs`` and ``rows``: how tensor-parallel ranks share it
+    (``ParameterShape``), and how many rows of each run are here; without runs they all hold the same. ``partial``: all
+    the same, but each of them computes a part of its gradient.
     """
 
     parameter: torch.nn.Parameter
     group: int
-    sharded: bool
+    runs: int = 0
+    rows: int = 1
     partial: bool = False
 
 
-def shape_of(unit: str, members: Sequence[Member]) -> UnitShape:
-    """The shape of a unit with these parameters. Raises ValueError when they do not all have one type."""
+def shape_of(unit: str, members: Sequence[Member], tp: int = 1, experts: int = 0, ep: int = 1) -> UnitShape:
+    """The shape of a unit with these parameters. Raises ValueError when they do not all have one type.
+
+    ``tp``: how many ranks share tensors. ``experts``: how many experts the parameters are, which ``ep`` teams share; 0
+    if they are none, or cannot be told apart.
+    """
     types = sorted({str(member.parameter.dtype).removeprefix("torch.") for member in members})
     if len(types) > 1:
         raise ValueError(f"the parameters of unit {unit} have types {', '.join(types)}: cast them first")
-    return UnitShape(tuple((m.parameter.numel(), m.group, m.sharded) for m in members), types[0])
+    shared = [(member, tp if member.runs else 1) for member in members]
+    every = tuple(
+        ParameterShape(member.parameter.numel() * ranks, member.group, member.runs, member.rows * ranks)
+        for member, ranks in shared
+    )
+    one = every[: len(every) // experts] if experts else ()
+    return UnitShape(one, types[0], experts * ep) if experts and one * experts == every else UnitShape(every, types[0])
 
 
 class UnitBuffer:
@@ -44,12 +57,13 @@ class UnitBuffer:
     Args:
         partition: where everything lies.
         accumulator: how gradients are summed.
+        device: where.
     """
 
-    def __init__(self, partition: Partition, accumulator: Accumulator) -> None:
+    def __init__(self, partition: Partition, accumulator: Accumulator, device: torch.device | str = "cpu") -> None:
         self.partition = partition
-        self.params = torch.empty(partition.size, dtype=partition.dtype)
-        self.sums = torch.empty(partition.size, dtype=accumulator.dtype)
+        self.params = torch.empty(partition.size, dtype=partition.dtype, device=device)
+        self.sums = torch.empty(partition.size, dtype=accumulator.dtype, device=device)
         self._making_room: Thread | None = None
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
@@ -60,6 +74,8 @@ class UnitBuffer:
         """Parameters and their twins: each adds a gradient for every grain."""
         self._missing = 0
         self._complete: Callable[[], None] = _nothing
+        self.finite = True
+        """Whether all gradients were that have been added since ``zero``."""
 
     def bind(self, members: Sequence[Member], *, fill: bool) -> None:
         """Make a model's parameters, in the model's order, views of the storage, and sum their gradients into it.
@@ -74,12 +90,12 @@ class UnitBuffer:
             for member, start in zip(members, self.partition.starts, strict=True)
             if member.partial
         ]
-        for parameter, start in self.bound:
+        for (parameter, start), member in zip(self.bound, members, strict=True):
             view = self.params[start : start + parameter.numel()]
             if fill:
                 view.copy_(parameter.detach().view(-1))
             parameter.data = view.view_as(parameter)
-            self._accumulate(parameter, start)
+            self._accumulate(parameter, start, counts=member.group == SIGNED)
 
     def twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """A second leaf over a bound parameter, for another use of it; what the two uses contribute is summed apart.
@@ -110,7 +126,12 @@ class UnitBuffer:
         self._missing, self._complete = grains * self._leaves, complete
 
     def make_room(self) -> None:
-        """Get the memory of sums that will be needed later, in another thread: the first touch of it takes its time."""
+        """Get the memory of sums that will be needed later, in another thread: the first touch of it takes its time.
+
+        A device's is there.
+        """
+        if not self.sums.is_cpu:
+            return
         self._making_room = Thread(target=self.sums.zero_, name="room")
         self._making_room.start()
 
@@ -121,6 +142,7 @@ class UnitBuffer:
             self._making_room = None
         self._missing, self._complete = 0, _nothing
         self._own = []
+        self.finite = True
         self.sums.zero_()
         for parameter in self._bound:
             parameter.grad = None
@@ -132,19 +154,25 @@ class UnitBuffer:
             part.copy_(own)
         self._own = []
 
+    @property
+    def divided(self) -> bool:
+        """Whether there are sums that must be added up over the cell's ranks."""
+        return bool(self._partial_sums)
+
     def partial_sums(self) -> list[torch.Tensor]:
         """Views of the sums that must be added up over the cell's ranks. ``go_on`` makes them what they are now."""
         self._own = [part.clone() for part in self._partial_sums]
         return self._partial_sums
 
-    def _accumulate(self, parameter: torch.nn.Parameter, start: int) -> None:
+    def _accumulate(self, parameter: torch.nn.Parameter, start: int, counts: bool = False) -> None:
+        """``counts``: its gradient is of no loss, and so of no loss that is scaled."""
         sums = self.sums[start : start + parameter.numel()]
         self._leaves += 1
 
         def accumulate(p: torch.Tensor) -> None:
             if p.grad is None:
                 return  # the backward pass has left it for later, and will come again
-            self._accumulator.add(sums, p.grad.view(-1))
+            self.finite &= self._accumulator.add(sums, p.grad.view(-1), plain=counts)
             p.grad = None
             self._missing -= 1
             if self._missing == 0:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from megatron_elastic.comm.operation import Pause, Send, Steps
+from megatron_elastic.comm.operation import Pause, Sending, Steps
 from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 
@@ -46,7 +46,7 @@ def serve(
         yield [taken]
         step, tensors = taken.result
         size = tensors[0].numel()
-        sends: list[Send] = [transport.send(peer, Channel.STATE, part_of(at, 3), torch.tensor([step]))]
+        sends: list[Sending] = [transport.send(peer, Channel.STATE, part_of(at, 3), torch.tensor([step]))]
         while True:
             start, end = request.tolist()
             for part, tensor in enumerate(tensors):
@@ -61,22 +61,24 @@ def serve(
 def fetch(
     transport: Transport,
     wanted: Sequence[tuple[int, SliceId]],
-    begin: Callable[[SliceId], Sequence[torch.Tensor]],
+    begin: Callable[[int, SliceId], Sequence[torch.Tensor]],
+    piece: Callable[[SliceId, int], None],
     arrived: Callable[[SliceId, int], None],
     rate: float,
 ) -> Steps:
     """Get slices from other ranks: ``wanted`` are (rank, slice).
 
-    ``begin`` is called before a slice is asked for, and gives the tensors to receive it in; ``arrived`` when it is
-    here, with the number of steps that it has done. ``rate``: bytes a second at most; 0: no limit.
+    ``begin`` is called with both before a slice is asked for, and gives the tensors to receive it in; ``piece`` when a
+    part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.
+    ``rate``: bytes a second at most; 0: no limit.
     """
     free_at = time.monotonic()
     for source, at in wanted:
-        tensors = begin(at)
+        tensors = begin(source, at)
         size, step = tensors[0].numel(), torch.empty(1, dtype=torch.int64)
-        piece = max(_LEAST, int(rate * _INTERVAL / (4 * len(tensors)))) if rate else size
-        for start in range(0, size, piece):
-            end = min(start + piece, size)
+        each = max(_LEAST, int(rate * _INTERVAL / (4 * len(tensors)))) if rate else size
+        for start in range(0, size, each):
+            end = min(start + each, size)
             request = torch.tensor([start, end])
             recvs = [
                 transport.recv(source, Channel.STATE, part_of(at, part), tensor[start:end])
@@ -85,7 +87,8 @@ def fetch(
             if start == 0:
                 recvs.append(transport.recv(source, Channel.STATE, part_of(at, 3), step))
             yield [transport.send(source, Channel.REQUEST, part_of(at, 3), request), *recvs]
+            piece(at, bytes_here := 4 * len(tensors) * (end - start))
             if rate:
-                free_at = max(free_at, time.monotonic()) + 4 * len(tensors) * (end - start) / rate
+                free_at = max(free_at, time.monotonic()) + bytes_here / rate
                 yield [Pause(source, free_at)]
         arrived(at, int(step.item()))

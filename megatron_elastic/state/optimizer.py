@@ -1,8 +1,9 @@
 """Optimizer: how a step changes the state of a slice. Adam and SGD with momentum, as Megatron has them.
 
 Elements that are treated alike form a *group*: whether weight decay applies, and which learning rate. All ranks know
-the same groups in the same order. An optimizer is a value without state of its own; owner and replica run the same
-kernels on the same memory layout, so that they stay equal bit for bit.
+the same groups in the same order. An optimizer is a value without state of its own; owner and replica do the same
+update, so that they stay equal bit for bit. Adam consists of operations that are rounded once each: it gives the same
+bits on every processor, however the elements are cut into slices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from megatron_elastic.numerics import kernels
 
 SIGNED = -1
 """The group of elements that move by the sign of their gradient alone, with the rate that is the last of all. They have
@@ -30,18 +33,25 @@ class Rates:
 class Update:
     """What one step's update needs besides the gradient; the same on every rank.
 
-    ``factor`` multiplies the gradient. ``rates`` are the groups', from the scheduler. ``skipped``:
-    some gradient was not finite, and the step changes nothing, as when Megatron's loss scaler finds that.
+    ``factor`` multiplies the gradient. ``rates`` are the groups', from the scheduler. ``skipped``: some gradient was
+    not finite, and the step changes nothing, as when Megatron's loss scaler finds that; but what moves by its sign
+    alone moves. ``skips``: steps before this one that the optimizer does not count.
     """
 
     step: int
     factor: float
     rates: tuple[Rates, ...]
     skipped: bool = False
+    skips: int = 0
 
 
 class Optimizer(Protocol):
     """Updates flat float32 tensors in place."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element gets the same bits, however elements are cut into tensors."""
+        ...
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -57,12 +67,20 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam. ``decoupled``: weight decay shrinks the weights (AdamW); otherwise it is added to the gradient."""
+    """Adam. ``decoupled``: weight decay shrinks the weights (AdamW); otherwise it is added to the gradient.
+
+    Not torch's fused one, which multiplies and adds in one operation where a processor can, but at the end of a tensor.
+    """
 
     beta1: float
     beta2: float
     eps: float
     decoupled: bool = True
+
+    @property
+    def elementwise(self) -> bool:
+        """Its operations are rounded once each."""
+        return True
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -73,13 +91,14 @@ class Adam:
         self, step: int, weights: torch.Tensor, grad: torch.Tensor, moments: Sequence[torch.Tensor], rates: Rates
     ) -> None:
         """See ``Optimizer``."""
-        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        exp_avg, exp_avg_sq = moments
-        kernel(
-            [weights], [grad], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))],
-            lr=rates.lr, beta1=self.beta1, beta2=self.beta2, weight_decay=rates.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False,
+        numbers = kernels.AdamNumbers(
+            shrink=1 - rates.lr * rates.weight_decay if self.decoupled else 1.0,
+            decay=0.0 if self.decoupled else rates.weight_decay,
+            keep=self.beta1, take=1 - self.beta1, keep_sq=self.beta2, take_sq=1 - self.beta2,
+            unbias=(1 - self.beta2**step) ** -0.5, eps=self.eps, move=-rates.lr / (1 - self.beta1**step),
         )  # fmt: skip
+        exp_avg, exp_avg_sq = moments
+        kernels.adam(weights, grad, exp_avg, exp_avg_sq, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,11 @@ class Sgd:
     """SGD with momentum (no dampening, not Nesterov's); weight decay is added to the gradient."""
 
     momentum: float
+
+    @property
+    def elementwise(self) -> bool:
+        """torch rounds what is left at a tensor's end otherwise."""
+        return False
 
     @property
     def moments(self) -> tuple[str, ...]:

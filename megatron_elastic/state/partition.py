@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_elastic.layout import UnitShape
+from megatron_elastic.numerics.kernels import BLOCK
 from megatron_elastic.state.optimizer import SIGNED
 
-_ALIGN = 32
-"""Elements: every parameter starts on a 64-byte boundary even in bf16, so kernels take the same path everywhere."""
+_ALIGN = BLOCK
+"""Elements: every parameter starts on a 64-byte boundary even in bf16, so kernels take the same path everywhere; and
+no block of a norm is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +40,44 @@ class Partition:
     Attributes:
         part: which of the unit's parts it is (``Layout.part_of``).
         starts: where each parameter begins, in the model's order.
+        sizes: elements of each.
         slice_size: elements of a slice; the last ones may be padding.
         dtype: of the parameters.
+
+    ``tp``: how many ranks share tensors; ``ep``: among how many teams of them a cell divides experts.
     """
 
-    def __init__(self, shape: UnitShape, num_slices: int, part: int, tp_index: int) -> None:
+    def __init__(self, shape: UnitShape, num_slices: int, part: int, tp: int, ep: int = 1) -> None:
         self.shape = shape
+        members, tp_index = shape.divided(tp, ep), part % tp
         self.part = part
         self.num_slices = num_slices
         self.dtype: torch.dtype = getattr(torch, shape.dtype)
         # Segment bounds must not depend on the tensor-parallel index: the update kernel rounds a segment's tail
         # differently, and what all tensor-parallel ranks hold alike has to stay alike.
+        def counted(group: int, shared: bool) -> bool:
+            return group != SIGNED and (shared or tp_index == 0)
+
         starts: dict[int, int] = {}
         self._segments: list[Segment] = []
         offset = 0
-        groups = sorted({group for _, group, _ in shape.members})
+        groups = sorted({member.group for member in members})
         for treatment in itertools.product(groups, (True, False)):
             begin = offset
-            for index, (numel, group, sharded) in enumerate(shape.members):
-                if (group, sharded) == treatment:
+            for index, member in enumerate(members):
+                if (member.group, member.runs > 0) == treatment:
                     starts[index] = offset
-                    offset += -(-numel // _ALIGN) * _ALIGN
+                    offset += -(-member.size // _ALIGN) * _ALIGN
             if offset > begin:
-                group, sharded = treatment
-                counted = group != SIGNED and (sharded or tp_index == 0)
-                self._segments.append(Segment(begin, offset, group, counted))
-        self.starts = tuple(starts[index] for index in range(len(shape.members)))
+                self._segments.append(Segment(begin, offset, treatment[0], counted(*treatment)))
+        self.starts = tuple(starts[index] for index in range(len(members)))
+        self.sizes = [member.size for member in members]
+        self._counted = [
+            (start, start + member.size)
+            for start, member in zip(self.starts, members, strict=True)
+            if counted(member.group, member.runs > 0)
+        ]
         self.slice_size = -(-offset // (num_slices * _ALIGN)) * _ALIGN
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter, in the model's order."""
-        return [numel for numel, _, _ in self.shape.members]
 
     @property
     def size(self) -> int:
@@ -79,6 +87,11 @@ class Partition:
     def slice_of(self, flat: torch.Tensor, k: int) -> torch.Tensor:
         """View of slice k of a flat tensor of this unit."""
         return flat[k * self.slice_size : (k + 1) * self.slice_size]
+
+    def elements(self, k: int) -> int:
+        """How many elements of slice k are a parameter's, and in a segment that is counted."""
+        low, high = k * self.slice_size, (k + 1) * self.slice_size
+        return sum(max(min(end, high) - max(start, low), 0) for start, end in self._counted)
 
     def segments(self, k: int) -> list[Segment]:
         """The segments of slice k, relative to its start; padding belongs to none."""

@@ -4,6 +4,8 @@ Slice k of a unit is summed at its owner over every cell that computes the unit;
 computed in parts is added up in the cell. After the update, owners send the new parameters to all holders. Both can go
 on while the rank computes: a unit's gradients are sent as soon as the step's last backward has added to them, and its
 parameters are waited for when the next step's first forward needs them.
+
+On a device all of it is added up and written there; what goes from rank to rank goes through host memory.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Operation, Recv, Steps, Task
 from megatron_elastic.comm.tag import GROUPS, Channel, at_slice
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.device.copies import to_device
 from megatron_elastic.layout import Cell, Layout
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.store import StateStore
 
-_CELL_GROUP = GROUPS - 2
-"""Group id of tensor-parallel ranks, beyond any that Megatron's groups reach."""
+_CELL_GROUP = GROUPS - 4
+"""Group id of tensor-parallel ranks for unit 0, beyond any that Megatron's groups reach; others lie below it."""
 
 
 class Reduction:
-    """The data-parallel traffic of one step under one layout, for one rank."""
+    """The data-parallel traffic of one step under one layout, for one rank, by messages."""
+
+    ordered = False
+    """Whether what is computed afterwards comes after it by itself, so that the host need not wait for parameters."""
 
     def __init__(
         self,
@@ -46,33 +52,37 @@ class Reduction:
         self._computed = () if self._cell.shadow else layout.stages[layout.stage_of(transport.rank)].units
         me = transport.rank
         team = [rank for rank in self._cell.ranks if layout.team_of(rank) == layout.team_of(me)]
-        self._cell_group = Group(transport, _CELL_GROUP, team)
+        # One a unit: ranks of a team may come to their units in different orders, as they may have got them.
+        self._teams = {unit: Group(transport, _CELL_GROUP - unit, team) for unit in self._computed}
         self._reducing: dict[int, Task] = {}
         self._gathering: dict[int, Task] = {}
 
     # ---- gradients --------------------------------------------------------------------------
 
-    def reduce_when_complete(self) -> None:
-        """Start the reduction of each unit when the backward of the step's last grain has added its gradients."""
+    def reduce_when_complete(self, grains: int) -> None:
+        """Start the reduction of each unit when the backward of the last of the step's ``grains`` has added to it."""
+        mine = sum(grain < grains for grain in self._cell.share)
         for unit in self._computed:
-            self._units[unit].expect(len(self._cell.share), partial(self._start_reducing, unit))
+            self._units[unit].expect(mine, partial(self._start_reducing, unit, grains))
 
-    def reduce_gradients(self) -> None:
-        """Sum every owned slice over all holders into a mean over the grains, kept in the store."""
+    def reduce_gradients(self, grains: int) -> None:
+        """Sum every owned slice over all holders into a mean over the step's ``grains``, kept in the store."""
         for unit in self._units:
             if unit not in self._reducing:
-                self._start_reducing(unit)
+                self._start_reducing(unit, grains)
         self._transport.wait(*self._reducing.values())
         self._reducing.clear()
 
-    def _start_reducing(self, unit: int) -> None:
-        self._reducing[unit] = self._transport.start(self._reduce(unit))
+    def _start_reducing(self, unit: int, grains: int) -> None:
+        self._reducing[unit] = self._transport.start(
+            self._reduce(unit, grains * self._layout.batches), "reduce", unit
+        )
 
-    def _reduce(self, unit: int) -> Steps:
+    def _reduce(self, unit: int, batches: int) -> Steps:
         """This rank's part in the sums of a unit: sends to the owners of its slices, and the sums that it owns."""
         buffer, owned, sends = self._units[unit], [], []
         if unit in self._computed:
-            yield from self._add_up_in_cell(buffer.partial_sums())
+            yield from self._add_up_in_cell(self._teams[unit], buffer.partial_sums())
         for k, owner in self._owners(unit):
             if owner == self._transport.rank:
                 owned.append((k, self._expect_gradient(unit, k)))
@@ -80,25 +90,25 @@ class Reduction:
                 part = buffer.slice_of(buffer.sums, k)
                 sends.append(self._transport.send(owner, Channel.GRADIENT, at_slice(unit, k), part))
         for k, recvs in owned:
-            if unit in self._computed:
-                total = buffer.slice_of(buffer.sums, k).clone()
-            else:  # it holds the unit for what it owns, and has no sums of its own
-                total = torch.zeros(buffer.partition.slice_size, dtype=buffer.sums.dtype)
             yield recvs
+            # A unit that is held for what is owned of it has no sums here.
+            mine = [buffer.slice_of(buffer.sums, k)] if unit in self._computed else []
             # In holder order, so that float sums do not depend on arrival either.
+            there = buffer.sums.device
+            theirs = [recv.buffer if buffer.sums.is_cpu else to_device(recv.buffer, there) for recv in recvs]
+            mean = self._accumulator.mean([*mine, *theirs], batches)
             for recv in recvs:
-                total.add_(recv.buffer)
                 recv.release()
-            self._store.set_gradient((unit, k), self._accumulator.mean(total, self._layout.num_batches))
+            self._store.set_gradient((unit, k), mean)
         yield sends
 
-    def _add_up_in_cell(self, sums: list[torch.Tensor]) -> Steps:
-        """Make each of these the sum over the tensor-parallel ranks, who complete their units in the same order."""
+    def _add_up_in_cell(self, team: Group, sums: list[torch.Tensor]) -> Steps:
+        """Make each of these the sum over the tensor-parallel ranks."""
         if sums:
-            total = torch.cat(sums)
-            yield from self._cell_group.all_reduce(total, torch.Tensor.add_)
+            total = yield from self._transport.to_host(torch.cat(sums))
+            yield from team.all_reduce(total, torch.Tensor.add_)
             for part, whole in zip(sums, total.split([part.numel() for part in sums]), strict=True):
-                part.copy_(whole)
+                part.copy_(whole, non_blocking=True)
 
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
         buffer = self._units[unit]
@@ -114,7 +124,7 @@ class Reduction:
     def start_gathering(self) -> None:
         """Owners write their updated slices into the model, here and at every other holder of the unit."""
         for unit in self._units:
-            self._gathering[unit] = self._transport.start(self._gather(unit))
+            self._gathering[unit] = self._transport.start(self._gather(unit), "gather", unit)
 
     def await_parameters(self, unit: int) -> None:
         """Return when the unit's parameters are here."""
@@ -135,6 +145,7 @@ class Reduction:
     def _gather(self, unit: int) -> Steps:
         buffer, me = self._units[unit], self._transport.rank
         operations: list[Operation] = []
+        arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         for k, owner in self._owners(unit):
             target = buffer.slice_of(buffer.params, k)
             if owner == me:
@@ -142,8 +153,13 @@ class Reduction:
                 others = self._with_my_part(self._layout.holders(unit), unit)
                 operations += self._transport.send_all(others, Channel.PARAMETER, at_slice(unit, k), target)
             else:
-                operations.append(self._transport.recv(owner, Channel.PARAMETER, at_slice(unit, k), target))
+                host = target if target.is_cpu else torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+                operations.append(self._transport.recv(owner, Channel.PARAMETER, at_slice(unit, k), host))
+                arriving.append((target, host))
         yield operations
+        for target, host in arriving:
+            if host is not target:
+                target.copy_(host, non_blocking=True)
 
     def _owners(self, unit: int) -> Iterator[tuple[int, int]]:
         """(slice, owner) of every slice of a unit."""

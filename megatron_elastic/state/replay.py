@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send
+from megatron_elastic.comm.operation import Recv, Sending
 from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, Transfer
@@ -61,7 +61,7 @@ class GradientReplay:
     def before_vote(self) -> None:
         """Send the gradients of owned slices to the holders of their replicas, and receive those of replicas here."""
         me = self._transport.rank
-        sends: list[Send] = []
+        sends: list[Sending] = []
         for unit, k in self._layout.owned(me):
             grad = self._store[unit, k].grad
             assert grad is not None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_elastic.device.copies import to_device
 from megatron_elastic.state.optimizer import SIGNED, Optimizer, Update
 from megatron_elastic.state.partition import Segment
 
@@ -28,24 +29,38 @@ class SliceState:
         self._optimizer = optimizer
 
     @classmethod
-    def room(cls, size: int, optimizer: Optimizer, step: int) -> SliceState:
+    def room(
+        cls, size: int, optimizer: Optimizer, step: int, device: torch.device | str = "cpu"
+    ) -> SliceState:
         """Room for a state of ``size`` elements. Memory is not touched: that would take long where training waits."""
         state = cls(torch.empty(0), optimizer)
-        state.step, state.master = step, torch.empty(size)
-        state.moments = tuple(torch.empty(size) for _ in optimizer.moments)
+        state.step, state.master = step, torch.empty(size, device=device)
+        state.moments = tuple(torch.empty(size, device=device) for _ in optimizer.moments)
         return state
+
+    def move(self, device: torch.device) -> None:
+        """Be in the memory of a device, or the host's. Waits, if it comes from a device."""
+        if self.master.device != device:
+            self.master, *moments = (_moved(tensor, device) for tensor in self.tensors)
+            self.moments = tuple(moments)
+        if self.grad is not None:
+            self.grad = _moved(self.grad, device)
+        if self.previous is not None:
+            self.previous.move(device)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that has to move when the slice moves."""
         return self.master, *self.moments
 
-    def sum_of_squares(self, segments: Sequence[Segment]) -> float:
-        """Sum of the squared gradient over the counted segments, in float64."""
+    def counted(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """What of the gradient enters its norm."""
         assert self.grad is not None
-        return sum(
-            float(self.grad[s.start : s.end].to(torch.float64).square_().sum().item()) for s in segments if s.counted
-        )
+        return [self.grad[s.start : s.end] for s in segments if s.counted]
+
+    def counted_weights(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """What of the master weights enters their norm."""
+        return [self.master[s.start : s.end] for s in segments if s.counted]
 
     def apply(self, update: Update, segments: Sequence[Segment]) -> None:
         """Do step ``update.step`` and drop the gradient. Does nothing if it was done. Raises RuntimeError out of turn.
@@ -59,20 +74,21 @@ class SliceState:
                 f"a slice at step {self.step} ({'with' if self.grad is not None else 'without'} a gradient) "
                 f"cannot do step {update.step}"
             )
-        if not update.skipped:
-            self._change(update, self.grad.float(), segments)
+        self._change(update, self.grad.float(), segments)
         self.grad = None
         self.step = update.step
 
     def _change(self, update: Update, grad: torch.Tensor, segments: Sequence[Segment]) -> None:
-        if update.factor != 1.0:
+        if not update.skipped and update.factor != 1.0:
             grad.mul_(update.factor)
         for s in segments:
             if s.group == SIGNED:
                 self.master[s.start : s.end].sub_(grad[s.start : s.end].sign(), alpha=update.rates[SIGNED].lr)
                 continue
+            if update.skipped:
+                continue
             self._optimizer.update(
-                update.step,
+                update.step - update.skips,
                 self.master[s.start : s.end],
                 grad[s.start : s.end],
                 [moment[s.start : s.end] for moment in self.moments],
@@ -81,7 +97,7 @@ class SliceState:
 
     def keep(self) -> None:
         """Let ``previous`` be the state as it is now."""
-        kept = self.previous or SliceState.room(self.master.numel(), self._optimizer, self.step)
+        kept = self.previous or SliceState.room(self.master.numel(), self._optimizer, self.step, self.master.device)
         for copy, tensor in zip(kept.tensors, self.tensors, strict=True):
             copy.copy_(tensor)
         kept.step = self.step
@@ -91,5 +107,9 @@ class SliceState:
         """Digest of the model's weights in this slice and of the optimizer state."""
         digest = hashlib.sha256(self.step.to_bytes(8, "little"))
         for tensor in (weights, *self.tensors):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return to_device(tensor, device) if device.type != "cpu" else tensor.cpu()

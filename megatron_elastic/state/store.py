@@ -4,6 +4,8 @@ A state is *live* when it equals the owner's. A replica being copied is *loading
 (``state.copying``) while gradients for it are kept, and when it is here it catches up by replaying those. Where whole
 states are replayed (``state.replay``), it is loading whenever the owner has made a step, and keeps what it had until
 then.
+
+A rank computes updates of what it owns on its device; replicas are in host memory.
 """
 
 from __future__ import annotations
@@ -14,15 +16,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send, Steps, Task
+from megatron_elastic.comm.operation import Recv, Sending, Steps, Task
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.device.cpu import Cpu
+from megatron_elastic.device.device import Device
 from megatron_elastic.layout import Layout, Transfer
+from megatron_elastic.numerics import deferred
+from megatron_elastic.numerics.kernels import block_squares
+from megatron_elastic.observe.dials import Dials
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.copying import SliceId, fetch, part_of, serve
 from megatron_elastic.state.optimizer import Optimizer, Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.slice import SliceState
+
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -30,7 +39,7 @@ class _Loading:
     """A replica on its way: where its state is being received, and what has to be replayed on it.
 
     ``recvs`` are there if it is sent unasked. ``begun``, ``here``: it has been asked for, has arrived. ``stale`` is
-    what was here before, if that is kept.
+    what was here before, if that is kept. ``due``: bytes that dials do not count as arrived yet.
     """
 
     state: SliceState
@@ -40,6 +49,7 @@ class _Loading:
     missed: list[tuple[Update, torch.Tensor]] = field(default_factory=list)
     grad: torch.Tensor | None = None
     stale: SliceState | None = None
+    due: int = 0
 
 
 class StateStore:
@@ -49,24 +59,33 @@ class StateStore:
         partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
         keeps: whole states are replayed, and everything is kept as it was one step before, too.
         rate: bytes a second that may be fetched in the background; 0: no limit.
+        device: where this rank computes.
+        dials: show what is held, and how far copies are.
     """
 
     def __init__(
         self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport,
-        keeps: bool = False, rate: float = 0.0,
+        keeps: bool = False, rate: float = 0.0, device: Device | None = None, dials: Dials | None = None,
     ) -> None:  # fmt: skip
         self._partitions = partitions
         self.optimizer = optimizer
         self._transport = transport
+        self._device = device or Cpu()
+        self._dials = dials or Dials.alone()
+        self._done = 0
+        """The newest step whose update was done here."""
+        self._owned: frozenset[SliceId] = frozenset()
+        """What is to be on the device."""
         self._live: dict[SliceId, SliceState] = {}
         self._loading: dict[SliceId, _Loading] = {}
-        self._outgoing: list[Send] = []
+        self._outgoing: list[Sending] = []
         self._due: list[Steps] = []
         """Copying to and from here that is to begin."""
         self._copying: list[Task] = []
         """Copying under way."""
         self._keeps = keeps
-        self._rate = rate
+        self.rate = rate
+        """Bytes a second that may be fetched in the background; 0: no limit."""
         self._changing = threading.Lock()
         """Held while states change: snapshots of them are taken in the background."""
         self._stale: dict[SliceId, SliceState] = {}
@@ -93,15 +112,36 @@ class StateStore:
                 found.setdefault(step, []).append((*at, self._partitions[at[0]].part))
         return found
 
-    def create(self, layout: Layout, units: Mapping[int, UnitBuffer]) -> None:
-        """Make fresh states, from the model's weights, for every slice of ``units`` this rank owns or replicates."""
+    def create(self, layout: Layout, units: Mapping[int, UnitBuffer], step: int = 0) -> None:
+        """Make fresh states, from the model's weights, for every slice of ``units`` this rank owns or replicates.
+
+        ``step``: how many have been done, with other states.
+        """
         for unit, k in (*layout.owned(self._transport.rank), *layout.replicated(self._transport.rank)):
             if unit not in units:
                 continue  # a copy kept for another stage has to come from there
             buffer = units[unit]
-            self._live[unit, k] = SliceState(
-                buffer.slice_of(buffer.params, k).to(torch.float32, copy=True), self.optimizer
-            )
+            state = SliceState(buffer.slice_of(buffer.params, k).to(torch.float32, copy=True), self.optimizer)
+            state.step = step
+            state.move(self._home((unit, k)))
+            self._live[unit, k] = state
+
+    def take(self, states: Mapping[SliceId, SliceState]) -> None:
+        """Have these states, live."""
+        self._live |= states
+
+    def own(self, slices: Iterable[SliceId]) -> None:
+        """From now on this rank is the owner of these slices, and of no others: let states be where they are updated.
+
+        Waits for the device if some leave it.
+        """
+        self._owned = frozenset(slices)
+        for at, state in self._live.items():
+            state.move(self._home(at))
+
+    def _home(self, at: SliceId) -> torch.device:
+        """Where a slice's state is to be."""
+        return self._device.torch if at in self._owned else _HOST
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -117,9 +157,36 @@ class StateStore:
         for state in self._live.values():
             state.grad = None
 
-    def sum_of_squares(self, at: SliceId) -> float:
-        """This rank's part of the slice's squared gradient norm."""
-        return self._live[at].sum_of_squares(self._partitions[at[0]].segments(at[1]))
+    def squares(self, slices: Iterable[SliceId]) -> torch.Tensor:
+        """This rank's part of the squared gradient norm of some slices that it owns, by blocks: flat, float64, where
+        it computes.
+        """
+        return self._squares(
+            part for at in slices for part in self._live[at].counted(self._partitions[at[0]].segments(at[1]))
+        )
+
+    def squared_weights(self, slices: Iterable[SliceId]) -> torch.Tensor:
+        """The same of the weights' norm."""
+        return self._squares(
+            part for at in slices for part in self._live[at].counted_weights(self._partitions[at[0]].segments(at[1]))
+        )
+
+    def _squares(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        if self._device.is_host:
+            return torch.from_numpy(block_squares(parts))
+        return deferred.block_squares(parts, self._device.torch)
+
+    def zeros(self, slices: Iterable[SliceId]) -> torch.Tensor:
+        """How many elements of the gradients of slices that it owns are 0, of those that this rank's part counts: one
+        number, where it computes.
+        """
+        total = torch.zeros(1, dtype=torch.int64, device=self._device.torch)
+        for unit, k in slices:
+            partition = self._partitions[unit]
+            total += partition.elements(k)
+            for part in self._live[unit, k].counted(partition.segments(k)):
+                total -= part.count_nonzero()
+        return total
 
     def apply(self, update: Update) -> None:
         """Do the update on everything live that has not done it; loading replicas keep it for later.
@@ -127,6 +194,7 @@ class StateStore:
         Where whole states are replayed, replicas have no gradient, and are sent what the owners make. May be
         interrupted between two slices, and done again.
         """
+        self._done = update.step
         with self._changing:
             for (unit, k), state in self._live.items():
                 self._transport.look()
@@ -153,6 +221,7 @@ class StateStore:
         me = self._transport.rank
         wanted: list[tuple[int, SliceId]] = []
         served: dict[int, list[SliceId]] = {}
+        fresh = False
         for transfer in transfers:
             at = (transfer.unit, transfer.slice)
             # Whole states are sent in every step. And a source without a role in the layout will not keep the slice.
@@ -170,6 +239,8 @@ class StateStore:
                 state = SliceState.room(self._partitions[transfer.unit].slice_size, self.optimizer, step)
                 loading = self._loading[at] = _Loading(state)
                 loading.stale = self._live.pop(at, None) or self._stale.pop(at, None)
+                if loading.stale is None or not self._keeps:  # else it is sent as in every step
+                    fresh, loading.due = True, _bytes(state)
                 if fetched:
                     wanted.append((transfer.src, at))
                 else:
@@ -178,24 +249,33 @@ class StateStore:
                         self._transport.recv(transfer.src, Channel.STATE, part_of(at, part), tensor)
                         for part, tensor in enumerate(state.tensors)
                     )
+        if fresh:
+            self._dials.expect(layout.epoch, sum(loading.due for loading in self._loading.values()))
         self._due += [serve(self._transport, peer, slices, self._snapshot) for peer, slices in served.items()]
         if wanted:
-            self._due.append(fetch(self._transport, wanted, self._begin, self._arrived, self._rate))
+            self._due.append(
+                fetch(self._transport, wanted, self._begin, self._came, self._arrived, self.rate)
+            )
 
     def copy_in_background(self) -> None:
         """Start what ``replicate`` has left to the background; apart from it, so that a recovery is over first."""
-        self._copying += [self._transport.start(steps) for steps in self._due]
+        self._copying += [self._transport.start(steps, "copy") for steps in self._due]
         self._due.clear()
 
     def _snapshot(self, at: SliceId) -> tuple[int, tuple[torch.Tensor, ...]]:
         with self._changing:
             state = self._live[at]
-            return state.step, tuple(tensor.clone() for tensor in state.tensors)
+            return state.step, tuple(tensor.to(_HOST, copy=True) for tensor in state.tensors)
 
-    def _begin(self, at: SliceId) -> tuple[torch.Tensor, ...]:
+    def _begin(self, source: int, at: SliceId) -> tuple[torch.Tensor, ...]:
         loading = self._loading[at]
         loading.begun = True
+        self._dials.fetch(at[0], source)
         return loading.state.tensors
+
+    def _came(self, at: SliceId, size: int) -> None:
+        self._loading[at].due -= size
+        self._dials.copied(size)
 
     def _arrived(self, at: SliceId, step: int) -> None:
         loading = self._loading[at]
@@ -224,14 +304,22 @@ class StateStore:
         for at in arrived:
             loading = self._loading.pop(at)
             state = loading.state
+            if loading.due:
+                self._dials.copied(loading.due)
+            state.move(self._home(at))
             for update, grad in loading.missed:
                 if state.step < update.step:
                     state.grad = grad
+                    state.move(self._home(at))
                 state.apply(update, self._partitions[at[0]].segments(at[1]))
             state.grad = loading.grad
             if self._keeps and loading.stale is not None:
                 state.previous, loading.stale.previous = loading.stale, None
             self._live[at] = state
+        if arrived and not self._loading:
+            self._dials.complete()
+        oldest = min(((each.stale or each.state).step for each in self._loading.values()), default=self._done)
+        self._dials.lag(max(0, self._done - oldest))
         return arrived
 
     @property
@@ -249,6 +337,8 @@ class StateStore:
         """Forget copies under way: the layout they were meant for is gone."""
         self._stale |= {at: loading.stale for at, loading in self._loading.items() if loading.stale is not None}
         self._loading.clear()
+        self._dials.expect(0, 0)
+        self._dials.lag(0)
         for each in (self._outgoing, self._due, self._copying):
             each.clear()
 
@@ -258,22 +348,34 @@ class StateStore:
         for at in [at for at in self._live if at not in kept]:
             del self._live[at]
         self._stale.clear()
+        self.show_held()
+
+    def show_held(self) -> None:
+        """Let dials show what is held. It takes a microsecond for each slice."""
+        loading = (state for each in self._loading.values() for state in (each.state, each.stale) if state is not None)
+        self._dials.hold(sum(map(_bytes, (*self._live.values(), *self._stale.values(), *loading))))
 
     def return_to(self, step: int, keep: Iterable[SliceId]) -> None:
         """Let those in ``keep`` be live as after ``step`` steps, or as after one less with a gradient for that step.
 
         The others are not live any more; what is older is kept until a newer one has arrived or it is retired.
         """
-        kept = set(keep)
+        kept, self._done = set(keep), step
         states = self._stale | self._live
         self._live, self._stale = {}, {}
         for at, state in states.items():
             if state.step > step and state.previous is not None:
                 state = state.previous
             if at in kept:
+                state.move(self._home(at))
                 self._live[at] = state
             elif self._keeps and state.step < step:
                 self._stale[at] = state
+
+
+def _bytes(state: SliceState) -> int:
+    own = sum(tensor.nbytes for tensor in state.tensors)
+    return own if state.previous is None else own + _bytes(state.previous)
 
 
 def _received(recvs: Sequence[Recv]) -> bool:

@@ -10,14 +10,15 @@ outvoted were damaged at some time since the slice's last turn. If no side has a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_elastic.comm.operation import Recv, Send
+from megatron_elastic.comm.operation import Recv, Sending
 from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.device.copies import HostCopy
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.copying import SliceId
@@ -54,19 +55,18 @@ class Verification:
         self._every = every
         self._states: dict[SliceId, int] = {}
         self._weights: dict[SliceId, int] = {}
-        self._sends: list[Send] = []
+        self._sends: list[Sending] = []
         self._recvs: dict[SliceId, list[Recv]] = {}
 
     def note(self, step: int) -> None:
         """Take the checksums that are due after ``step``, whose parameters are everywhere. Does not wait."""
         me, owned, replicated = self._transport.rank, self._owned, self._replicated
         live = {(unit, k) for unit, k, _ in self._store.held()}
-        for at in self._due(step):
+        due = list(self._due(step))
+        self._weights = self._weights_checksums(at for at in due if at[0] in self._units)
+        self._states = self._state_checksums(at for at in due if at in live)
+        for at in due:
             unit, k = at
-            if unit in self._units:
-                self._weights[at] = self._weights_checksum(at)
-            if at in live:
-                self._states[at] = self._state_checksum(at)
             if at in owned:
                 self._recvs[at] = [
                     self._transport.recv(copy, Channel.DIGEST, at_slice(unit, k), torch.zeros(1, dtype=torch.int64))
@@ -81,8 +81,9 @@ class Verification:
     def check(self) -> list[Damage]:
         """What is damaged of what ``note`` has looked at, and forget it. Waits for the replicas' checksums."""
         me = self._transport.rank
-        found = [Damage(me, *at, "weights") for at, sum_ in self._weights.items() if self._weights_checksum(at) != sum_]
-        found += [Damage(me, *at, "state") for at, sum_ in self._states.items() if self._state_checksum(at) != sum_]
+        weights, states = self._weights_checksums(self._weights), self._state_checksums(self._states)
+        found = [Damage(me, *at, "weights") for at, sum_ in self._weights.items() if weights[at] != sum_]
+        found += [Damage(me, *at, "state") for at, sum_ in self._states.items() if states[at] != sum_]
         self._transport.wait(*self._sends, *(recv for recvs in self._recvs.values() for recv in recvs))
         for (unit, k), recvs in self._recvs.items():
             copies = {recv.peer: int(recv.buffer.item()) for recv in recvs}
@@ -109,19 +110,28 @@ class Verification:
                 if (unit * self._layout.num_slices + k) % self._every == step % self._every:
                     yield unit, k
 
-    def _weights_checksum(self, at: SliceId) -> int:
-        buffer = self._units[at[0]]
-        return checksum(buffer.slice_of(buffer.params, at[1]))
+    def _weights_checksums(self, slices: Iterable[SliceId]) -> dict[SliceId, int]:
+        units = self._units
+        found = {at: [units[at[0]].slice_of(units[at[0]].params, at[1])] for at in slices}
+        return {at: sums[0] for at, sums in checksums(found).items()}
 
-    def _state_checksum(self, at: SliceId) -> int:
+    def _state_checksums(self, slices: Iterable[SliceId]) -> dict[SliceId, int]:
         # Each tensor counts with a weight of its own, so that equal damage in two does not cancel.
-        sums = (checksum(tensor) * (2 * i + 1) for i, tensor in enumerate(self._store[at].tensors))
-        return sum(sums) % (1 << 62) + 1
+        found = checksums({at: self._store[at].tensors for at in slices})
+        return {at: sum(each * (2 * i + 1) for i, each in enumerate(sums)) % (1 << 62) + 1
+                for at, sums in found.items()}  # fmt: skip
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Sum of a contiguous tensor's 32-bit words; no single flipped bit leaves it as it was. Needs whole words."""
-    return int(tensor.view(torch.int32).sum(dtype=torch.int64).item())
+def checksums(tensors: Mapping[SliceId, Sequence[torch.Tensor]]) -> dict[SliceId, list[int]]:
+    """Sum of the 32-bit words of contiguous tensors; no single flipped bit leaves one as it was. Needs whole words.
+
+    Waits once for a device, however many are there.
+    """
+    sums = [each.view(torch.int32).sum(dtype=torch.int64) for some in tensors.values() for each in some]
+    there = [each for each in sums if not each.is_cpu]
+    read = iter(HostCopy(torch.stack(there)).wait().tolist() if there else ())
+    values = iter([each.item() if each.is_cpu else next(read) for each in sums])
+    return {at: [int(next(values)) for _ in some] for at, some in tensors.items()}
 
 
 def outvoted(copies: Mapping[int, int]) -> list[int]:

@@ -26,16 +26,19 @@ from megatron_elastic.numerics.exact_sum import SIZE, float_of, write_sum
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank contributes: squared norms of the slices it owns, (loss sum, tokens) of its grains or their parts.
+    """What one rank contributes: squares of the gradients of the slices it owns, added up in blocks; (loss sum, tokens)
+    of its grains or their parts.
 
     ``informed``: it knows of a planned layout. When all ranks do, they switch to it after the step. ``measures``: what
-    else is to be added up; everybody's have the same names.
+    else is to be added up; everybody's have the same names. ``finite``: all gradients were that it has computed; else
+    the norm is not, whatever sums and norms say.
     """
 
-    norms: Mapping[tuple[int, int], float]
+    squares: npt.NDArray[np.float64]
     losses: Mapping[int, tuple[float, float]]
     informed: bool = False
     measures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ def vote(group: Group, ballot: Ballot) -> Outcome:
 def count(ballot: Ballot) -> npt.NDArray[np.int64]:
     """A ballot as numbers, which add up to those of everybody."""
     losses, tokens = zip(*ballot.losses.values(), strict=True) if ballot.losses else ((), ())
-    sums = [ballot.norms.values(), losses, tokens, *(ballot.measures[name] for name in sorted(ballot.measures))]
+    squares = ballot.squares if ballot.finite else np.append(ballot.squares, math.inf)
+    measures = (ballot.measures[name] for name in sorted(ballot.measures))
+    sums: list[npt.ArrayLike] = [squares, losses, tokens, *measures]
     numbers = np.zeros(len(sums) * SIZE + 1, dtype=np.int64)
     for at, values in enumerate(sums):
         write_sum(values, numbers[at * SIZE : (at + 1) * SIZE])

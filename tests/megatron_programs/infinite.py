@@ -18,9 +18,9 @@ __all__ = ["check_arguments"]
 
 def install() -> None:
     """Let the gradient grow."""
-    from megatron_elastic.device import cpu
+    from megatron_elastic.device import stand_in
 
-    cpu.install()
+    stand_in.install()
     from megatron_elastic.adaptor.training.trainer import Trainer
 
     begin = Trainer.__init__

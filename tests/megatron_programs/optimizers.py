@@ -27,9 +27,9 @@ SLICES = 3
 
 def main() -> None:
     """Train and compare."""
-    from megatron_elastic.device import cpu
+    from megatron_elastic.device import stand_in
 
-    cpu.install()
+    stand_in.install()
     from gpt_arguments import parse_args
     from megatron.core import parallel_state
 
@@ -112,6 +112,7 @@ class _Slices:
         from megatron_elastic.adaptor.training.rates import RatesByStep
         from megatron_elastic.layout import Layout, gpt_units
         from megatron_elastic.numerics.exact import ExactAccumulator
+        from megatron_elastic.plan.ramp import Ramp
         from megatron_elastic.state.buffer import UnitBuffer
         from megatron_elastic.state.partition import Partition
         from megatron_elastic.state.slice import SliceState
@@ -124,10 +125,10 @@ class _Slices:
         self.accumulator = ExactAccumulator(args.num_grains, main_grads_dtype(args))
         config = build_optimizer_config(args)
         groups = ParameterGroups(config)
-        self.rates = RatesByStep(args, partial(build_scheduler, args), groups)
+        self.rates = RatesByStep(args, partial(build_scheduler, args), groups, Ramp.of(args))
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
         self.units: dict[int, UnitBuffer] = {}
-        bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda _, shape: Partition(shape, SLICES, 0, 0),
+        bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda _, shape: Partition(shape, SLICES, 0, 1),
                    self.accumulator)
         optimizer = make_optimizer(config)
         self.states = {
@@ -137,6 +138,7 @@ class _Slices:
         }
 
     def step(self, step: int, tokens: torch.Tensor) -> float:
+        from megatron_elastic.numerics.kernels import block_squares
         from megatron_elastic.state.optimizer import Update
 
         for buffer in self.units.values():
@@ -146,8 +148,8 @@ class _Slices:
         squares = []
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
-            state.grad = self.accumulator.mean(buffer.slice_of(buffer.sums, k), len(tokens))
-            squares.append(state.sum_of_squares(buffer.partition.segments(k)))
+            state.grad = self.accumulator.mean([buffer.slice_of(buffer.sums, k)], len(tokens))
+            squares.append(block_squares(state.counted(buffer.partition.segments(k))).sum())
         norm = math.sqrt(sum(squares))
         clip = min(1.0, self.args.clip_grad / (norm + 1e-6)) if self.args.clip_grad else 1.0
         for (unit, k), state in self.states.items():

@@ -20,9 +20,9 @@ __all__ = ["check_arguments"]
 
 def install() -> None:
     """Let rank 0 wait where it gets its data."""
-    from megatron_elastic.device import cpu
+    from megatron_elastic.device import stand_in
 
-    cpu.install()
+    stand_in.install()
     from megatron_elastic.adaptor.training.trainer import Trainer
 
     begin = Trainer.__init__

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_elastic.device import cpu
+from megatron_elastic.device import stand_in
 
-cpu.install()
+stand_in.install()
 
 # ruff: noqa: E402 - Megatron comes after that.
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -165,7 +165,7 @@ def main(folder: Path) -> None:
     writer.apply()
     starts = Starts(folder)
     disk = Disk(root, starts.look)
-    saving = Saving(root, 1, 0, 0, 60.0, Odometer.alone(), lambda: None)
+    saving = Saving(root, 1, None, 0, 0, 60.0, Odometer.alone(), lambda: None)
 
     def prepare(value: float) -> Callable[[Path], Part]:
         tensor = torch.full((3000,), value)

@@ -1,7 +1,7 @@
 """Trains like examples/pretrain_gpt.py. In every layout each rank asks Megatron where it is, and compares.
 
 Environment: ``WITNESS_DIES`` = ``RANK@POINT``: that rank kills itself where it first meets the hook point while the
-number of stages changes, or in the step after.
+number of stages or the shape of cells changes, or in the step after.
 """
 
 from __future__ import annotations
@@ -105,39 +105,48 @@ def layers(stage: Stage) -> dict[int, tuple[Any, int]]:
 
 
 class Death:
-    """A rank's end while the number of stages changes."""
+    """A rank's end while the number of stages or the shape of cells changes: ``RANK@POINT`` after the ``switch``, and
+    ``RANK@recut`` or ``RANK@recut>POINT`` before it, while states are cut anew.
+    """
 
     def __init__(self, spec: str) -> None:
-        rank, _, self.point = spec.partition("@")
+        rank, _, where = spec.partition("@")
+        after, _, self.point = where.rpartition(">")
+        self.after = after or ("recut" if where == "recut" else "switch")
         self.rank = int(rank)
         self.near = False
 
     def look(self, trainer: Trainer, point: str) -> None:
         """``trainer``'s rank is at a hook point."""
-        if point == "switch":
+        if point == "interrupt":
+            self.near = False
+        if point == self.after:
             from megatron_elastic.layout import decode
 
             assert trainer.tenure is not None and trainer.tenure.plan is not None
-            planned = decode(trainer.tenure.plan.layout)
-            self.near = planned.pipeline_size != trainer.layout.pipeline_size
+            planned, now = (
+                (layout.pipeline_size, layout.tp, layout.cp, layout.ep)
+                for layout in (decode(trainer.tenure.plan.layout), trainer.layout)
+            )
+            self.near = planned != now
         if self.near and point == self.point:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def install() -> None:
     """Have every layout looked at."""
-    from megatron_elastic.device import cpu
+    from megatron_elastic.device import stand_in
 
-    cpu.install()
+    stand_in.install()
     from megatron_elastic.adaptor.model.stage import Stage
     from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.state.store import StateStore
 
     begin, begin_tenure, hold = Trainer.__init__, Trainer.begin_tenure, Stage.hold
 
-    def begin_tenure_and_check(self: Trainer, layout: Layout, store: StateStore) -> Tenure:
+    def begin_tenure_and_check(self: Trainer, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
         check(layout, self.rank)
-        return begin_tenure(self, layout, store)
+        return begin_tenure(self, layout, store, program)
 
     def hold_and_compare(self: Stage, layout: Layout) -> None:
         before = layers(self)

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="begin at a seed that nobody has chosen")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--scenario", metavar="JSON")
+    parser.add_argument("--policy", metavar="NAME", help="all histories under this one")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--mutants", nargs="*", metavar="NAME")
@@ -38,12 +39,13 @@ def main() -> int:
         return _mutants(args.mutants or list(mutants.MUTANTS), args.limit, args.keep)
     if args.seed is not None or args.scenario is not None:
         scenario = Scenario.of(args.seed) if args.scenario is None else Scenario.from_json(args.scenario)
+        scenario = scenario if args.policy is None else replace(scenario, policy=args.policy)
         return _one(scenario, args.trace, args.shrink)
     first, last = map(int, args.seeds.split(":"))
     if args.fresh:
         first = random.SystemRandom().randrange(1 << 40)
         last = first + (1 << 30)
-    return _many(first, last, args.jobs, args.minutes)
+    return _many(first, last, args.jobs, args.minutes, args.policy)
 
 
 def _one(scenario: Scenario, trace: bool, shrink: bool) -> int:
@@ -61,10 +63,10 @@ def _one(scenario: Scenario, trace: bool, shrink: bool) -> int:
     return int(violation is not None)
 
 
-def _many(first: int, last: int, jobs: int, minutes: float) -> int:
+def _many(first: int, last: int, jobs: int, minutes: float, policy: str | None) -> int:
     begun, total = time.monotonic(), run.Total()
     said = begun
-    for part in run.many(first, last, jobs, begun + 60 * minutes):
+    for part in run.many(first, last, jobs, begun + 60 * minutes, policy):
         total.add(part)
         for seed, text in part.violations:
             print(f"\n{_COMMAND} --seed {seed} --trace   # {text[:300]}", file=sys.stderr, flush=True)

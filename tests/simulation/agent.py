@@ -8,6 +8,7 @@ from megatron_elastic.cluster.messages import (
     AgentHello,
     Fence,
     FromRank,
+    Given,
     Heartbeat,
     Inspect,
     Inspected,
@@ -178,6 +179,8 @@ class Agent:
                 for slot, rank in message.ranks.items():
                     self.slots_of[rank] = slot
                     self.world.after(self.world.spawn_delay(), self._start, rank, self.link)
+            case Given():
+                self.post.given(message.newest)
             case Fence():
                 if message.rank in self.ranks:
                     self.world.kill(self.ranks[message.rank])

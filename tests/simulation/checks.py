@@ -25,6 +25,8 @@ class Checks:
     def __init__(self, world: World) -> None:
         self._world = world
         self._layouts: dict[int, bytes] = {}
+        self._cells = 0
+        """Of the layout in force."""
         self._redone = 0
         """Steps up to this one may be done again although they are on record: state was lost."""
         self._again: dict[int, int] = {}
@@ -68,8 +70,10 @@ class Checks:
 
     def fenced(self, rank: int) -> None:
         """A rank is killed."""
-        self._fenced.add(rank)
-        if (there := self._world.ranks.get(rank)) is not None and there.waits_for_a_decision(30.0):
+        there = self._world.ranks.get(rank)
+        if there is None or there.alive:  # else something else has killed it, and the coordinator does not know yet
+            self._fenced.add(rank)
+        if there is not None and there.waits_for_a_decision(30.0):
             raise Violation("fenced", f"rank {rank} is killed, which has reported and waits for a decision")
         away = {"stop", "busy", "hang", "partition", "suspect", "node lost", "coordinator", "depose", "fail"}
         quiet = not self._world.kinds.keys() & away
@@ -99,6 +103,10 @@ class Checks:
             raise Violation("epoch", f"the layout of epoch {layout.epoch} comes after that of epoch "
                                      f"{coordinator.epoch}")
         coordinator.epoch = layout.epoch
+        if layout.most_cells is not None and len(layout.cells) > max(layout.most_cells, self._cells):
+            raise Violation("spares", f"{len(layout.cells)} cells were formed, {self._cells} there were, and there are "
+                                      f"to be {layout.most_cells} at most")
+        self._cells = len(layout.cells)
         for ranks in layout.hosts:
             if len({self._world.ranks[rank].agent for rank in ranks}) > 1:
                 raise Violation("host", f"ranks {list(ranks)} are not of one host")
@@ -161,7 +169,7 @@ class Checks:
             for rank in job.recovery.awaited:
                 if f"killed {rank}" not in timers:
                     raise Violation("no limit", f"the report of rank {rank} is awaited without a timer")
-        if job.change is not None and job.change.missing and "ready" not in timers:
+        if job.change is not None and job.change.missing and not job.change.announced and "ready" not in timers:
             for rank in job.change.missing:
                 if f"killed {rank}" not in timers:
                     raise Violation("no limit", f"rank {rank} is to get ready without a timer")

@@ -29,6 +29,7 @@ from megatron_elastic.cluster.protocol.effects import (
     ReadCosts,
     Record,
     Reply,
+    Search,
     Send,
     SetTimer,
     Tell,
@@ -37,6 +38,7 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteLayout,
     WriteMetrics,
 )
+from megatron_elastic.plan import order
 from tests.simulation.disk import Recorder
 from tests.simulation.errors import Violation
 from tests.simulation.link import Link
@@ -204,6 +206,9 @@ class Coordinator:
                 world.over(self, effect)
             case ReadCosts():
                 self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
+            case Search():
+                found = order.search(effect.layout, effect.costs, effect.clocks, effect.present, effect.tied)
+                world.after(world.delay(0.5), self._found, effect.layout.epoch, found)
             case Record():
                 world.leadership.record(self, effect.epoch)
             case WriteEvent():
@@ -213,6 +218,9 @@ class Coordinator:
             case _:
                 if world.tracing:
                     world.trace(f"    {_short(effect)}")
+
+    def _found(self, epoch: int, found: order.Order | None) -> None:
+        self.post(events.Found(now=self.time, epoch=epoch, order=found, seconds=0.5))
 
     def _beat(self) -> None:
         for link in self.links.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.messages import Failed, Paced
+from megatron_elastic.cluster.messages import Failed, Paced, Scale
 from tests.simulation.agent import Agent
 from tests.simulation.link import Link
 from tests.simulation.rank import Rank
@@ -71,7 +71,7 @@ def happen(world: World, fault: Fault) -> None:
         case "pace":
             _pace(world, fault.more)
         case "scale":
-            world.ask(1 + fault.more % 3)
+            world.ask(_shape(fault.more))
         case "flip":
             world.damage(rank, fault.more)
         case "clock":
@@ -83,6 +83,22 @@ def happen(world: World, fault: Fault) -> None:
             world.kill(rank, fault.more % 2)
         case "fail":
             _fail(world, rank, fault.more % 4 == 0)
+
+
+def _shape(dice: int) -> Scale:
+    """What somebody asks for."""
+    many = 1 + dice % 3
+    match dice // 3 % 7:
+        case 0:
+            return Scale(width=many)
+        case 1:
+            return Scale(ranks=2 * many)
+        case 2:
+            return Scale(stages=1 + dice // 15 % 2, width=many)
+        case 3 | 4:
+            size = (1, 2, 4)[many - 1]
+            return (Scale(ep=size), Scale(cp=size), Scale(tp=size))[dice // 21 % 3]
+    return Scale(stages=many)
 
 
 def _pace(world: World, dice: int) -> None:

@@ -367,6 +367,27 @@ def who_was_cut_off_is_not_fenced() -> list[Patch]:
     return [patch.object(takeover, "Fence", lambda rank: None)]
 
 
+# ---- cells of another shape ----------------------------------------------------------------------------
+
+
+@_mutant
+def cells_have_another_shape_before_all_have_their_states() -> list[Patch]:
+    """The first rank that has what it needs in new cells speaks for all."""
+    real = change.recut
+
+    def recut(turn: Turn, message: Any, ranks: Any) -> None:
+        planned = turn.job.change
+        real(turn, message, ranks if planned is None else planned.missing)
+
+    return [patch.object(change, "recut", recut)]
+
+
+@_mutant
+def cells_have_another_shape_while_states_are_on_their_way() -> list[Patch]:
+    """A rank says that it has what it needs as soon as it has begun to get it."""
+    return [patch.object(standing, "lacks", lambda standing, lacking: standing)]
+
+
 # ---- steps that are resumed --------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from tests.simulation.meeting import Meeting
 from tests.simulation.store import Store
 from tests.simulation.training import interruption, life
 from tests.simulation.training.parameters import Parameters
+from tests.simulation.training.recutting import Recutting
 from tests.simulation.training.tenure import Tenure
 from tests.simulation.transport import Transport
 from tests.simulation.work import Work
@@ -61,6 +62,8 @@ class Rank:
         self.store: Store | None = None
         self.parameters = Parameters()
         self.tenure: Tenure | None = None
+        self.recut: Recutting | None = None
+        """What it is to have in cells of another shape, while nobody knows whether they will be."""
         self.work: Work | None = None
         """What it has done of the step in progress."""
         self.save_first = world.start_step + 1

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import Pool
 
 from tests.simulation.errors import Violation
@@ -48,11 +49,12 @@ def simulate(scenario: Scenario, lines: list[str] | None = None) -> tuple[World,
     return world, None
 
 
-def some(seeds: range) -> Total:
-    """Run the histories of these seeds."""
+def some(seeds: range, policy: str | None = None) -> Total:
+    """Run the histories of these seeds; all under the ``policy`` if one is given."""
     total = Total(seeds=len(seeds))
     for seed in seeds:
-        world, violation = simulate(Scenario.of(seed))
+        scenario = Scenario.of(seed)
+        world, violation = simulate(scenario if policy is None else replace(scenario, policy=policy))
         total.events += world.count
         total.steps += world.written - world.start_step
         total.faults.update(world.kinds)
@@ -63,17 +65,19 @@ def some(seeds: range) -> Total:
     return total
 
 
-def many(first: int, last: int, jobs: int, until: float = float("inf")) -> Iterator[Total]:
+def many(
+    first: int, last: int, jobs: int, until: float = float("inf"), policy: str | None = None
+) -> Iterator[Total]:
     """Run the histories of a range of seeds in some processes, until ``time.monotonic()`` says so; chunk by chunk."""
     chunks = (range(at, min(at + _CHUNK, last)) for at in range(first, last, _CHUNK))
     if jobs == 1:
         for chunk in chunks:
-            yield some(chunk)
+            yield some(chunk, policy)
             if time.monotonic() > until:
                 return
         return
     with Pool(jobs) as pool:
-        for total in pool.imap_unordered(some, chunks):
+        for total in pool.imap_unordered(partial(some, policy=policy), chunks):
             yield total
             if time.monotonic() > until:
                 pool.terminate()

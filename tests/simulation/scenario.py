@@ -28,6 +28,9 @@ SAYINGS = (
 ENTRIES = ("Ready", "Plan", "Plan", "Switched", "Switched", "Switched", "Enter", "Settled")
 """What is said when ranks enter."""
 
+_POLICIES = {"elastic": 16, "recycle": 1, "column": 1, "oobleck": 1, "varuna": 1}
+"""How often each is chosen."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -58,9 +61,13 @@ class Scenario:
     steps: int = 8
     start_step: int = 0
     respawn: bool = False
+    spares: bool = False
+    """Whether there is a node more, whose ranks wait until others are lost."""
     replay: str = "gradient"
     save_every: int = 0
     profiles: bool = False
+    searches: bool = False
+    """Whether the order of work is searched by what units cost, which ranks tell."""
     verifies: bool = False
     overlaps: bool = True
     slow_copies: bool = False
@@ -74,6 +81,8 @@ class Scenario:
     """Whether all nodes write records on one disk."""
     divided: str = "tensors"
     """What is divided among the ``tp`` ranks of a cell: tensors, experts, contexts, or both of the latter."""
+    policy: str = "elastic"
+    """What is made of losses and joins, as with ``--elastic-policy``."""
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -127,6 +136,9 @@ class Scenario:
             if what in SUCCESSIONS and victim % 3 == 0:
                 what = rng.choice(("kill", "kill two", "join", "partition", *SUCCESSIONS))
                 faults.append(Fault("fault", more % 60, what, victim >> 1, more >> 1))
+            if what == "scale" and victim % 3:  # perhaps while states are put together, or some have heard of it
+                what = rng.choice(("kill", "kill two", "link", *(SUCCESSIONS if store != "alone" else ("kill",))))
+                faults.append(Fault(("Recut", "Enter")[more % 2], 1 + victim % 5 // 2, what, victim >> 1, more >> 1))
             if what == "flip" and victim % 3:
                 moment = ("Back", "Back", "Reload", "Back", "Recovered", "Back")[more % 6]
                 faults.append(Fault(moment, 1 + victim % 2, "kill", victim >> 1, more >> 1))
@@ -135,11 +147,13 @@ class Scenario:
             slices=rng.choice((dp, dp, 1, 2, dp + 1)), replicas=rng.choice((1, 2, 2) if verifies else (0, 1, 1, 1, 2)),
             per_node=per_node, steps=rng.choice((5, 8, 12, 20) if store == "alone" else (12, 20, 30)),
             start_step=rng.choice((0, 0, 0, 3)),
-            respawn=respawn, replay="state" if rng.random() < 0.2 else "gradient",
+            respawn=respawn, spares=rng.random() < 0.2, replay="state" if rng.random() < 0.2 else "gradient",
             save_every=rng.choice((0, 2, 3, 5)), profiles=rng.random() < 0.06, verifies=verifies,
             overlaps=rng.random() < 0.7 and not verifies, slow_copies=rng.random() < 0.2,
             early=rng.random() < 0.15, apart=rng.random() < 0.5, store=store, shared=rng.random() < 0.3,
             faults=tuple(faults), divided=rng.choice(("tensors", "experts", "contexts", "both")),
+            policy=rng.choices(tuple(_POLICIES), tuple(_POLICIES.values()))[0],
+            searches=random.Random(~seed).random() < 0.12,
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -156,10 +170,10 @@ class Scenario:
         """Scenarios that are a little smaller, the smallest first."""
         found = [replace(self, faults=self.faults[:i] + self.faults[i + 1 :]) for i in range(len(self.faults))]
         plain: dict[str, Any] = {
-            "tp": 1, "profiles": False, "verifies": False, "save_every": 0, "start_step": 0, "slow_copies": False,
-            "respawn": False, "replay": "gradient", "overlaps": True, "tied": False, "apart": False,
-            "store": "etcd" if self.store != "alone" else "alone", "shared": True, "divided": "tensors",
-            "layers": self.pp, "slices": self.dp,
+            "tp": 1, "profiles": False, "searches": False, "verifies": False, "save_every": 0, "start_step": 0,
+            "slow_copies": False, "respawn": False, "spares": False, "replay": "gradient", "overlaps": True,
+            "tied": False, "apart": False, "store": "etcd" if self.store != "alone" else "alone", "shared": True,
+            "divided": "tensors", "layers": self.pp, "slices": self.dp,
         }  # fmt: skip
         found += [replace(self, **{name: value}) for name, value in plain.items() if getattr(self, name) != value]
         if self.steps > 3:

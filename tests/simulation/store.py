@@ -59,6 +59,7 @@ class Store:
         self.rank = rank
         self.place = layout.place_of(rank)
         self._parts = [layout.part_of(unit, rank) for unit in range(len(layout.units))]
+        self._shape = layout.tp, layout.cp, layout.ep
         self.keeps = keeps
         self.live: dict[SliceId, State] = {}
         self.loading: dict[SliceId, Loading] = {}
@@ -67,6 +68,10 @@ class Store:
         """Copies from here that are not sent yet, and chains of copies to here that are not over."""
         self.token = 0
         """Changes when copies under way are forgotten."""
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether parts of slices are in ``layout`` what they are here."""
+        return self._shape == (layout.tp, layout.cp, layout.ep)
 
     @property
     def replicating(self) -> bool:

@@ -11,43 +11,56 @@ from megatron_elastic.pipeline.program import Op
 from tests.simulation.errors import Violation
 
 
-class Work:
-    """One rank's, of one step. Numbers are as in ``Kept``; a backward is one piece here."""
+def grains(layout: Layout, step: int) -> int:
+    """How many grains a step has: one more each, up to all of the layout's."""
+    return min(step, layout.num_grains)
 
-    def __init__(self, step: int) -> None:
+
+class Work:
+    """One rank's, of one step. Numbers are as in ``Kept``."""
+
+    def __init__(self, step: int, grains: int) -> None:
         self.step = step
+        self.grains = grains
         self.added: set[int] = set()
         self.live: set[int] = set()
+        self.half: set[int] = set()
         self.sums: list[tuple[int, int]] = []
 
-    def do(self, op: Op, chunks: Sequence[Sequence[int]]) -> None:
-        """An operation is done on one of the stage's chunks, which are given by their units."""
-        number = op.grain * len(chunks) + op.chunk
+    def do(self, op: Op, units: Sequence[int], most: int) -> None:
+        """An operation is done on a chunk with these units; a stage has so many chunks at most."""
+        number = op.grain * most + op.chunk
         if op.kind == "forward":
             self.live.add(number)
-        elif number in self.live and number not in self.added:
+        elif op.kind == "backward_input" and number in self.live:
             self.live.remove(number)
+            self.half.add(number)
+        elif number in (self.half if op.kind == "backward_weight" else self.live) and number not in self.added:
+            (self.half if op.kind == "backward_weight" else self.live).remove(number)
             self.added.add(number)
-            self.sums += [(unit, op.grain) for unit in chunks[op.chunk]]
+            self.sums += [(unit, op.grain) for unit in units]
         else:
             raise Violation("sums", f"{op} of step {self.step} comes too early, or again")
 
     def progress(self) -> Progress:
         """What has been done."""
-        return Progress(step=self.step, added=sorted(self.added), live=sorted(self.live), half=[])
+        return Progress(
+            step=self.step, grains=self.grains, added=sorted(self.added), live=sorted(self.live),
+            half=sorted(self.half),
+        )
 
     def keep(self, kept: Kept) -> None:
         """Go on from what is kept."""
-        if sorted(self.added) != kept.added or not self.live.issuperset(kept.live):
+        if (sorted(self.added), sorted(self.half)) != (kept.added, kept.half) or not self.live.issuperset(kept.live):
             raise Violation("sums", f"{kept} is kept of step {self.step}, but there are {sorted(self.added)}, "
-                                    f"{sorted(self.live)}")
+                                    f"{sorted(self.live)}, {sorted(self.half)}")
         self.live = set(kept.live)
 
 
 def check_sums(layout: Layout, step: int, sums: Mapping[int, Collection[tuple[int, int]]]) -> None:
     """Raise Violation unless each grain is in exactly one of the sums of each unit of each stage. ``sums``: by rank."""
     for index, stage in enumerate(layout.stages):
-        expected = Counter((unit, grain) for unit in stage.units for grain in range(layout.num_grains))
+        expected = Counter((unit, grain) for unit in stage.units for grain in range(grains(layout, step)))
         for place in range(layout.cell_size):
             found = Counter(each for cell in stage.cells for each in sums[cell.ranks[place]])
             if found != expected:

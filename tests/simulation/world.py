@@ -53,10 +53,11 @@ class World:
         # The job
         self.first, self.first_bytes = first_layout(
             scenario.tp, scenario.pp, scenario.dp, scenario.layers, scenario.tied, scenario.slices, scenario.replicas,
-            scenario.per_node, scenario.divided,
+            scenario.per_node, scenario.divided, scenario.spares,
         )
         self.tied, self.overlaps, self.verifies = scenario.tied, scenario.overlaps, scenario.verifies
-        self.keeps, self.profiles, self.save_every = scenario.replay == "state", scenario.profiles, scenario.save_every
+        self.keeps, self.save_every = scenario.replay == "state", scenario.save_every
+        self.profiles = scenario.profiles or scenario.searches
         self.start_step, self.total = scenario.start_step, scenario.start_step + scenario.steps
         self.shy = scenario.seed % 2 == 0
         """Whether damage is found by comparing copies only."""
@@ -126,7 +127,8 @@ class World:
     def run(self) -> None:
         """Until the job is over. Raises Violation."""
         scenario = self.scenario
-        self.agents = [Agent(self, node_rank, scenario.per_node) for node_rank in range(self.nodes)]
+        there = self.nodes + scenario.spares
+        self.agents = [Agent(self, node_rank, scenario.per_node) for node_rank in range(there)]
         self.leadership.begin(self.new_job(), None if scenario.apart else self.agents[0])
         for agent in self.agents:
             self.after(0.0 if agent.node_rank == 0 else self.delay(0.1), agent.introduce)
@@ -143,7 +145,9 @@ class World:
                 raise Violation("stuck", self._standstill())
     def _all_built(self) -> bool:
         if not self._built:
-            self._built = len(self.ranks) >= self.scenario.size and all(each.store for each in self.ranks.values())
+            self._built = len(self.ranks) >= self.scenario.size and all(
+                each.store for rank, each in self.ranks.items() if rank < self.scenario.size
+            )
         return self._built
 
     def _standstill(self) -> str:
@@ -310,7 +314,9 @@ class World:
     def new_job(self) -> Job:
         """The job as it begins for a coordinator."""
         settings = replace(_SETTINGS, respawn=self.scenario.respawn, replay=self.scenario.replay,
-                           slow=("share", "evict")[self.scenario.seed % 2])
+                           slow=("share", "evict")[self.scenario.seed % 2], policy=self.scenario.policy,
+                           schedule="search" if self.scenario.searches else "1f1b",
+                           places=self.scenario.searches)
         return Job.new(settings, self.scenario.size)
 
     def disk(self, place: Agent | None) -> Disk:
@@ -363,11 +369,11 @@ class World:
             for state in rank.store.live.values() if rank.store is not None else ():
                 state.told = None
 
-    def ask(self, stages: int) -> None:
-        """A person asks for a number of stages."""
+    def ask(self, request: Scale) -> None:
+        """A person asks for another shape."""
         if (coordinator := self.coordinator) is not None:
             person = coordinator.name()
-            coordinator.post(events.Asked(now=coordinator.time, person=person, request=Scale(stages=stages)))
+            coordinator.post(events.Asked(now=coordinator.time, person=person, request=request))
 
     def trouble(self, fatal: bool) -> None:
         """An effect cannot be carried out."""

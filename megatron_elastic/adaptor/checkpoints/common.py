@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 
 SAMPLES = "consumed_train_samples"
 """Megatron's name of how many samples the steps have taken."""
@@ -34,6 +36,25 @@ def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise TypeError(f"a checkpoint asks for {name} of {kind}, which is no enumeration")
     return kind[name]
+
+
+def sharded(model: GPTModel) -> dict[str, Any]:
+    """What a model is in a checkpoint: Megatron's sharded tensors, and factories of such, by parameter."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    entries: dict[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    return entries
+
+
+def scheduled(common: Mapping[str, Any], samples: int) -> int:
+    """How many samples of a checkpoint's steps the schedule counts; ``samples`` if it does not say."""
+    return int(common.get("opt_param_scheduler", {}).get("num_steps", samples))
+
+
+def scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The state of the loss scaler in a checkpoint; None, or an empty one, if there is none."""
+    optimizer = common.get("optimizer", {})
+    found: Mapping[str, Any] | None = optimizer.get("grad_scaler", optimizer.get(0, {}).get("grad_scaler"))
+    return found
 
 
 def samples(common: Mapping[str, Any]) -> int | None:

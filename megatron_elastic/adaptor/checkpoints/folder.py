@@ -28,11 +28,12 @@ def step_folder(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def publish(partial: Path, iteration: int, wanted: Callable[[], bool]) -> None:
+def publish(partial: Path, iteration: int, wanted: Callable[[], bool], retain: int | None = None) -> None:
     """Give a complete checkpoint its name, in the folder where it lies, and let the tracker name it.
 
-    One of that name was written before the job went back to an older one. Raises OSError if the disk has taken so long
-    that it is not ``wanted`` as the newest any more.
+    One of that name was written before the job went back to an older one. With ``retain`` the newest so far is deleted,
+    unless its iteration is a multiple of that. Raises OSError if the disk has taken so long that it is not ``wanted``
+    as the newest any more.
     """
     folder = partial.parent
     sync(partial)
@@ -44,8 +45,11 @@ def publish(partial: Path, iteration: int, wanted: Callable[[], bool]) -> None:
     _sync(folder)
     if not wanted():
         raise OSError(f"{target} is late")
+    before = newest(folder) if retain else None
     mark_newest(folder, iteration)
     shutil.rmtree(old, ignore_errors=True)
+    if retain and before and before != iteration and before % retain:
+        shutil.rmtree(step_folder(folder, before), ignore_errors=True)  # which leaves links alone, as Megatron does
 
 
 def sync(folder: Path) -> None:

@@ -65,6 +65,7 @@ class Saving:
     Args:
         directory: where they go; None if the job saves none.
         interval: steps from one to the next; None or 0 for none but those that are asked for.
+        retain: of how many steps multiples are kept when a newer one is there; None: all are.
         rank: this one.
         saved: step of the newest complete one; 0 without one.
         patience: seconds that a disk may keep everybody waiting before a checkpoint is given up.
@@ -73,11 +74,12 @@ class Saving:
     """
 
     def __init__(
-        self, directory: str | Path | None, interval: int | None, rank: int, saved: int, patience: float,
-        odometer: Odometer, check: Callable[[], None],
+        self, directory: str | Path | None, interval: int | None, retain: int | None, rank: int, saved: int,
+        patience: float, odometer: Odometer, check: Callable[[], None],
     ) -> None:  # fmt: skip
         self._directory = None if directory is None else Path(directory)
         self._interval = interval
+        self._retain = retain
         self._rank = rank
         self._patience = patience
         self._odometer = odometer
@@ -164,7 +166,7 @@ class Saving:
         dist.gather_object(write.outcome, told if first else None)
         answer: list[str | None] = [None]
         if first:
-            errand = _Errand(lambda: write.publish(told))
+            errand = _Errand(lambda: write.publish(told, self._retain))
             self._wait(errand)
             answer[0] = errand.problem
         dist.broadcast_object_list(answer)
@@ -226,7 +228,7 @@ class _Write:
         """What this rank has written, or why it could not."""
         return self._written if self.errand.problem is None else f"rank {self._rank}: {self.errand.problem}"
 
-    def publish(self, told: Sequence[Written | str]) -> None:
+    def publish(self, told: Sequence[Written | str], retain: int | None) -> None:
         """Give it its name, if that are the outcomes of parts that are all written. The first rank does.
 
         Raises what goes wrong, and nothing is left of it: it would take the room that others need.
@@ -235,7 +237,7 @@ class _Write:
             if problems := [each for each in told if isinstance(each, str)]:
                 raise OSError("; ".join(problems))
             self._part.complete([each for each in told if not isinstance(each, str)])
-            publish(self._partial, self.step, lambda: not self.abandoned)
+            publish(self._partial, self.step, lambda: not self.abandoned, retain)
         except (OSError, RuntimeError):
             shutil.rmtree(self._partial, ignore_errors=True)
             raise

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 
-from megatron_elastic.adaptor.model.router import is_bias
+from megatron_elastic.adaptor.checkpoints import common
+from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
@@ -29,21 +30,25 @@ def share(
     models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer], store: StateStore,
     names: Sequence[str], copy: bool,
 ) -> list[ShardedBase]:  # fmt: skip
-    """A rank's share, as Megatron's sharded tensors; ``names``: of the parts of an optimizer state that are saved.
+    """A rank's share, as Megatron's sharded tensors in host memory; ``names``: of the parts of an optimizer state that
+    are saved.
 
     With ``copy`` it stays as it is whatever training does.
     """
     found: list[ShardedBase] = []
     for model in models:
-        sharded = model.sharded_state_dict()
+        sharded = common.sharded(model)
         found += [entry for entry in sharded.values() if isinstance(entry, ShardedObject)]
         for name, members in unit_parameters(model).items():
             unit = layout.units.index(name)
             mine = {k: store[unit, k].tensors for each, k in layout.owned(rank) if each == unit}
+            buffer = units[unit]
+            weights = {k: buffer.slice_of(buffer.params, k).cpu() for k in mine}
+            mine = {k: tuple(tensor.cpu() for tensor in state) for k, state in mine.items()}
             for parameter, _ in members if mine else ():
                 saved = () if is_bias(parameter) else names  # Megatron's optimizer does not know it
                 for tensor in _tensors(sharded[parameter]):
-                    found += _pieces(tensor, units[unit], mine, saved, copy)
+                    found += _pieces(tensor, buffer, weights, mine, saved, copy and buffer.params.is_cpu)
     return found
 
 
@@ -54,10 +59,10 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 
 
 def _pieces(
-    tensor: ShardedTensor, buffer: UnitBuffer, mine: Mapping[int, Sequence[torch.Tensor]],
-    names: Sequence[str], copy: bool,
+    tensor: ShardedTensor, buffer: UnitBuffer, weights: Mapping[int, torch.Tensor],
+    mine: Mapping[int, Sequence[torch.Tensor]], names: Sequence[str], copy: bool,
 ) -> Iterator[ShardedTensor]:  # fmt: skip
-    """What the slices ``mine`` have of a tensor that is a view of ``buffer.params``, with their states."""
+    """What the slices ``mine`` have of a tensor that is a view of ``buffer.params``: ``weights``, and their states."""
     start = (tensor.data.data_ptr() - buffer.params.data_ptr()) // buffer.params.itemsize
     assert tensor.data.is_contiguous() and 0 <= start <= buffer.params.numel() - tensor.data.numel(), tensor.key
     ahead = tensor.prepend_axis_num
@@ -68,7 +73,7 @@ def _pieces(
         high = min(start + tensor.data.numel(), first + buffer.partition.slice_size)
         if low >= high:
             continue
-        flats = [(tensor.key, buffer.slice_of(buffer.params, k))]
+        flats = [(tensor.key, weights[k])]
         flats += [(f"optimizer.state.{name}.{tensor.key}", flat) for name, flat in zip(names, state, strict=False)]
         at = low - first
         for offset, size in boxes(tensor.local_shape, low - start, high - start):

@@ -2,7 +2,7 @@
 
 Weights and optimizer state are saved under Megatron's names (``optimizer.state.exp_avg.<parameter>``), each slice by
 its owner, so a checkpoint can be loaded under any other layout, and by Megatron itself. What Megatron saves can be
-loaded here if its optimizer's state lies there by parameter.
+loaded here: any layout can load what lies there by parameter, a stage's own ranks what lies in their ``buckets``.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_elastic.adaptor.checkpoints import common
+from megatron_elastic.adaptor.checkpoints import buckets, common
+from megatron_elastic.adaptor.checkpoints.buckets import Place
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.share import share
-from megatron_elastic.adaptor.model.router import is_bias
+from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.config import UsageError
@@ -35,7 +39,19 @@ FlatStates = Mapping[int, tuple[torch.Tensor, ...]]
 """Unit index -> the parts of its optimizer state, flat and whole (this tensor-parallel index)."""
 
 _MASTERS = ("param", "fp32_param")
-"""Megatron's names of the optimizer's weights: by parameter, and in formats that it no longer writes."""
+"""Megatron's names of the optimizer's weights, by parameter: of its distributed optimizer, and of the usual one."""
+
+
+class _Saved(NamedTuple):
+    """How an optimizer's state lies in a checkpoint.
+
+    Attributes:
+        names: of the parts of a state; the weights' is None where there are none but the model's.
+        places: of the parameters in buckets, by name, for each chunk; None where the state lies by parameter.
+    """
+
+    names: tuple[str | None, ...]
+    places: list[dict[str, Place]] | None
 
 
 def parts(optimizer: Optimizer) -> tuple[str, ...]:
@@ -45,14 +61,15 @@ def parts(optimizer: Optimizer) -> tuple[str, ...]:
 
 def prepare(
     folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
-    store: StateStore, step: int, samples: int, besides: Mapping[str, Any], apart: bool,
+    store: StateStore, names: Sequence[str], step: int, samples: int, besides: Mapping[str, Any], apart: bool,
 ) -> Part:  # fmt: skip
     """Plan to save the state after ``step`` steps, which took ``samples``, into a new folder (``Saving``).
 
-    ``besides``: what only Megatron needs, to go on without us. Every rank of the layout calls it between the same two
-    steps. With ``apart`` training may go on meanwhile.
+    ``names``: of the parts of the optimizer's state, none if it is left out. ``besides``: what only Megatron needs, to
+    go on without us. Every rank of the layout calls it between the same two steps. With ``apart`` training may go on
+    meanwhile.
     """
-    mine = share(models, layout, rank, units, store, parts(store.optimizer), apart)
+    mine = share(models, layout, rank, units, store, names, apart)
     told = {"iteration": step, common.SAMPLES: samples, "content_metadata": common.METADATA}
     return Part(folder, {"share": mine, **told, **besides})
 
@@ -60,36 +77,57 @@ def prepare(
 def load(
     directory: str | Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
     optimizer: Optimizer, step: int, samples: int,
-) -> FlatStates:  # fmt: skip
-    """Load the checkpoint of ``step`` steps: weights into the models; returns the state of the units homed here.
+) -> tuple[FlatStates, Mapping[str, Any]]:  # fmt: skip
+    """Load the checkpoint of ``step`` steps: weights into the models; returns the state of the units homed here, and
+    what the checkpoint says besides tensors.
 
     Raises UsageError when it is damaged, is another model's, or its steps did not take ``samples``.
     """
     with _reading(directory, step) as folder:
-        saved = common.samples(dist_checkpointing.load_common_state_dict(str(folder)))
-        if saved not in (None, samples):
-            raise _other_batch(directory, step, saved, samples)
-        names = _saved_parts(folder, optimizer)
+        told = _told(directory, folder, step, samples)
+        saved = _saved(folder, models, layout, rank, optimizer, told.get("args"))
         homed = _homed(layout, rank, units)
-        empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in names) for unit, buffer in homed}
-        loaded = dist_checkpointing.load(_sharded(models, names, units, empty), str(folder))
+        empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in saved.names) for unit, buffer in homed}
+        loaded = _loaded(_sharded(models, saved, units, empty), folder, len(models))
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
         with torch.no_grad():
-            for name, target in _views(model, names, units, empty):
-                target.copy_(loaded[f"optimizer{chunk}"][name])
+            for name, target in _views(model, saved.names, units, empty):
+                target.copy_(loaded[f"optimizer{chunk}"][name].view_as(target))
     for unit, states in empty.items():
-        if layout.units[unit].startswith("bias."):  # which no optimizer of Megatron knows
+        # A router's bias is what no optimizer of Megatron knows.
+        if saved.names[0] is None or layout.units[unit].startswith("bias."):
             states[0].copy_(units[unit].params)
-    return empty
+    return empty, told
 
 
-def load_weights(directory: str | Path, models: Sequence[GPTModel], step: int) -> None:
-    """Load the weights of a checkpoint into the models, and nothing else. Raises UsageError as ``load``."""
+def load_weights(directory: str | Path, models: Sequence[GPTModel], step: int, samples: int | None = None) -> None:
+    """Load the weights of a checkpoint into the models, and nothing else. Raises UsageError as ``load``.
+
+    ``samples``: which its steps must have taken, if training goes on with the next one.
+    """
     with _reading(directory, step) as folder:
-        loaded = dist_checkpointing.load(_sharded(models, (), {}, {}), str(folder))
+        if samples is not None:
+            _told(directory, folder, step, samples)
+        loaded = _loaded(_sharded(models, _Saved((), None), {}, {}), folder, len(models))
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
+
+
+def _loaded(state: dict[str, Any], folder: Path, chunks: int) -> dict[str, Any]:
+    """What a checkpoint has of a state. What modules keep besides tensors stays as it is where it has none of theirs:
+    layers of Transformer Engine keep something, and others' do not, or not for the same modules.
+    """
+    there = load_sharded_metadata(str(folder))
+    kept: dict[str, dict[str, Any]] = {}
+    for model in (f"model{chunk}" for chunk in range(chunks)):
+        kept[model] = {name: entry.data for name, entry in state[model].items()
+                       if isinstance(entry, ShardedObject) and entry.unique_key not in there}  # fmt: skip
+        state[model] = {name: entry for name, entry in state[model].items() if name not in kept[model]}
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    for model, own in kept.items():
+        loaded[model].update(own)
+    return loaded
 
 
 @contextmanager
@@ -108,22 +146,50 @@ def _reading(directory: str | Path, step: int) -> Iterator[Path]:
         ) from error
 
 
-def _saved_parts(folder: Path, optimizer: Optimizer) -> tuple[str, ...]:
-    """The names that the parts of the optimizer's state have in a checkpoint. Raises UsageError if it has none."""
-    saved = dist_checkpointing.load_tensors_metadata(str(folder))
-    for master in _MASTERS:
-        if any(key.startswith(f"optimizer.state.{master}.") for key in saved):
-            return master, *optimizer.moments
+def _told(directory: str | Path, folder: Path, step: int, samples: int) -> Mapping[str, Any]:
+    """What a checkpoint says besides tensors. Raises UsageError if its steps did not take ``samples``."""
+    told: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    saved = common.samples(told)
+    if saved not in (None, samples):
+        raise _other_batch(directory, step, saved, samples)
+    return told
+
+
+def _saved(
+    folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, optimizer: Optimizer, args: Any
+) -> _Saved:
+    """How the optimizer's state lies in a checkpoint, saved with the flags ``args`` if it says so.
+
+    Raises UsageError if it has none, or none that these models can load.
+    """
+    tensors: Mapping[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(folder))
+    if buckets.has_some(tensors):
+        if args is not None:
+            buckets.check_sizes(args, layout)
+        return _Saved(parts(optimizer), buckets.find(models, layout, rank, tensors))
+    found = {name for key in tensors if key.startswith("optimizer.state.") for name in key.split(".")[2:3]}
+    master = next((name for name in _MASTERS if name in found), None)
+    exact = master is not None or all(p.dtype == torch.float32 for model in models for p in model.parameters())
+    if exact and found.issuperset(optimizer.moments):
+        return _Saved((master, *optimizer.moments), None)
     raise UsageError(
-        f"--load {folder.parent}: {folder} has no optimizer state by parameter, which any layout could load: let "
-        "Megatron save with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+        f"--load {folder.parent}: {folder} has no state of this optimizer: begin with the optimizer and the precision "
+        "of the job that saved it (and without --no-save-optim), or with fresh states (--no-load-optim, --finetune)"
     )
 
 
 def _other_batch(directory: str | Path, step: int, saved: int, samples: int) -> UsageError:
     """Going on from the sample that follows from the steps would skip some, or take them twice."""
-    return UsageError(f"--load {directory}: its {step} steps took {saved} samples, and with this --global-batch-size "
-                      f"they would have taken {samples}: give --global-batch-size {saved // step}")
+    return UsageError(f"--load {directory}: its {step} steps took {saved} samples, and with these flags they would "
+                      f"have taken {samples}: give --global-batch-size {saved // step}, or the --rampup-batch-size "
+                      "that it was made with")
+
+
+def other_count(directory: str | Path, samples: int, found: int, counted: int) -> UsageError:
+    """The learning rate would go on from elsewhere."""
+    return UsageError(f"--load {directory}: of its {samples} samples the learning rate has counted {found}, and with "
+                      f"these flags it would {counted}: give the --iterations-to-skip that it was made with, or begin "
+                      "learning rate and optimizer anew with --no-load-optim")
 
 
 def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
@@ -146,26 +212,29 @@ def _homed(layout: Layout, rank: int, units: Mapping[int, UnitBuffer]) -> Iterat
 
 
 def _views(
-    model: GPTModel, names: Sequence[str], units: Mapping[int, UnitBuffer], whole: FlatStates
+    model: GPTModel, names: Sequence[str | None], units: Mapping[int, UnitBuffer], whole: FlatStates
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """("<part>.<parameter name>", its view in the flat state) for the model's parameters of the units in ``whole``."""
     parameters = {id(p): name for members in unit_parameters(model).values() for name, p in members}
     for unit, states in whole.items():
         for p, start in units[unit].bound:
             for part, flat in zip(names, states, strict=True):
-                if id(p) in parameters and not is_bias(parameters[id(p)]):
+                if part is not None and id(p) in parameters and not is_bias(parameters[id(p)]):
                     yield f"{part}.{parameters[id(p)]}", flat[start : start + p.numel()].view_as(p)
 
 
 def _sharded(
-    models: Sequence[GPTModel], names: Sequence[str], units: Mapping[int, UnitBuffer], whole: FlatStates
+    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates
 ) -> dict[str, Any]:
     """Weights and optimizer state of each chunk. In a checkpoint tensors have names of their own, in any chunk."""
     state: dict[str, Any] = {}
     for chunk, model in enumerate(models):
-        weights = state[f"model{chunk}"] = model.sharded_state_dict()
+        weights = state[f"model{chunk}"] = common.sharded(model)
         states = state[f"optimizer{chunk}"] = {}
-        for name, view in _views(model, names, units, whole):
+        for name, view in _views(model, saved.names, units, whole):
             part, _, parameter = name.partition(".")
-            states[name] = make_sharded_optimizer_tensor(weights[parameter], view, f"optimizer.state.{part}")
+            states[name] = (
+                make_sharded_optimizer_tensor(weights[parameter], view, f"optimizer.state.{part}")
+                if saved.places is None else saved.places[chunk][parameter].tensor(part, view)
+            )  # fmt: skip
     return state

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_elastic.adaptor.model import context, linear, router
-from megatron_elastic.adaptor.model.random import GrainKey
+from megatron_elastic.adaptor.layers import context, documents, linear, measures
+from megatron_elastic.adaptor.layers.random import GrainKey
 from megatron_elastic.layout import Part
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.work import Work
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """Megatron's: (data iterator, model) -> (output, loss function)."""
+Batch = Callable[[int, Part], Mapping[str, torch.Tensor]]
+"""(chunk, part of a grain) -> the collated batch, where the model is."""
 
 
 class GrainModel:
@@ -32,61 +35,74 @@ class GrainModel:
 
     Args:
         chunks: the stage's models, in the order in which a grain passes them.
-        last: whether this is the last stage, where the last chunk computes the loss.
+        last: whether the model ends in this stage, whose last chunk computes the loss then.
+        apart: whether tokens look at those of their own document only (``documents``).
+
+    Attributes:
+        asking: the chunks that have asked for samples: usually those at the ends of the model.
     """
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[MegatronModule],
         config: TransformerConfig,
         forward_step: ForwardStep,
         key: GrainKey,
         last: bool,
+        apart: bool,
     ) -> None:
         self._chunks = chunks
         self._config = config
         self._forward_step = forward_step
         self._key = key
         self._last = last
-        self._batch: Callable[[Part], Mapping[str, torch.Tensor]]
-        """The collated batch of part of a grain."""
+        self._apart = apart
+        self.asking: set[int] = set()
+        self._batch: Batch
         self._work: Work
 
-    def begin(self, work: Work, batch: Callable[[Part], Mapping[str, torch.Tensor]]) -> None:
+    def begin(self, work: Work, batch: Batch) -> None:
         """Start a step (or an evaluation), or go on with it. ``work`` gets losses and gradients that are due; grains
-        come from ``batch``.
+        come from ``batch``. What layers keep of what they have made of their weights, they make anew.
         """
         self._key.step = work.step
         self._work = work
         self._batch = batch
+        for chunk in self._chunks:
+            chunk.set_is_first_microbatch()
 
     def forward(self, op: Op, part: Part, received: torch.Tensor | None) -> torch.Tensor:
         """Output of a chunk: [sequence, samples, hidden], or the mean loss at the end of the model."""
         self._key.part = part
-        last = self._last and op.chunk == len(self._chunks) - 1
+        last = self._ends(op)
         store: list[Mapping[str, Any]] = []
-        with router.noted(self._work.measures[op.grain, op.chunk]):
+        with measures.noted(self._work.measures[op.grain, op.chunk]):
             output, _ = schedules.forward_step(
-                self._step, self._read(part), self._chunks[op.chunk], 1, received, store, self._config,
+                self._step, self._read(op.chunk, part), self._chunks[op.chunk], 1, received, store, self._config,
                 cp_group_size=1, is_last_stage=last,
             )  # fmt: skip
         if last:
-            total, tokens = store[0]["lm loss"].tolist()
-            self._work.losses[part.grain] = (total, tokens)
+            self._work.losses[part.grain] = store[0]["lm loss"].detach()
         assert isinstance(output, torch.Tensor)
         return output
 
     def _step(self, data: Iterator[Mapping[str, torch.Tensor]], model: torch.nn.Module) -> Any:
-        output, loss_function = self._forward_step(data, model)
+        if self._apart:
+            batch = next(data)
+            with documents.looked_at(getattr(model, "module", model), batch):
+                output, loss_function = self._forward_step(iter([batch]), model)
+        else:
+            output, loss_function = self._forward_step(data, model)
         return output, context.over_all_tokens(loss_function)
 
-    def _read(self, part: Part) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The part's batch, made only if the forward step asks for it: a middle stage does not."""
-        yield self._batch(part)
+    def _read(self, chunk: int, part: Part) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The part's batch, made only if somebody asks for it: usually a middle stage does not."""
+        self.asking.add(chunk)
+        yield self._batch(chunk, part)
 
     def tokens(self, grain: int) -> float:
         """Over how many tokens the loss of what was computed of a grain is the mean."""
-        return context.add_up(torch.tensor(self._work.losses[grain][1])).item()
+        return context.add_up(self._work.losses[grain][1]).item()
 
     def backward(
         self, op: Op, part: Part, received: torch.Tensor | None, output: torch.Tensor, grad: torch.Tensor | None
@@ -96,15 +112,21 @@ class GrainModel:
         Linear layers' weights get theirs in ``backward_weight``, if this is a ``backward_input``.
         """
         self._key.part = part
+        if grad is not None and self._ends(op) and self._config.grad_scale_func is not None:
+            output = self._config.grad_scale_func(output)  # as Megatron does where the loss is that of a whole grain
         step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
         result: torch.Tensor | None
-        with router.noted(self._work.measures[op.grain, op.chunk]):  # where layers are computed again
+        with measures.noted(self._work.measures[op.grain, op.chunk]):  # where layers are computed again
             if op.kind == "backward_input":
                 with linear.put_off() as self._work.due[op.grain, op.chunk]:
                     result = step()
             else:
                 result = step()
         return result
+
+    def _ends(self, op: Op) -> bool:
+        """Whether a pass is through the end of the model."""
+        return self._last and op.chunk == len(self._chunks) - 1
 
     def backward_weight(self, op: Op) -> None:
         """Accumulate what a ``backward_input`` has left out."""

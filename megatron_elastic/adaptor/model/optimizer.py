@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
-from megatron_elastic.adaptor.model.router import is_bias
+from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.config import UsageError
 from megatron_elastic.state.optimizer import SIGNED, Adam, Optimizer, Sgd
 

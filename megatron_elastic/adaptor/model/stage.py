@@ -13,13 +13,17 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
-from megatron_elastic.adaptor.model import groups, router, tokens, transformer
+from megatron_elastic.adaptor.layers import engine, mtp, router, transformer
+from megatron_elastic.adaptor.layers.random import GrainKey
+from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
-from megatron_elastic.adaptor.model.random import GrainKey
+from megatron_elastic.adaptor.model.scale import LossFactor
 from megatron_elastic.adaptor.model.units import Use, bind_stage, uses
-from megatron_elastic.layout import Layout, UnitShape
+from megatron_elastic.device.device import Device
+from megatron_elastic.layout import MTP, Layout, UnitShape
+from megatron_elastic.numerics import keyed
 from megatron_elastic.numerics.exact import Accumulator
 from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.state.buffer import UnitBuffer
@@ -35,13 +39,37 @@ class ModelProvider(Protocol):
     ) -> GPTModel: ...  # fmt: skip
 
 
+_Built = tuple[tuple[tuple[int, ...], ...], int, bool, bool]
+"""What models are built for: units by chunk, place in the cell, whether the model begins here, and ends here."""
+
+
+class _Cast(Float16Module):
+    """Casts what goes into the beginning of the model and what comes out of its end, wherever these are.
+
+    Megatron takes them to be in the first stage and the last.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.module.pre_process:
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        outputs = self.module(*inputs, **kwargs)
+        return float16_to_fp32(outputs) if self.module.post_process else outputs
+
+
+def partition_of(shape: UnitShape, layout: Layout, unit: int, rank: int) -> Partition:
+    """Of the part of a unit that a rank has in a layout."""
+    return Partition(shape, layout.num_slices, layout.part_of(unit, rank), layout.tp, layout.ep)
+
+
 class Stage:
     """The models of one rank's stage, one for each chunk, over the buffers of its units. Empty until ``hold``.
 
     Args:
         groups: the optimizer's parameter groups, which get to know the parameters.
+        loss_factor: what losses are multiplied by.
         look: raises when the rank is to stop what it computes; called between any two matrix products.
         before_use: called with the units whose parameters a forward pass is about to use.
+        device: where the models compute.
     """
 
     def __init__(
@@ -51,8 +79,10 @@ class Stage:
         provider: ModelProvider,
         groups: ParameterGroups,
         accumulator: Accumulator,
+        loss_factor: LossFactor,
         look: Callable[[], None],
         before_use: Callable[[Sequence[str]], None],
+        device: Device,
     ) -> None:
         self.models: list[GPTModel] = []
         self.wrapped: list[torch.nn.Module] = []
@@ -70,10 +100,11 @@ class Stage:
         self._provider = provider
         self._groups = groups
         self._accumulator = accumulator
+        self._loss_factor = loss_factor
         self._look = look
         self._before_use = before_use
-        self._built: tuple[tuple[int, ...], int, bool, bool] | None = None
-        """What the models are built for: units, place in the cell, whether it is the first stage, and the last."""
+        self._device = device
+        self._built: _Built | None = None
 
     def learn(self, shapes: Mapping[int, UnitShape], layout: Layout) -> None:
         """Know of units, so that they and slices of them can be kept."""
@@ -92,7 +123,7 @@ class Stage:
         held = layout.held_by(self._rank)
         for unit in held:
             if unit in self.partitions and unit not in self.units:
-                self.units[unit] = UnitBuffer(self.partitions[unit], self._accumulator)
+                self.units[unit] = UnitBuffer(self.partitions[unit], self._accumulator, self._device.torch)
                 if unit not in layout.stages[layout.stage_of(self._rank)].units:
                     self.units[unit].make_room()  # it is coming, and computed later
         if not self.fits(layout):
@@ -107,13 +138,12 @@ class Stage:
         self.units.clear()
         self.partitions.clear()
 
-    def _part_in(self, layout: Layout) -> tuple[tuple[int, ...], int, bool, bool]:
-        stage, last = layout.stage_of(self._rank), layout.pipeline_size - 1
-        return layout.stages[stage].units, layout.place_of(self._rank), stage == 0, stage == last
+    def _part_in(self, layout: Layout) -> _Built:
+        stage, first, last = layout.stage_of(self._rank), layout.way[0].stage, layout.way[-1].stage
+        return layout.chunks(stage), layout.place_of(self._rank), stage == first, stage == last
 
     def _partition(self, unit: int, shape: UnitShape, layout: Layout) -> Partition:
-        part, tp_index = layout.part_of(unit, self._rank), layout.tp_index(self._rank)
-        return Partition(shape, layout.num_slices, part, tp_index)
+        return partition_of(shape, layout, unit, self._rank)
 
     def _build(self, layout: Layout) -> None:
         """The models, chunk by chunk, around the layers that are there already."""
@@ -125,14 +155,17 @@ class Stage:
                 pieces, piece = pieces * layout.tp, piece * layout.tp + layout.tp_index(self._rank)
             self.key = GrainKey(args.seed, layout.samples, layout.batches, layout.batch_of(self._rank),
                                 piece if args.sequence_parallel or pieces > 1 else None)
-        kept = {layer.layer_number - 1: layer for model in self.models for layer in model.decoder.layers}
+        layers = ("layer.", MTP)
+        kept = {use.unit: use.module for model in self.models for use in uses(model) if use.unit.startswith(layers)}
         chunks = layout.chunks(stage)
-        transformer.hold([transformer.layers_of([layout.units[unit] for unit in chunk]) for chunk in chunks])
+        transformer.hold([[layout.units[unit] for unit in chunk] for chunk in chunks])
         # As many as there are now, whatever the job began with.
-        fresh: dict[str, Any] = {"virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None}
+        fresh: dict[str, Any] = {"virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
+                                 **self._device.settings(args.elastic_consistency == "bitwise")}
         if self.partitions:  # values that are there already, or will be sent, need not be drawn first
             fresh["perform_initialization"] = False
-        with groups.alone(), transformer.reused(kept):
+        host = self._device.building(), keyed.drawing_from(torch.default_generator)
+        with groups.alone(), transformer.reused(kept), host[0], host[1]:
             self.models = [
                 self._provider(
                     args, fresh, first and chunk == 0, last and chunk == len(chunks) - 1,
@@ -140,24 +173,30 @@ class Stage:
                 )
                 for chunk in range(len(chunks))
             ]  # fmt: skip
+        for model in self.models:
+            mtp.leave_out_output(model)
         # First of all: the cast gives parameters other memory, and they would not be the buffers' views any more.
         with router.biases_aside(self.models):
-            self.wrapped = [Float16Module(model.config, model) if args.bf16 else model for model in self.models]
+            half = args.fp16 or args.bf16
+            self.wrapped = [_Cast(model.config, model) if half else model for model in self.models]
+        if not self._device.is_host:
+            _bring(self.models, self._device)
         known = set(kept.values())
         for model in self.models:
-            tokens.install(args, model.config)
+            self._loss_factor.install(model.config)
             for use in uses(model):
                 if use.module not in known:
                     self._attach(use)
         bind_stage(
             self.models, layout, stage, self._groups, self.partitions, self.units,
-            lambda unit, shape: self._partition(unit, shape, layout), self._accumulator,
+            lambda unit, shape: self._partition(unit, shape, layout), self._accumulator, self._device.torch,
         )  # fmt: skip
         self._built = part
 
     def _attach(self, use: Use) -> None:
         use.module.register_forward_pre_hook(lambda *_: self._begin(use))
         for module in use.module.modules():
+            engine.know(module)
             parameters = list(module.parameters(recurse=False))
             if parameters:
                 module.register_forward_pre_hook(lambda *_: self._look())
@@ -176,3 +215,19 @@ class Stage:
         """A backward has got to a parameter. To the next there is one matrix product at most, or attention."""
         self.meter.leave(unit)
         self._look()
+
+
+def _bring(models: Sequence[torch.nn.Module], device: Device) -> None:
+    """Bring models to a device. Parameters are others there, with all that Megatron has marked them with."""
+    brought: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in (module for model in models for module in model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_cpu:
+                continue
+            if parameter not in brought:
+                there = device.from_host(parameter.detach())
+                brought[parameter] = torch.nn.Parameter(there, requires_grad=parameter.requires_grad)
+                vars(brought[parameter]).update(vars(parameter))
+            module._parameters[name] = brought[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else device.from_host(buffer)

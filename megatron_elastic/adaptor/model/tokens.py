@@ -10,26 +10,17 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from megatron.core.transformer import TransformerConfig
-
 
 def of_sums(args: argparse.Namespace) -> bool:
     """Whether losses are sums over tokens."""
     return bool(getattr(args, "calculate_per_token_loss", False))
 
 
-def install(args: argparse.Namespace, config: TransformerConfig) -> None:
-    """Let a model's backward passes begin with a token's share of a micro-batch, if losses are sums."""
-    if of_sums(args):
-        whole = args.micro_batch_size * args.seq_length
-
-        def share(loss: torch.Tensor) -> torch.Tensor:
-            return loss / whole
-
-        config.grad_scale_func = share
+def of_a_grain(args: argparse.Namespace) -> int:
+    """By how many tokens the gradients of a micro-batch are divided as they are summed up."""
+    return int(args.micro_batch_size * args.seq_length) if of_sums(args) else 1
 
 
-def weight(args: argparse.Namespace, tokens: int) -> float:
-    """By how much the sums of gradients are too small, when ``tokens`` of the global batch counted."""
-    return float(args.global_batch_size * args.seq_length / max(tokens, 1)) if of_sums(args) else 1.0
+def weight(args: argparse.Namespace, samples: int, tokens: int) -> float:
+    """By how much the sums of gradients are too small, when ``tokens`` of a batch of ``samples`` counted."""
+    return float(samples * args.seq_length / max(tokens, 1)) if of_sums(args) else 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +11,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.checkpoints.common import allow_enums
 from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
-from megatron_elastic.device import cpu
-from megatron_elastic.support import check_cells, check_namespace, check_split
+from megatron_elastic.emulation import profile as emulation
+from megatron_elastic.support import (
+    check_cells,
+    check_documents,
+    check_engine,
+    check_namespace,
+    check_ramp,
+    check_split,
+    check_whole,
+    engine_installed,
+)
 
 Parser = argparse.ArgumentParser
 
@@ -34,38 +43,53 @@ def parse(
 
     with _usage_errors():
         args: argparse.Namespace = targets.PARSE.find()(provide)
+        _take_over(args, defaults or {})
         check_namespace(args)
-        background = args.async_save
+        background, args.sequence_parallel_asked = args.async_save, args.sequence_parallel
         targets.VALIDATE.find()(args, dict(defaults or {}))
         args.async_save = background  # Megatron turns it off without --use-persistent-ckpt-worker; here a thread writes
     _check(args)
     return args
 
 
+def _take_over(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Let a checkpoint say what the model is, if that is asked for (``--use-checkpoint-args``)."""
+    # Without that flag a job begins anew; queued again with the same flags, it finds what it saved.
+    if args.exit_on_missing_checkpoint and args.load and newest(Path(args.load)) is None:
+        raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
+    if not (args.use_checkpoint_args or defaults.get("use_checkpoint_args")):
+        return
+    if not (args.load or args.pretrained_checkpoint):
+        raise UsageError("--use-checkpoint-args needs a checkpoint: add --load or --pretrained-checkpoint")
+    allow_enums()
+    for load in ("pretrained_checkpoint", "load"):
+        targets.CHECKPOINT_ARGS.find()(args, load_arg=load)
+
+
 def _check(args: argparse.Namespace) -> None:
     """What Megatron does not look at, or only later."""
-    if args.transformer_impl == "transformer_engine" and not _has_transformer_engine():
-        raise UsageError("--transformer-impl transformer_engine is the default, and Transformer Engine is not "
-                         "installed: add --transformer-impl local")
-    if cpu.needed() and args.gradient_accumulation_fusion:
-        raise UsageError("gradient accumulation fusion needs a GPU: add --no-gradient-accumulation-fusion")
-    if args.position_embedding_type != "learned_absolute" and args.apply_rope_fusion and not _has_transformer_engine():
+    check_engine(args)
+    if args.gradient_accumulation_fusion:
+        raise UsageError("gradient accumulation fusion adds up in Megatron's buffers, and --elastic in slices: add "
+                         "--no-gradient-accumulation-fusion")
+    if args.position_embedding_type != "learned_absolute" and args.apply_rope_fusion and not engine_installed():
         raise UsageError("rotary embeddings are fused by Transformer Engine, which is not installed: add "
                          "--no-rope-fusion")
     check_split(args)
+    if args.elastic_placement == "v" and args.tensor_model_parallel_size > 1:
+        raise UsageError("--elastic-placement v with --tensor-model-parallel-size above 1 does not work with Megatron-"
+                         "LM's own scripts: they give tensor-parallel ranks no labels in the first stage, where a V "
+                         "ends; leave one of them out")
     check_cells(args)
+    check_whole(args)
+    check_ramp(args)
+    check_documents(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     for fault in ElasticConfig.from_args(args).inject:
         if not 0 <= fault.rank < args.world_size:
             raise UsageError(f"--elastic-inject {fault}: rank must be from 0 to {args.world_size - 1}")
-    # Without that flag a job begins anew; queued again with the same flags, it finds what it saved.
-    if args.exit_on_missing_checkpoint and args.load and newest(Path(args.load)) is None:
-        raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
-
-
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+    emulation.check(args, args.world_size)
 
 
 def install() -> None:

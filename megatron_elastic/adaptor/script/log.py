@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.layers.measures import NUM_ZEROS
 from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.plan.split import mtp_layers
 
 
 def install() -> None:
@@ -49,12 +51,13 @@ class TrainingLog:
         self._timer.start()
 
     def step(
-        self, done: int, loss: float, grad_norm: float, lr: float, samples: int, ranks: int, writes: bool,
-        measures: Mapping[str, float],
+        self, done: int, loss: float, grad_norm: float | None, lr: float, loss_scale: float, before: int, samples: int,
+        ranks: int, writes: bool, measures: Mapping[str, float], params_norm: float | None,
     ) -> None:  # fmt: skip
-        """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far. Once for each step.
+        """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far, and ``before`` it.
 
-        ``measures``: routers' losses, by the names that Megatron has for them.
+        Once for each step. ``grad_norm``: None for a step that was skipped. ``lr``, ``loss_scale``: of the next one.
+        ``measures``: what the vote says besides. ``params_norm``: of the weights after the step, if that is wanted.
         """
         if done <= self._logged:
             return
@@ -62,12 +65,14 @@ class TrainingLog:
         args = self._args
         args.iteration = args.curr_iteration = done
         args.consumed_train_samples = samples
-        _tell_routers(measures, args.num_layers)
+        targets.BATCH.find()(before, consistency_check=False)
+        _tell_measures(measures, args.num_layers + mtp_layers(args))
         with self._as_writer(writes), _world_of(args, ranks):
             targets.LOG.find()(
-                {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done, loss_scale=1.0,
-                report_memory_flag=False, skipped_iter=int(not math.isfinite(grad_norm)), grad_norm=grad_norm,
-                params_norm=None, num_zeros_in_grad=None, max_attention_logit=None,
+                {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done,
+                loss_scale=loss_scale, report_memory_flag=False, skipped_iter=int(grad_norm is None),
+                grad_norm=grad_norm, params_norm=params_norm, num_zeros_in_grad=measures.get(NUM_ZEROS),
+                max_attention_logit=None,
             )  # fmt: skip
 
     def evaluation(self, done: int, name: str, loss: float, writes: bool) -> None:
@@ -130,14 +135,24 @@ class TrainingLog:
             targets.WANDB.find()(args)
 
 
-def _tell_routers(measures: Mapping[str, float], layers: int) -> None:
-    """Put routers' losses where Megatron's log looks for them: sums over a rank's grains, by layer."""
+def _tell_measures(measures: Mapping[str, float], layers: int) -> None:
+    """Put losses where Megatron's log looks for them: sums over a rank's grains, by layer, which it adds up.
+
+    What is known as a sum over the layers is told as if it were the first one's.
+    """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    further = [value for name, value in measures.items() if name.startswith("mtp_")]
+    if further:
+        targets.MTP_LOSSES.find()["values"] = torch.tensor(further) * get_num_microbatches()
+    routers = targets.ROUTER_LOSSES.find()()
     for name, value in measures.items():
-        values = torch.zeros(layers)
-        values[0] = value * get_num_microbatches()  # it adds them up over the layers
-        targets.ROUTER_LOSSES.find()()[name] = {"values": values, "reduce_group": None, "avg_group": None}
+        if name.startswith("mtp_") or name == NUM_ZEROS:
+            continue
+        kind, _, layer = name.partition("/")
+        if kind not in routers:
+            routers[kind] = {"values": torch.zeros(layers), "reduce_group": None, "avg_group": None}
+        routers[kind]["values"][int(layer or 1) - 1] = value * get_num_microbatches()
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.training import building, intermission, step
+from megatron_elastic.adaptor.training.recutting import Preparation, Recutting
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
@@ -21,12 +23,15 @@ from megatron_elastic.cluster.messages import (
     Enter,
     Forward,
     Kept,
+    Plan,
     Recovered,
+    Recut,
     Reload,
     Resume,
     Settled,
     Switched,
 )
+from megatron_elastic.cluster.title import entitle
 from megatron_elastic.layout import Transfer, decode
 from megatron_elastic.pipeline.resumption import remainder
 from megatron_elastic.state.copying import SliceId
@@ -79,8 +84,7 @@ def back(trainer: Trainer, decision: Back) -> None:
     edit = _edit(trainer, decision, decision.gather)
     if edit is None:
         return
-    edit.store.return_to(decision.step - 1, edit.kept)
-    trainer.standing = standing.back(trainer.standing, decision.step)
+    _return_to_before(trainer, edit, decision.step)
     _copy(trainer, edit, decision.step - 1)
     _train(trainer, edit)
 
@@ -90,12 +94,11 @@ def resume(trainer: Trainer, decision: Resume) -> None:
     edit = _edit(trainer, decision, decision.gather, decision.kept)
     if edit is None:
         return
-    edit.store.return_to(decision.step - 1, edit.kept)
-    trainer.standing = standing.back(trainer.standing, decision.step)
+    _return_to_before(trainer, edit, decision.step)
     if trainer.tenure is not None:
         leader = trainer.layout.cell_of(trainer.rank).leader
-        schedule = trainer.config.schedule
-        trainer.tenure.remainder = remainder(schedule, trainer.layout, decision.kept, leader)
+        grains = trainer.ramp.grains(decision.step)
+        trainer.tenure.remainder = remainder(trainer.config.schedule, trainer.layout, decision.kept, leader, grains)
     _copy(trainer, edit, decision.step - 1)
     _train(trainer, edit)
 
@@ -110,6 +113,7 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     edit.store.retire(())
     if trainer.standing.member:
         done = decision.step - 1
+        trainer.agree()
         with trainer.odometer.patient():
             building.load(trainer, edit.store, done, building.checkpoint_of(trainer, done))
         building.tell(trainer)  # all who knew it of some may be dead
@@ -118,46 +122,128 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     _train(trainer, edit)
 
 
-def enter(trainer: Trainer, decision: Enter) -> None:
-    """The layout was planned, and the step is the first one under it."""
-    edit = _edit(trainer, decision, False)
-    assert edit is not None, f"rank {trainer.rank} is let in before it was ready"
+def enter(trainer: Trainer, decision: Enter, gather: bool = False, program: bytes | None = None) -> None:
+    """The layout was planned, and the step is the first one under it. ``gather``: it begins with distributing weights,
+    of which nobody has any. ``program``: in what order cells do their work, packed; None: in the usual one.
+    """
+    edit = _edit(trainer, decision, gather, program=program)
     # At once: from now on this rank reports as a member.
     trainer.standing = standing.enter(trainer.standing, decision.step)
+    if edit is None:
+        assert not trainer.standing.member, f"rank {trainer.rank} is let in before it was ready"
+        return
     edit.store.return_to(decision.step - 1, edit.kept)
     _copy(trainer, edit, decision.step - 1)
     edit.store.copy_in_background()
 
 
 def switch(trainer: Trainer, tenure: Tenure) -> None:
-    """Between two steps: ``enter`` the planned layout, as all members do now."""
+    """Between two steps: ``enter`` the planned layout, as all members do now, or begin to get what that takes."""
     plan = tenure.plan
     assert plan is not None
+    fits = trainer.fits(decode(plan.layout))
+    if not fits and _follow(trainer, tenure, plan):
+        return
     intermission.complete_save(trainer)  # by the ranks that began it
     tenure.replay.finish()
     trainer.await_parameters(tenure)
-    trainer.hooks.at("switch")
     first = trainer.standing.step
+    if not fits:
+        reshape(trainer, tenure, plan)
+        return
+    trainer.hooks.at("switch")
     enter(
         trainer,
         Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.saved),
+        program=plan.program,
     )
     if trainer.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         trainer.control.send(Switched(rank=trainer.rank, epoch=plan.epoch, step=first))
 
 
+def _follow(trainer: Trainer, tenure: Tenure, plan: Plan) -> bool:
+    """Begin with some more of the states that this rank is to have in cells of another shape, if there are any that can
+    follow the present ones while training goes on.
+    """
+    if not trainer.follows:
+        return False
+    if tenure.preparation is None:
+        tenure.preparation = _prepare(trainer, tenure, plan)
+        if trainer.device.is_host:
+            tenure.preparation.make_room(trainer.make_room)
+    if tenure.preparation.following.complete:
+        return False
+    tenure.preparation.following.begin(trainer.standing.step - 1)
+    trainer.standing = standing.lacks(trainer.standing, True)
+    return True
+
+
+def _prepare(trainer: Trainer, tenure: Tenure, plan: Plan) -> Preparation:
+    return Preparation(
+        trainer.transport, tenure.layout, tenure.store, plan, trainer.odometer.dials, trainer.make_store,
+        partial(trainer.hooks.at, "recut"),
+    )  # fmt: skip
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def reshape(trainer: Trainer, tenure: Tenure, plan: Plan) -> None:
+    """``switch`` to cells of another shape. That cannot be taken back, so it is done only when everybody has what it
+    needs for it, and until then all keep what they have: the coordinator knows, and says so.
+    """
+    began, first = time.monotonic(), trainer.standing.step
+    step.verify(trainer, tenure)  # what is damaged must not be copied
+    preparation = tenure.preparation or _prepare(trainer, tenure, plan)
+    trainer.recut = preparation.end(first)
+    pieces = time.monotonic()
+    trainer.control.send(Recut(rank=trainer.rank, epoch=plan.epoch, step=first))
+    trainer.hooks.at("switch")
+    trainer.control.wait((Enter,), timeout=trainer.config.wait_timeout)
+    agreed = time.monotonic()
+    come_into(trainer, trainer.recut)
+    if trainer.rank == tenure.layout.ranks[0]:
+        ended = time.monotonic()
+        trainer.event("reshaped", step=first, ms=_ms(ended - began), pieces_ms=_ms(pieces - began),
+                      agree_ms=_ms(agreed - pieces), model_ms=_ms(ended - agreed), steps=preparation.following.steps)
+
+
+def come_into(trainer: Trainer, new: Recutting) -> None:
+    """The layout with cells of another shape is in force. May be repeated, until it is true here."""
+    plan, layout = new.plan, new.layout
+    trainer.store = new.store
+    if trainer.rank in layout.places:
+        with trainer.odometer.patient():
+            trainer.take_shape(layout, None if new.room is None else new.room.accumulator)
+            trainer.stage.partitions = new.partitions
+            if new.room is not None:
+                trainer.stage.units = dict(new.room.units)
+            trainer.make_groups(layout)
+    enter(
+        trainer,
+        Enter(epoch=plan.epoch, layout=plan.layout, step=new.step, shapes=plan.shapes, saved=trainer.saving.saved),
+        gather=True,
+    )
+    trainer.recut = None
+
+
 # ---- what all decisions share ------------------------------------------------------------------
 
 
-def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kept] = ()) -> _Edit | None:
+def _edit(
+    trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kept] = (), program: bytes | None = None
+) -> _Edit | None:
     """Make the layout the present one. None if this rank has nothing yet, and so nothing more to do.
 
-    ``work``: what cells go on from. What this rank has done of a step besides does not count any more.
+    ``work``: what cells go on from. What this rank has done of a step besides does not count any more. ``program``: in
+    what order cells do their work from now on, packed, if not in the usual one.
     """
     began = time.time()
     trainer.hooks.at("edit")
     layout, store = decode(decision.layout), trainer.store
     trainer.reach(layout)
+    trainer.loss_scales.return_to(decision.step)
     own = trainer.control.moves(decision.epoch)
     member = trainer.rank in layout.ranks
     trainer.layout, trainer.tenure = layout, None
@@ -172,6 +258,8 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kep
     trainer.saving.abandon(decision.saved)
     if member:
         groups.edit(layout, trainer.rank)
+    else:
+        entitle(f"rank {trainer.rank} (spare)")
     if store is None:
         if not member:
             _tell_free(trainer)
@@ -180,7 +268,7 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kep
         trainer.stage.learn(decision.shapes, layout)
         with trainer.odometer.patient():  # modules may have to be made
             trainer.stage.hold(layout)
-        trainer.tenure = trainer.begin_tenure(layout, store)
+        trainer.tenure = trainer.begin_tenure(layout, store, program)
     ended = time.time()
     trainer.hooks.at("promote")
     kept = store.held() if own.kept is None else own.kept
@@ -194,6 +282,15 @@ def _keep(trainer: Trainer, mine: Sequence[Kept]) -> None:
         return
     assert trainer.work is not None, f"rank {trainer.rank} is to go on from what it has not"
     trainer.work.keep(mine[0])
+
+
+def _return_to_before(trainer: Trainer, edit: _Edit, step: int) -> None:
+    """Let states be as before ``step``, also where the rank left in the one before and was stopped in its update."""
+    edit.store.return_to(step - 1, edit.kept)
+    if (owed := standing.owes(trainer.standing, step)) is not None:
+        trainer.loss_scales.return_to(owed.step)
+        edit.store.apply(trainer.update(owed))
+    trainer.standing = standing.back(trainer.standing, step)
 
 
 def _copy(trainer: Trainer, edit: _Edit, done: int) -> None:

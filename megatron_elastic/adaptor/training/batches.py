@@ -1,7 +1,8 @@
 """Batches: the job's data sets, and which of their samples are a part of a grain.
 
 Making a data set's indices may take hours, in code that knows nothing of interruptions. So a thread does it, and goes
-on while its rank answers what happens to others.
+on while its rank answers what happens to others. Samples of training are read ahead (``read_ahead``): which a grain
+has depends on nothing but its step and its number, so it does not matter who reads them, and when.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from typing import Any
 import torch
 
 from megatron_elastic.adaptor.dataset import build_once, collate
+from megatron_elastic.adaptor.layers import documents
 from megatron_elastic.adaptor.model import groups
+from megatron_elastic.adaptor.training.read_ahead import ReadAhead, Wish
 from megatron_elastic.config import UsageError
+from megatron_elastic.device.device import Arrival, Device
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.layout import Layout, Part
+from megatron_elastic.pipeline.route import Leg
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
@@ -32,6 +37,8 @@ DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
 
 _LOOK = 0.02
 """Seconds between two looks whether data sets are made."""
+_EACH = 2
+"""Micro-batches ahead for each of ``--num-workers``, as torch's ``DataLoader`` has it."""
 
 
 class Batches:
@@ -42,10 +49,12 @@ class Batches:
         provider: makes the data sets.
         odometer: notes that it comes further.
         check: raises if a wait must end.
+        device: where batches are needed.
     """
 
     def __init__(
-        self, args: argparse.Namespace, provider: DatasetsProvider, odometer: Odometer, check: Callable[[], None]
+        self, args: argparse.Namespace, provider: DatasetsProvider, odometer: Odometer, check: Callable[[], None],
+        device: Device,
     ) -> None:
         self.training: Any = None
         self.validation: Any = None
@@ -55,7 +64,9 @@ class Batches:
         self._provider = provider
         self._odometer = odometer
         self._check = check
+        self._device = device
         self._making: _Making | None = None
+        self._ahead = ReadAhead(self._wished, _EACH * getattr(args, "num_workers", 0), check)
 
     def open(self) -> None:
         """Have the data sets. Idempotent. Raises UsageError if there is no room for their indices.
@@ -91,16 +102,44 @@ class Batches:
             raise UsageError(f"the data's index cannot be written ({error}): make room there, or let it be written "
                              "elsewhere (Megatron-LM's --data-cache-path)") from error
 
-    def read(
-        self, data: Sequence[dict[str, Any]], iteration: int, layout: Layout, rank: int, part: Part
-    ) -> Mapping[str, torch.Tensor]:
-        """Samples that a rank computes of part of a grain: an iteration's global batch is consecutive, and so are its
-        grains, and in these the micro-batches.
+    def expect(
+        self, layout: Layout, rank: int, steps: Iterable[tuple[int, Iterable[Leg]]], asking: Collection[int]
+    ) -> None:
+        """Read ahead, from now on, what a rank computes in these steps: of each the number of its first sample, and
+        what is done. ``asking``: the chunks that want samples, as far as is known.
         """
-        size = self._size
-        piece, number = size // layout.samples, part.grain * layout.batches + layout.batch_of(rank)
-        first = iteration * self._args.global_batch_size + number * size + part.start * piece
-        return collate([data[i] for i in range(first, first + part.size * piece)])
+        self._ahead.want(
+            (self._wish(first, layout, rank, leg.op.chunk, leg.part)
+             for first, legs in steps for leg in legs if leg.op.kind == "forward"),
+            asking,
+        )  # fmt: skip
+
+    def take(self, first: int, layout: Layout, rank: int, chunk: int, part: Part) -> Mapping[str, torch.Tensor]:
+        """Samples for training that a rank computes of part of a grain, on its device: the global batch that begins
+        with sample ``first`` is consecutive, and so are its grains, and in these the micro-batches.
+        """
+        return self._ahead.take(self._wish(first, layout, rank, chunk, part)).wait()
+
+    def read(
+        self, data: Sequence[dict[str, Any]], first: int, layout: Layout, rank: int, chunk: int, part: Part
+    ) -> Mapping[str, torch.Tensor]:
+        """The same of other data, read at once."""
+        return self._bring(data, self._wish(first, layout, rank, chunk, part)).wait()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._ahead.close()
+
+    def _wish(self, begin: int, layout: Layout, rank: int, chunk: int, part: Part) -> Wish:
+        piece, number = self._size // layout.samples, part.grain * layout.batches + layout.batch_of(rank)
+        return Wish(chunk, begin + number * self._size + part.start * piece, part.size * piece)
+
+    def _wished(self, wish: Wish) -> Arrival:
+        return self._bring(self.training, wish)
+
+    def _bring(self, data: Sequence[dict[str, Any]], wish: Wish) -> Arrival:
+        numbers = range(wish.first, wish.first + wish.samples)
+        return self._device.bring(collate([documents.unpacked(data[i]) for i in numbers]))
 
 
 class _Making:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_elastic.adaptor.checkpoints import folder, sliced
+from megatron_elastic.adaptor.checkpoints import common, folder, sliced
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
@@ -16,9 +16,9 @@ def build(trainer: Trainer) -> None:
     stage.forget()
     stage.hold(layout)
     trainer.batches.open()
-    store = _empty_store(trainer)
+    store = trainer.make_store(trainer.stage.partitions)
     load(trainer, store, trainer.standing.step - 1, trainer.args.load)
-    tenure = trainer.begin_tenure(layout, store)
+    tenure = trainer.begin_tenure(layout, store, program=None)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
     trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
     tell(trainer)
@@ -33,17 +33,20 @@ def tell(trainer: Trainer) -> None:
 
 def prepare(trainer: Trainer, invite: Invite) -> None:
     """Build this rank's part of the layout it is invited into, without the others, who are training."""
-    layout, stage = decode(invite.layout), trainer.stage
+    layout = decode(invite.layout)
     trainer.transport.trust(invite.key)
     trainer.reach(layout)
-    if trainer.store is None or not stage.fits(layout):
+    if trainer.store is None or not trainer.fits(layout) or not trainer.stage.fits(layout):
         trainer.store = None
+        if not trainer.fits(layout):
+            trainer.take_shape(layout)
+        stage = trainer.stage
         trainer.make_groups(layout)
         stage.forget()
         stage.learn(invite.shapes, layout)
         stage.hold(layout)
         trainer.batches.open()
-        trainer.store = _empty_store(trainer)
+        trainer.store = trainer.make_store(stage.partitions)
     trainer.hooks.at("prepare")
     trainer.control.send(Ready(rank=trainer.rank, epoch=invite.epoch))
     trainer.prepared()
@@ -53,12 +56,26 @@ def load(trainer: Trainer, store: StateStore, step: int, directory: str) -> None
     """Model and optimizer state as after ``step`` steps: those of the checkpoint in ``directory``, or fresh ones."""
     stage, layout, origin = trainer.stage, trainer.layout, trainer.origin
     if step == 0:
+        trainer.loss_scales.begin(1)
         if origin.directory is not None:
             sliced.load_weights(origin.directory, stage.models, origin.step)
         store.create(layout, stage.units)
         return
-    samples = step * trainer.args.global_batch_size
-    states = sliced.load(directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step, samples)
+    following, samples = step + 1, trainer.ramp.before(step + 1)
+    expected = samples - trainer.uncounted(following, scaled=False)
+    if not expected:
+        trainer.loss_scales.begin(following)
+        sliced.load_weights(directory, stage.models, step, samples)
+        store.create(layout, stage.units, step)
+        return
+    states, told = sliced.load(
+        directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step, samples
+    )
+    left_out = expected - common.scheduled(told, expected)
+    if left_out < 0 or (left_out and not trainer.loss_scales.on):
+        raise sliced.other_count(directory, samples, samples - left_out, expected)
+    # Scales are found by the first steps, so that those are the ones that were skipped, if batches grow.
+    trainer.loss_scales.begin(following, left_out // trainer.ramp.samples(1), left_out, common.scaler(told))
     store.create(layout, stage.units)
     sliced.fill(store, stage.units, states, step)
 
@@ -67,9 +84,3 @@ def checkpoint_of(trainer: Trainer, step: int) -> str:
     """The directory to go back to for the checkpoint of a step: where this job saves, or where it was loaded from."""
     save = trainer.args.save
     return save if save and folder.has_step(save, step) else trainer.args.load
-
-
-def _empty_store(trainer: Trainer) -> StateStore:
-    keeps = trainer.config.replay == "state"
-    rate = trainer.config.background_mbps * 1e6 / 8
-    return StateStore(trainer.stage.partitions, trainer.optimizer, trainer.transport, keeps, rate)

@@ -45,7 +45,10 @@ def run(make: Callable[[Control], Trainer]) -> None:
         elif trainer is None:
             control.fail(traceback.format_exc())
         else:
-            control.fail(traceback.format_exc(), trainer.standing.epoch, trainer.standing.step)
+            standing, device = trainer.standing, trainer.device
+            failed = device.label if device.is_fault(error) else ""
+            short = device.label if device.is_short(error) else ""
+            control.fail(traceback.format_exc(), standing.epoch, standing.step, device=failed, short=short)
         raise
     finally:
         if trainer is not None:

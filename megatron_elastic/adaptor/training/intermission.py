@@ -34,8 +34,8 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
     apart = trainer.args.async_save
     prepare = partial(
         sliced.prepare, models=trainer.stage.models, layout=tenure.layout, rank=trainer.rank, units=trainer.stage.units,
-        store=tenure.store, step=done, samples=done * trainer.args.global_batch_size,
-        besides=trainer.saved_besides(done), apart=apart,
+        store=tenure.store, names=sliced.parts(trainer.optimizer) if trainer.saves_optimizer else (), step=done,
+        samples=trainer.ramp.before(done + 1), besides=trainer.saved_besides(done), apart=apart,
     )  # fmt: skip
     with trainer.odometer.patient():  # state may have to be copied
         trainer.saving.begin(done, tenure.layout.epoch, prepare)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
-from megatron_elastic.adaptor.model import random
-from megatron_elastic.adaptor.training.adoption import adopt
+from megatron_elastic.adaptor.layers import random
+from megatron_elastic.adaptor.training.adoption import adopt, come_into
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Back, Decision, Forward, Progress, Reload, Resume, Suspect
+from megatron_elastic.comm.devices import end_blocked
 
 
 def handle(trainer: Trainer, interrupted: Interrupted) -> None:
@@ -42,14 +44,22 @@ def _suspect(trainer: Trainer, suspects: tuple[int, ...]) -> None:
 def _progress(trainer: Trainer) -> Progress | None:
     if not trainer.standing.member:
         return None
-    return Progress.none(trainer.standing.step) if trainer.work is None else trainer.work.progress()
+    if trainer.work is not None:
+        # A device goes on with garbage when a collective is given up, and nobody knows which sums that got into.
+        return None if trainer.transport.doubted else trainer.work.progress()
+    step = trainer.standing.step
+    return Progress.none(step, trainer.ramp.grains(step))
 
 
 def _report(trainer: Trainer) -> Decision:
     flag = trainer.control.interrupt
     epoch = flag.epoch
-    flag.acknowledge(epoch)
+    end_blocked(partial(flag.acknowledge, epoch))
     random.leave_checkpointing()
+    recut, trainer.recut = trainer.recut, None
+    if recut is not None and recut.plan.epoch == flag.layout:
+        trainer.recut = recut  # if this is interrupted, too
+        come_into(trainer, recut)
     store = trainer.store
     if store is not None:
         store.abandon_loading()

@@ -15,6 +15,8 @@ from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import encode
+from megatron_elastic.plan import memory
+from megatron_elastic.plan.operations import flops_per_token
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
@@ -53,7 +55,8 @@ def _join(trainer: Trainer) -> None:
             rank=trainer.rank, pid=os.getpid(), host=socket.gethostname(), address=trainer.transport.address,
             linked=trainer.transport.listening, layout=layout,
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
-            tied=not args.untie_embeddings_and_output_weights,
+            tied=memory.tied(args), device=trainer.device.product,
+            flops_per_token=None if trainer.accelerator is not None else flops_per_token(args),
         )
     )  # fmt: skip
     if trainer.standing.member:
@@ -78,8 +81,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     """Report what the model has become, and stay until everybody has."""
     trainer.hooks.step = trainer.standing.step
     done, layout = trainer.standing.step - 1, tenure.layout
-    if trainer.standing.stale:
-        tenure.reduction.gather_parameters()
+    step.level(trainer, tenure)
     intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)

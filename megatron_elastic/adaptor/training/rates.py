@@ -13,36 +13,42 @@ from typing import Any
 
 from megatron_elastic.adaptor.checkpoints.common import SHARDING
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
+from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.state.optimizer import Rates
 
 
 class RatesByStep:
     """Megatron's scheduler, asked by step.
 
-    ``build`` makes it for an optimizer, of which it reads and writes ``param_groups``.
+    ``build`` makes it for an optimizer, of which it reads and writes ``param_groups``. ``ramp``: its steps are samples.
     """
 
-    def __init__(self, args: argparse.Namespace, build: Callable[[Any], Any], groups: ParameterGroups) -> None:
-        self._batch = args.global_batch_size
+    def __init__(
+        self, args: argparse.Namespace, build: Callable[[Any], Any], groups: ParameterGroups, ramp: Ramp
+    ) -> None:
+        self._ramp = ramp
         self._signed = Rates(getattr(args, "moe_router_bias_update_rate", 0.0), 0.0)
         self._groups = groups.for_scheduler()
         self._scheduler = build(SimpleNamespace(param_groups=self._groups))
 
-    def at(self, step: int) -> tuple[Rates, ...]:
-        """Rates of all groups in step ``step`` (1-based): the scheduler's after ``step - 1`` global batches.
+    def at(self, step: int, left_out: int = 0) -> tuple[Rates, ...]:
+        """Rates of all groups in step ``step`` (1-based): the scheduler's after the samples of those before it, but for
+        so many that are ``left_out``.
 
         The last is that of routers' biases (``SIGNED``), which no scheduler knows.
         """
         self._scheduler.num_steps = 0
-        self._scheduler.step(increment=(step - 1) * self._batch)
+        self._scheduler.step(increment=self._ramp.before(step) - left_out)
         rates = (Rates(lr=float(group["lr"]), weight_decay=float(group["weight_decay"])) for group in self._groups)
         return *rates, self._signed
 
-    def state(self, step: int) -> dict[str, Any]:
-        """What Megatron's own optimizer and scheduler would save after ``step`` steps, besides tensors."""
-        self.at(step + 1)
+    def state(self, done: int, step: int, left_out: int) -> dict[str, Any]:
+        """What Megatron's own optimizer and scheduler would save before ``step``, besides tensors: after ``done`` steps
+        of the optimizer, and of samples but for those ``left_out``.
+        """
+        self.at(step, left_out)
         groups = [
-            {**{name: value for name, value in group.items() if name != "params"}, "step": float(step)}
+            {**{name: value for name, value in group.items() if name != "params"}, "step": float(done)}
             for group in self._groups
         ]
         return {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+from megatron_elastic.adaptor.layers.measures import NUM_ZEROS
 from megatron_elastic.adaptor.model import tokens
-from megatron_elastic.adaptor.training import intermission, measurement
+from megatron_elastic.adaptor.training import ballots, intermission, measurement
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
@@ -14,9 +16,11 @@ from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, 
 from megatron_elastic.config import MEASURED
 from megatron_elastic.faults import odometer
 from megatron_elastic.layout import decode
+from megatron_elastic.numerics.deferred import DeferredAccumulator
+from megatron_elastic.pipeline.route import Leg
 from megatron_elastic.pipeline.work import Work
-from megatron_elastic.state.verification import Verification
-from megatron_elastic.state.vote import Ballot, vote
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.vote import vote
 
 _PROFILED = 10
 """Steps over which a stage's times are averaged."""
@@ -25,61 +29,95 @@ _PROFILED = 10
 def take(trainer: Trainer, tenure: Tenure) -> None:
     """Do the step in progress, or what is missing of it. Until the vote is over nothing is applied."""
     hooks, layout, step = trainer.hooks, tenure.layout, trainer.standing.step
+    first, grains = trainer.ramp.before(step), trainer.ramp.grains(step)
     hooks.step = step
-    if trainer.standing.stale:
-        tenure.reduction.gather_parameters()
+    trainer.tracer.enter(step)
+    level(trainer, tenure)
     intermission.hold(trainer, tenure, step - 1)
     hooks.at("data")
-    work, remainder = _work(trainer, tenure), tenure.remainder
+    work, remainder = _work(trainer, tenure, grains), tenure.remainder
     tenure.store.drop_gradients()
-    tenure.grains.begin(work, partial(trainer.batches.read, trainer.batches.training, step - 1, layout, trainer.rank))
+    trainer.loss_factor.set(trainer.loss_scales.at(step).scale)
+    trainer.batches.expect(layout, trainer.rank, _to_read(trainer, tenure), tenure.grains.asking)
+    tenure.grains.begin(work, partial(trainer.batches.take, first, layout, trainer.rank))
     with trainer.stage.meter.pipeline():
-        if remainder is None:
-            tenure.executor.run(tenure.legs, tenure.grains, work)
+        if trainer.skips(step):
+            tenure.executor.run((), tenure.grains, work)
+        elif remainder is None:
+            tenure.executor.run(tenure.legs_of(grains), tenure.grains, work)
         else:
             tenure.executor.run(remainder.legs, tenure.grains, work, remainder.again)
     if trainer.config.profile == MEASURED and step % _PROFILED == 0:
         tenure.boundary_ms = tenure.executor.measure_boundary()
     trainer.await_parameters(tenure)
     hooks.at("grad_sync")
-    tenure.reduction.reduce_gradients()
+    tenure.reduction.reduce_gradients(grains)
     hooks.at("replay")
     _before_vote(trainer, tenure)
     hooks.at("vote")
-    if tenure.verification is not None:
-        _verify(trainer, tenure, tenure.verification)
+    verify(trainer, tenure)
     result = _cast_vote(trainer, tenure)
     hooks.at("apply")
-    tenure.store.apply(trainer.update(result))
+    update = trainer.update(result)
+    tenure.store.apply(update)
     tenure.replay.after_update(step)
     complete(trainer, tenure, result)
+    if tenure.preparation is not None:
+        tenure.preparation.following.apply(update)
 
 
-def _work(trainer: Trainer, tenure: Tenure) -> Work:
+def level(trainer: Trainer, tenure: Tenure) -> None:
+    """Let all ranks have what some may not, between two steps: the weights that owners hold, and what counts."""
+    if trainer.standing.stale:
+        tenure.reduction.gather_parameters()
+    if not tenure.level:
+        trainer.agree()
+        trainer.loss_scales.agree(trainer.standing.step)
+        tenure.level = True
+
+
+def _to_read(trainer: Trainer, tenure: Tenure) -> Iterator[tuple[int, Sequence[Leg]]]:
+    """This step and the next one: the first sample of each, and what this rank does of it."""
+    for step in (trainer.standing.step, trainer.standing.step + 1):
+        if step <= trainer.args.train_iters and not trainer.skips(step):
+            again = tenure.remainder if step == trainer.standing.step else None
+            legs = tenure.legs_of(trainer.ramp.grains(step)) if again is None else again.legs
+            yield trainer.ramp.before(step), legs
+
+
+def _work(trainer: Trainer, tenure: Tenure, grains: int) -> Work:
     """What the step begins with: nothing, or what is kept of it."""
-    layout = tenure.layout
-    # Units that are only coming in get no gradients.
-    units = [trainer.stage.units[unit] for unit in layout.stages[layout.stage_of(trainer.rank)].units]
-    for unit in units:
+    if trainer.work is None and isinstance(trainer.accumulator, DeferredAccumulator):
+        trainer.accumulator.begin()
+    for unit in _computed(trainer, tenure):
         if trainer.work is None:
             unit.zero()
         else:
             unit.go_on()
     if trainer.args.overlap_grad_reduce and tenure.remainder is None:
-        tenure.reduction.reduce_when_complete()
+        tenure.reduction.reduce_when_complete(grains)
     if trainer.work is None:
-        trainer.work = trainer.new_work()
+        trainer.work = trainer.new_work(grains)
     return trainer.work
+
+
+def _computed(trainer: Trainer, tenure: Tenure) -> list[UnitBuffer]:
+    """The units that this rank computes. Those that are only coming in, or going, get no gradients."""
+    layout = tenure.layout
+    return [trainer.stage.units[unit] for unit in layout.stages[layout.stage_of(trainer.rank)].units]
 
 
 def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     """The rest of a step that has been voted and applied. May be repeated."""
+    trainer.applied(tenure)
     trainer.hooks.at("param_sync")
     tenure.reduction.start_gathering()
     trainer.standing = standing.distributing(trainer.standing)
-    if not trainer.args.overlap_param_gather or tenure.verification is not None:
+    overlaps = trainer.args.overlap_param_gather or tenure.reduction.ordered
+    if not overlaps or tenure.verification is not None:
         trainer.await_parameters(tenure)
     trainer.hooks.at("commit")
+    trainer.tracer.commit(result.step)
     if trainer.rank == tenure.speaker:
         first = trainer.rank == tenure.layout.ranks[0]
         trainer.control.send(
@@ -96,6 +134,7 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     if trainer.config.profile == MEASURED and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
     tenure.store.settle()
+    trainer.show_memory(tenure.store)
     _note_copies(trainer, tenure)
 
 
@@ -106,6 +145,9 @@ def _before_vote(trainer: Trainer, tenure: Tenure) -> None:
     tenure.replay.before_vote()
     if waits:
         trainer.event("waited", step=trainer.standing.step, ms=round((time.time() - begun) * 1e3, 3))
+    if tenure.preparation is not None:
+        tenure.preparation.following.before_vote()
+        trainer.standing = standing.lacks(trainer.standing, not tenure.preparation.following.up_to_date)
     _note_copies(trainer, tenure)
 
 
@@ -118,9 +160,11 @@ def _note_copies(trainer: Trainer, tenure: Tenure) -> None:
         trainer.control.send(Settled(rank=trainer.rank, epoch=tenure.layout.epoch))
 
 
-def _verify(trainer: Trainer, tenure: Tenure, verification: Verification) -> None:
+def verify(trainer: Trainer, tenure: Tenure) -> None:
     """Nothing that damaged memory had a part in may be voted: have it healed, and the step redone."""
-    layout, step = tenure.layout, trainer.standing.step
+    layout, step, verification = tenure.layout, trainer.standing.step, tenure.verification
+    if verification is None:
+        return
     found = [
         Damage(rank=each.rank, unit=each.unit, slice=each.slice, part=layout.part_of(each.unit, each.rank),
                what=each.what)
@@ -141,22 +185,18 @@ def _verify(trainer: Trainer, tenure: Tenure, verification: Verification) -> Non
 def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
     layout, step, work = tenure.layout, trainer.standing.step, trainer.work
     assert work is not None
-    tp = layout.tp_index(trainer.rank)
     if plan := trainer.control.take((Plan,)):
         tenure.plan, trainer.standing = plan, standing.told(trainer.standing, plan.epoch)
         trainer.reach(decode(plan.layout))
-    ballot = Ballot(
-        norms={at: tenure.store.sum_of_squares(at) for at in layout.owned(trainer.rank)},
-        losses=work.losses if tp == 0 else {},
-        informed=standing.informed(trainer.standing),
-        measures={name: work.measured(name) for name in trainer.measures},
-    )
+    ballot = ballots.of_step(trainer, tenure, work, all(unit.finite for unit in _computed(trainer, tenure)))
     outcome = vote(tenure.vote_group, ballot)
-    norm = outcome.grad_norm * tokens.weight(trainer.args, outcome.tokens)
+    ramp, batches = trainer.ramp, work.grains * layout.batches
+    norm = outcome.grad_norm * tokens.weight(trainer.args, ramp.samples(step), outcome.tokens)
     result = VoteResult(
-        step=step, loss=outcome.loss, grad_norm=norm, lr=trainer.rates.at(step)[0].lr,
-        consumed_samples=step * trainer.args.global_batch_size, tokens=outcome.tokens,
-        measures={name: total / layout.num_batches for name, total in outcome.measures.items()},
+        step=step, loss=outcome.loss, grad_norm=norm, lr=trainer.rates.at(step, trainer.uncounted(step))[0].lr,
+        consumed_samples=ramp.before(step + 1), tokens=outcome.tokens,
+        measures={name: total / (1 if name == NUM_ZEROS else batches) for name, total in outcome.measures.items()},
+        skips=step - trainer.number(step), scaling=trainer.loss_scales.at(step),
     )  # fmt: skip
     trainer.standing = standing.voted(trainer.standing, result, outcome.switch)
     return result

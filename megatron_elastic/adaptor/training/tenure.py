@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_elastic.adaptor.model.grains import GrainModel
+from megatron_elastic.adaptor.training.recutting import Preparation
 from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.comm.group import Group
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.resumption import Remainder
-from megatron_elastic.pipeline.route import Leg
+from megatron_elastic.pipeline.route import Leg, first_of
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.replay import Replay
 from megatron_elastic.state.store import StateStore
@@ -32,22 +33,30 @@ class Tenure:
     replay: Replay
     verification: Verification | None
     legs: tuple[Leg, ...]
-    """What it does in a step."""
+    """What it does in a step with a full batch."""
     grains: GrainModel
     executor: Executor
     vote_group: Group
     speaker: int
     """The lowest rank of the layout on this host: it tells the agent of each step."""
+    level: bool = False
+    """Whether all of its ranks have what some had not (``step.level``)."""
     remainder: Remainder | None = None
     """What it does of the step in progress instead, if that is resumed."""
     plan: Plan | None = None
     """The layout to switch to that it was told of last."""
+    preparation: Preparation | None = None
+    """What it gets for that one while training goes on, if cells get another shape."""
     copying: bool = False
     """Whether copies had to be made for the layout, to or from this rank."""
     settled: bool = False
     """Whether the coordinator knows that everything the layout asks for is live here."""
     boundary_ms: float | None = None
     """Time of an activation to the next stage, when last measured."""
+
+    def legs_of(self, grains: int) -> tuple[Leg, ...]:
+        """What it does in a step of the first ``grains`` grains, which may be nothing."""
+        return self.legs if grains == self.layout.num_grains else first_of(self.legs, grains)
 
     def await_units(self, units: Sequence[str]) -> None:
         """Return when the parameters of these units are here."""

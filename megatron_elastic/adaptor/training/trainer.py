@@ -9,50 +9,76 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.model import attention, groups, linear, random, router, tokens
+from megatron_elastic.adaptor.layers import attention, documents, engine, experts, linear, mtp, random, router
+from megatron_elastic.adaptor.model import groups, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
+from megatron_elastic.adaptor.model.scale import LossFactor
 from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
-from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
+from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype, params_dtype
 from megatron_elastic.adaptor.training import ending
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
 from megatron_elastic.adaptor.training.rates import RatesByStep
+from megatron_elastic.adaptor.training.recutting import Recutting, Room
+from megatron_elastic.adaptor.training.scales import LossScales, Rule
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.without_cuda import stand_ins
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Control
-from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
+from megatron_elastic.cluster.line import FIRST_HOST_VARIABLE
+from megatron_elastic.cluster.messages import UNSCALED, Event, Injected, Reachable, Scaling, VoteResult
 from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.cluster.title import entitle
+from megatron_elastic.comm.communicators import Communicators
+from megatron_elastic.comm.devices import Devices
 from megatron_elastic.comm.group import Group
-from megatron_elastic.comm.tag import check_sizes
+from megatron_elastic.comm.tag import check_sizes, describe
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.device.choice import choose
+from megatron_elastic.device.device import Device
+from megatron_elastic.emulation.accelerator import Accelerator
+from megatron_elastic.emulation.executor import EmulatedExecutor
+from megatron_elastic.emulation.profile import Profile
+from megatron_elastic.emulation.reduction import EmulatedReduction
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import Layout
-from megatron_elastic.numerics.exact import make_accumulator
+from megatron_elastic.numerics import keyed
+from megatron_elastic.numerics.deferred import make_deferred
+from megatron_elastic.numerics.exact import Accumulator, make_accumulator
+from megatron_elastic.observe.tracing.tracer import FOLDER, Tracer, Window
 from megatron_elastic.pipeline.executor import Executor
 from megatron_elastic.pipeline.meter import Meter
+from megatron_elastic.pipeline.program import unpack
 from megatron_elastic.pipeline.route import usual
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.plan import memory
+from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.split import mtp_layers
+from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.device_reduction import DeviceReduction
 from megatron_elastic.state.optimizer import Update
+from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.reduction import Reduction
 from megatron_elastic.state.replay import GradientReplay, Replay, StateReplay
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.verification import Verification
 
+_SHOWN_EVERY = 2.0
+"""Seconds from one look at memory to the next."""
 _VOTE_GROUP = (1 << 14) - 1
 """Group id of the vote, beyond any that Megatron's groups reach."""
 
@@ -82,53 +108,74 @@ class Trainer:
         """What the agent sees of this rank."""
         self.hooks = Hooks(self.rank, self.config.inject, self._announce, self._harm)
         self.hooks.attach(self.odometer.at)
+        self.tracer = self._make_tracer()
+        self.odometer.tracer = self.tracer
         world_size = int(os.environ["WORLD_SIZE"])
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        first_host = int(os.environ.get(FIRST_HOST_VARIABLE, world_size))
         crowded = world_size > len(os.sched_getaffinity(0))
         limit = self.config.wait_timeout
         self.transport = Transport(
             self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
             refused=lambda why: self.event("refused_message", reason=why),
             lasts=lambda peers: self.event("waits", peers=peers, seconds=limit), odometer=self.odometer,
-            patience=self.config.hang_timeout,
+            patience=self.config.hang_timeout, tracer=self.tracer,
         )
+        self.device = self._choose_device()
+        """What this rank computes on."""
+        self.accelerator: Accelerator | None = None
+        """What this rank behaves as, if that is emulated."""
+        if self.config.emulate is not None:
+            run_dir = Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])
+            self.accelerator = Accelerator(Profile.read(self.config.emulate), self.transport, run_dir)
+        self.devices = Devices(control.interrupt, timedelta(seconds=limit))
+        """Ends what of reductions blocks on a device."""
+        self.communicators = Communicators(self.transport, self.devices, self.device.name)
         stand_ins.apply()
         writer.apply()
         common.allow_enums()
         random.install(args.seed)
         linear.install()
+        if engine.used(args):
+            engine.install(self.config.consistency == "bitwise")
         router.install()
-        attention.install()
-        self.layout = memory.first_layout(args, world_size, local_ranks)
+        attention.install(documents.kept_apart(args))
+        mtp.install()
+        experts.install()
+        self.layout = memory.first_layout(args, world_size, first_host)
         """The newest layout that this rank knows."""
+        if self.accelerator is not None:
+            self.layout = self.accelerator.profile.fitting(self.layout, args)
         _check_sizes(self.layout)
         if self.rank in self.layout.ranks:
             self.make_groups(self.layout)
         optimizer_config = build_optimizer_config(args)
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
+        self.ramp = Ramp.of(args)
+        """How large the batch of each step is. Its grains are those of the layout."""
         self.rates = self.make_rates()
-        self.measures = router.names(args)
+        self.loss_scales = LossScales(Rule.of(optimizer_config))
+        self.measures = (*router.names(args), *mtp.names(args))
         """What is measured besides losses and norms."""
-        self._check_memory(local_ranks)
+        self.counts_zeros: bool = getattr(args, "log_num_zeros_in_grad", False)
+        """Whether gradients are searched for zeros, too."""
+        self._check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         self._check_save()
-        # A tied embedding gets a gradient from each of its two stages, a norm one from each tensor-parallel rank, both
-        # from each context-parallel one; and grains may be cut between any samples.
-        each = max(2, args.tensor_model_parallel_size) * self.layout.cp * self.layout.samples
-        self.accumulator = make_accumulator(
-            self.config.consistency, each * self.layout.num_batches, main_grads_dtype(args)
-        )
-        self.stage = Stage(
-            args, self.rank, model_provider, self.parameter_groups, self.accumulator, self.transport.look,
-            self._before_use,
-        )  # fmt: skip
+        self._model_provider = model_provider
+        self.take_shape(self.layout)
+        self.recut: Recutting | None = None
+        """What this rank is to have in cells of another shape, while nobody knows whether they will be."""
         self.origin = folder.Origin.of(args)
         first = self.origin.done + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
-        self.saving = Saving(args.save, args.save_interval, self.rank, first - 1, limit, self.odometer,
+        retain = getattr(args, "save_retain_interval", None)
+        self._left_out = frozenset(getattr(args, "iterations_to_skip", ()))
+        # Who comes later may find a newer checkpoint, and is told by the others.
+        self._skips = (self.origin.done if self.rank < world_size else None) if self.begins_optimizer else 0
+        self.saving = Saving(args.save, args.save_interval, retain, self.rank, first - 1, limit, self.odometer,
                              control.interrupt.check)
-        self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check)
+        self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check, self.device)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
         self.tenure: Tenure | None = None
@@ -138,18 +185,55 @@ class Trainer:
         self.counted_from = first, 0
         """The step, and bytes sent before it, from which on traffic is counted."""
         self._forward_step = forward_step
+        self._shown = float("-inf")
+        """When memory was looked at last."""
 
     def close(self) -> None:
-        """Release links and groups."""
+        """Release links and groups, and end threads."""
+        self.batches.close()
+        self.tracer.write()
+        self.devices.close()
         self.transport.close()
 
+    def _choose_device(self) -> Device:
+        """The device of this rank, in use from now on. Raises UsageError if there is none as the flags want it."""
+        config = self.config
+        try:
+            device = choose(config.device, int(os.environ["LOCAL_RANK"]))
+            device.use()
+        except RuntimeError as error:
+            raise UsageError(f"--elastic-device {config.device}: {error}") from None
+        if not device.is_host and config.emulate is not None:
+            raise UsageError("--elastic-emulate computes what is tiny, and on the CPU: add --elastic-device cpu")
+        if not device.equals_host and config.replay == "gradient":
+            raise UsageError(f"--elastic-replay gradient: an update on {device.name} does not give the bits that it "
+                             "gives in host memory, where copies are: give --elastic-replay state")
+        keyed.draw_from(device.generator)
+        return device
+
+    def _make_tracer(self) -> Tracer:
+        """What notes what this rank does, in the steps of ``--elastic-trace``."""
+        if self.config.trace is None:
+            return Tracer.of_nothing()
+        folder = Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"]) / FOLDER
+        tracer = Tracer(self.rank, Window.parse(self.config.trace), folder, describe)
+        self.hooks.attach(tracer.at)
+        return tracer
+
     def _check_memory(self, ranks: int) -> None:
-        """Raise UsageError if the ``ranks`` of this machine need more memory than it has. The first of them looks."""
-        if self.rank in self.layout.ranks and self.rank % ranks == 0:
-            needs = memory.estimate(self.layout, memory.Job.of(self.args))
-            problem = memory.shortage([needs[rank] for rank in range(self.rank, self.rank + ranks)], memory.available())
-            if problem is not None:
-                raise UsageError(problem)
+        """Raise UsageError if the ``ranks`` of this machine need more memory than it has, or those that share a device
+        more than that has. The first of them looks.
+        """
+        if self.rank not in self.layout.ranks or self.rank % ranks:
+            return
+        needs, device = memory.estimate(self.layout, memory.Job.of(self.args)), self.device
+        here = [rank for rank in range(self.rank, self.rank + ranks) if rank in needs]  # no spares
+        problem = memory.shortage([needs[rank] for rank in here], memory.available(), devices=not device.is_host)
+        if problem is None and not device.is_host:
+            sharers = [needs[rank] for rank in here[:: device.count()]]
+            problem = memory.shortage_of_device(sharers, device.memory().total)
+        if problem is not None:
+            raise UsageError(problem)
 
     def _check_save(self) -> None:
         """Raise UsageError if checkpoints cannot go where they are to go, however empty the disk."""
@@ -165,11 +249,22 @@ class Trainer:
 
     def make_rates(self) -> RatesByStep:
         """What learning rate and weight decay are in each step."""
-        return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups)
+        return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups, self.ramp)
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """What a checkpoint says for plain training only, which needs more than samples and tensors."""
-        return self.rates.state(step)
+        if not self.saves_optimizer:
+            return {}
+        following = step + 1
+        state = self.rates.state(self.number(following) - 1, following, self.uncounted(following))
+        if self.loss_scales.on:
+            state["optimizer"]["grad_scaler"] = self.loss_scales.saved(following)
+        return state
+
+    @property
+    def saves_optimizer(self) -> bool:
+        """Whether checkpoints have the optimizer's state."""
+        return not getattr(self.args, "no_save_optim", False)
 
     def prepared(self) -> None:
         """This rank has its part of the model: training begins, or this rank is about to enter."""
@@ -179,6 +274,9 @@ class Trainer:
         return self.standing.step <= self.args.train_iters and not (
             self.exit_signal.listens and ending.somebody(self.exit_signal.received)
         )
+
+    def applied(self, tenure: Tenure) -> None:
+        """This rank has the weights that a step makes of its slices, and will commit it. Repeated if interrupted."""
 
     def committed(self, result: VoteResult) -> None:
         """This rank has done a step. May come again for the same step, after a recovery."""
@@ -199,6 +297,49 @@ class Trainer:
             self.transport.listen()
             self.control.send(Reachable(rank=self.rank, address=self.transport.address))
 
+    def fits(self, layout: Layout) -> bool:
+        """Whether cells of ``layout`` have the shape that this rank's model, sums and flags are made for."""
+        args = self.args
+        sizes = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
+        return bool(sizes == (layout.tp, layout.cp, layout.ep))
+
+    @property
+    def follows(self) -> bool:
+        """Whether states that are cut anew can follow the present ones, by their gradients."""
+        return self.config.replay == "gradient" and self.optimizer.elementwise
+
+    def take_shape(self, layout: Layout, accumulator: Accumulator | None = None) -> None:
+        """Have no part of the model yet, and all else as the shape of a layout's cells wants it.
+
+        ``accumulator``: theirs, if that is made already.
+        """
+        args = self.args
+        args.tensor_model_parallel_size = args.expert_tensor_parallel_size = layout.tp
+        args.context_parallel_size, args.expert_model_parallel_size = layout.cp, layout.ep
+        # As Megatron: a rank alone has the whole sequence.
+        args.sequence_parallel = getattr(args, "sequence_parallel_asked", args.sequence_parallel) and layout.tp > 1
+        self.ramp = Ramp.of(args)
+        self.accumulator = accumulator or self._make_accumulator(layout)
+        self.loss_factor = LossFactor(args, layout, self.accumulator, self.loss_scales.on)
+        self.stage = Stage(
+            args, self.rank, self._model_provider, self.parameter_groups, self.accumulator, self.loss_factor,
+            self.transport.look, self._before_use, self.device,
+        )  # fmt: skip
+
+    def _make_accumulator(self, layout: Layout) -> Accumulator:
+        """What sums gradients in cells of a layout."""
+        # An embedding gets a gradient from each of up to three uses, a norm one from each tensor-parallel rank, both
+        # from each context-parallel one; and grains may be cut between any samples.
+        each = max(3 if mtp_layers(self.args) else 2, layout.tp) * layout.cp * layout.samples
+        sums = self.config.consistency, each * layout.num_batches, main_grads_dtype(self.args), self.loss_scales.on
+        return make_accumulator(*sums) if self.device.is_host else make_deferred(*sums, device=self.device.torch)
+
+    def make_room(self, layout: Layout, partitions: Mapping[int, Partition]) -> Room:
+        """Where this rank's units will be in cells of another shape."""
+        accumulator = self._make_accumulator(layout)
+        held = layout.held_by(self.rank)
+        return Room(accumulator, {unit: UnitBuffer(partitions[unit], accumulator, self.device.torch) for unit in held})
+
     def make_groups(self, layout: Layout) -> None:
         """Megatron's groups, as this rank has them in its first layout."""
         timeout = timedelta(seconds=self.config.wait_timeout)
@@ -206,9 +347,24 @@ class Trainer:
         groups.edit(layout, self.rank)
         random.name_streams(self.args.seed)
 
-    def begin_tenure(self, layout: Layout, store: StateStore) -> Tenure:
-        """What ``layout`` alone determines. The stage holds what it is to hold there."""
+    def make_store(self, partitions: Mapping[int, Partition]) -> StateStore:
+        """Room for states of slices, of which there are none yet."""
+        keeps, rate = self.config.replay == "state", self.config.background_mbps * 1e6 / 8
+        if self.accelerator is not None and partitions:
+            each = 4 * (1 + len(self.optimizer.moments))
+            real = {unit: each * partition.size for unit, partition in partitions.items()}
+            emulated = self.accelerator.copying_rate(self.layout, real)
+            rate = min(rate, emulated) if rate else emulated
+        dials = self.odometer.dials
+        return StateStore(partitions, self.optimizer, self.transport, keeps, rate, self.device, dials)
+
+    def begin_tenure(self, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
+        """What ``layout`` alone determines. The stage holds what it is to hold there.
+
+        ``program``: in what order cells do their work, packed; None: in the usual one.
+        """
         args, stage, every = self.args, self.stage, self.config.verify_every
+        store.own(layout.owned(self.rank))
         replay: Replay = (
             StateReplay(layout, store)
             if self.config.replay == "state"
@@ -216,18 +372,31 @@ class Trainer:
         )
         neighbours = layout.hosts[layout.host_of(self.rank)]
         stage.meter = Meter([unit.params for unit in stage.units.values()])
-        leader, last = layout.cell_of(self.rank).leader, layout.stage_of(self.rank) == layout.pipeline_size - 1
+        index, cell = layout.stage_of(self.rank), layout.cell_of(self.rank)
+        entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
+        leader, last = cell.leader, index == layout.way[-1].stage
+        ops = for_cell(self.config.schedule, layout, leader) if program is None else unpack(program, leader)
+        make_reduction: Callable[..., Reduction] = Reduction
+        make_executor: Callable[..., Executor] = Executor
+        if not self.device.is_host and self.config.reduction == "device":
+            make_reduction = partial(DeviceReduction, communicators=self.communicators)
+        if self.accelerator is not None:
+            self.accelerator.enter(layout)
+            make_reduction = partial(EmulatedReduction, accelerator=self.accelerator)
+            make_executor = partial(EmulatedExecutor, accelerator=self.accelerator)
         sequence = args.seq_length // (layout.cp * (layout.tp if args.sequence_parallel else 1))
         return Tenure(
             layout, store,
-            reduction=Reduction(layout, self.transport, stage.units, store, self.accumulator),
+            reduction=make_reduction(layout, self.transport, stage.units, store, self.accumulator),
             replay=replay,
             verification=Verification(layout, self.transport, stage.units, store, every) if every else None,
-            legs=usual(layout, leader, for_cell(self.config.schedule, layout, leader)),
-            grains=GrainModel(stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last),
-            executor=Executor(
+            legs=usual(layout, leader, ops),
+            grains=GrainModel(
+                stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last, documents.kept_apart(args)
+            ),
+            executor=make_executor(
                 layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-                torch.bfloat16 if args.bf16 else torch.float32, stage.meter, tokens.of_sums(args),
+                params_dtype(args), stage.meter, tokens.of_sums(args), self.device,
             ),
             vote_group=Group(self.transport, _VOTE_GROUP, layout.ranks),
             speaker=min(rank for rank in neighbours if rank in layout.places),
@@ -243,19 +412,70 @@ class Trainer:
         assert self.tenure is not None
         self.tenure.await_units(units)
 
-    def new_work(self) -> Work:
-        """Nothing done yet of the step in progress."""
+    def new_work(self, grains: int) -> Work:
+        """Nothing done yet of the step in progress, which has so many grains."""
         limit = self.config.log_mb * 1e6 if self.config.redo == "lost" else 0
-        return Work(self.standing.step, self.layout.num_chunks, limit)
+        return Work(self.standing.step, self.layout, grains, limit)
 
     def update(self, result: VoteResult) -> Update:
-        """What a vote says about every state."""
+        """What a vote says about every state; the scale of the next step follows from it, too."""
+        self.loss_scales.follow(result, self.ramp.samples(result.step), counts=not self.skips(result.step))
         limit = self.args.clip_grad
         clip = min(1.0, limit / (result.grad_norm + 1e-6)) if limit > 0 else 1.0
-        factor = clip * tokens.weight(self.args, result.tokens)
-        return Update(result.step, factor, self.rates.at(result.step), skipped=result.skipped)
+        factor = clip * tokens.weight(self.args, self.ramp.samples(result.step), result.tokens)
+        rates = self.rates.at(result.step, self._samples_of(result.skips - result.scaling.skipped, result.scaling))
+        return Update(result.step, factor, rates, result.skipped, result.skips)
 
-    # ---- what it tells -----------------------------------------------------------------------
+    # ---- which steps count -------------------------------------------------------------------
+
+    @property
+    def begins_optimizer(self) -> bool:
+        """Whether only weights are taken from the checkpoint that the job begins with, which keeps its number of steps:
+        learning rate and optimizer begin anew, as Megatron's do.
+        """
+        return bool(getattr(self.args, "no_load_optim", False))
+
+    def skips(self, step: int) -> bool:
+        """Whether a step only takes its samples (``--iterations-to-skip``, which Megatron counts from 0)."""
+        return step - 1 in self._left_out
+
+    def number(self, step: int) -> int:
+        """Which of the steps that learning rate and optimizer count a step is, from 1, if it is one."""
+        return step - self._by_flags(step) - self.loss_scales.at(step).skipped
+
+    def uncounted(self, step: int, scaled: bool = True) -> int:
+        """Samples before a step that the learning rate does not count. ``scaled``: those of steps that were skipped for
+        the sake of the loss scale, too.
+        """
+        return self._samples_of(self._by_flags(step), self.loss_scales.at(step) if scaled else UNSCALED)
+
+    def agree(self) -> None:
+        """Let all ranks of the layout know which steps count by the flags, as some of them do. All of them call it."""
+        if self.begins_optimizer:
+            told = torch.tensor([-1 if self._skips is None else self._skips])
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+            assert told >= 0, "nobody knows which steps count"
+            self._skips = int(told.item())
+
+    def _by_flags(self, step: int) -> int:
+        """Steps before this one that the flags leave out."""
+        assert self._skips is not None, f"rank {self.rank} does not know which steps count"
+        return self._skips + sum(self._skips <= iteration < step - 1 for iteration in self._left_out)
+
+    def _samples_of(self, left_out: int, scaling: Scaling) -> int:
+        """Of the steps that flags leave out, where batches do not grow, and of those that were skipped."""
+        return left_out * self.args.global_batch_size + scaling.samples
+
+    # ---- what it shows and tells -----------------------------------------------------------------------
+
+    def show_memory(self, store: StateStore) -> None:
+        """Let dials show what states and tensors on the device take, now and then."""
+        now = time.monotonic()
+        if now - self._shown > _SHOWN_EVERY:
+            self._shown = now
+            store.show_held()
+            if not self.device.is_host:
+                self.odometer.dials.use(self.device.memory().used)
 
     def event(self, kind: str, **fields: float | int | str | bool | None | list[int]) -> None:
         """Have a line written for people and tools."""
@@ -273,7 +493,9 @@ class Trainer:
             self.transport.cut(injection.peers, seconds)
             return
         assert injection.what is not None
-        if injection.action == "disk":
+        if injection.action == "device":
+            self.device.harm(injection.what)
+        elif injection.action == "disk":
             self.saving.fault = DiskFault(injection.what, time.monotonic() + seconds)
         else:
             self._flip(injection.what)
@@ -295,7 +517,7 @@ def _check_sizes(layout: Layout) -> None:
     try:
         check_sizes(
             units=len(layout.units), slices=layout.num_slices, grains=layout.num_grains,
-            positions=layout.pipeline_size * layout.num_chunks,
+            positions=len(layout.way),
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -1,13 +1,14 @@
-"""Stand-ins: what ``device.cpu`` cannot answer from outside Megatron's modules.
+"""Stand-ins: what ``device.stand_in`` cannot answer from outside Megatron's modules.
 
 - ``megatron.core.tensor_parallel.random``: its state functions reach into the CUDA generators directly, and its tracker
   warns whenever the CPU's generator moves, which here *is* the generator.
-- Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.model.sequence``).
-- Attention over contexts and latent attention are Transformer Engine's; ours stands in (``adaptor.model.attention``).
+- Apex's norms need CUDA, so torch's stand in for them with sequence parallelism as well (``adaptor.layers.sequence``).
+- Attention over contexts and latent attention are Transformer Engine's; ours stands in (``adaptor.layers.attention``).
 - ``megatron.legacy.fused_kernels`` wants a CUDA compiler, and ``megatron.training.initialize`` warms kernels up (which
   draws random numbers besides): there are none.
 - ``megatron.core.transformer``'s ``moe.moe_utils`` and ``multi_latent_attention``: routers and latent attention need
-  names that only Transformer Engine gives them.
+  names that only Transformer Engine gives them. What ``moe.token_dispatcher`` must know on the host it moves only from
+  devices that are called CUDA.
 - The C++ helpers of ``megatron.core.datasets`` (``helpers``), the distributed optimizer with torch's Adam
   (``torch_adam``) and the writing of checkpoints (``adaptor.checkpoints.writer``), for plain training.
 """
@@ -25,10 +26,10 @@ import torch
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints import common, writer
-from megatron_elastic.adaptor.model import attention, sequence
+from megatron_elastic.adaptor.layers import attention, sequence
 from megatron_elastic.adaptor.without_cuda import helpers, torch_adam
 from megatron_elastic.config import UsageError
-from megatron_elastic.device import cpu
+from megatron_elastic.device import stand_in
 
 
 def install() -> None:
@@ -36,7 +37,7 @@ def install() -> None:
 
     The launcher calls it in the process from which it forks the ranks, so that a script needs no change.
     """
-    if not cpu.needed() or not _has("megatron.core"):
+    if not stand_in.needed() or not _has("megatron.core"):
         return
     apply()
     common.allow_enums()
@@ -55,7 +56,7 @@ def apply() -> None:
 
     Idempotent; does nothing where CUDA is in use.
     """
-    if not cpu.needed():
+    if not stand_in.needed():
         return
     targets.GET_STATE.replace(_get_state)
     targets.SET_STATE.replace(_set_state)
@@ -63,7 +64,9 @@ def apply() -> None:
     sequence.allow_torch_norms()
     attention.install()
     targets.GATING.wrap(_without_transformer_engine)
+    targets.TO_HOST.replace(_to_host)
     targets.LATENT.replace(_has("transformer_engine"))
+    targets.RECOMPUTE.wrap(_without_fp8)
 
 
 def _stand_in_for_triton_kernels() -> None:
@@ -93,12 +96,26 @@ def _without_transformer_engine(gating: Callable[..., Any]) -> Callable[..., Any
     return gating
 
 
+def _without_fp8(initialize: Callable[..., None]) -> Callable[..., None]:
+    def construct(self: Any, fp8: Any = None) -> None:
+        initialize(self, fp8 or None)
+
+    return construct
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What is on a device, in host memory when this returns; anything else as it is."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
+        return tensor
+    return tensor.cpu().numpy() if as_numpy else tensor.cpu()
+
+
 def _get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.default_generator.get_state()
+    return stand_in.there().generator.get_state()
 
 
 def _set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
-    torch.default_generator.set_state(new_state)
+    stand_in.there().generator.set_state(new_state)
 
 
 @contextmanager

@@ -9,19 +9,19 @@ from __future__ import annotations
 import base64
 import datetime
 import math
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+from megatron_elastic.cluster.kubernetes import NoAccess, connect
 from megatron_elastic.cluster.leadership.leased import Unreachable
 from megatron_elastic.cluster.leadership.store import Durable, Leader, StoreError, pack, unpack
 
 try:
     import urllib3
-    from kubernetes import client, config
+    from kubernetes import client
     from kubernetes.client.exceptions import ApiException
 except ImportError as error:
     raise StoreError(
@@ -55,7 +55,10 @@ class Kubernetes:
         self._seen: tuple[str, float] = ("", 0.0)
         """A resource version, and when it was first seen here: clocks of others are not believed."""
         self._lock = threading.Lock()
-        self._api_client = client.ApiClient(_configuration())
+        try:
+            self._api_client = connect()
+        except NoAccess as error:
+            raise StoreError(f"--elastic-store kubernetes://...: {error}") from None
         self._api = client.CoordinationV1Api(self._api_client)
 
     def claim(self, address: str) -> int | None:
@@ -156,22 +159,6 @@ class Kubernetes:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise Unreachable(f"the Kubernetes API at {self._api_client.configuration.host} does not answer: "
                               f"{error}") from None
-
-
-def _configuration() -> Any:
-    configuration = client.Configuration()
-    configuration.proxy = None  # the environment's is for the world outside; a kubeconfig may name one
-    try:
-        try:
-            config.load_incluster_config(client_configuration=configuration)
-        except config.ConfigException:
-            # The client reads the variable once, when it is imported.
-            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
-    except config.ConfigException as error:
-        raise StoreError(f"--elastic-store kubernetes://...: no access to a cluster ({error}); run in a pod with a "
-                         "service account, or set KUBECONFIG") from None
-    configuration.retries = False
-    return configuration
 
 
 def _now() -> datetime.datetime:

@@ -29,7 +29,9 @@ finds it last must not be taken for lost by who finds it first.
 """
 _OPEN_LIMIT = 10.0
 _THREADS = 4
-"""One for the renewals, one for a renewal that was given up but has not ended yet, and as many for the rest."""
+"""One for the renewals, one for a renewal that was given up but has not ended yet, and as many for the rest; writes
+have one of their own.
+"""
 
 
 class Unreachable(Exception):
@@ -55,7 +57,11 @@ class Backend(Protocol):
         """Give the lease back, if ``term`` has it."""
 
     def write(self, durable: Durable) -> bool:
-        """Write if ``durable.term`` has the lease, in one step with that check; False if it has not."""
+        """Write if ``durable.term`` has the lease, in one step with that check; False if it has not.
+
+        Never called while another call of it runs. What it has asked for must not happen after it has returned and
+        another has written, even if it gave up waiting for the answer.
+        """
 
     def read(self) -> Durable | None:
         """The newest record, linearizably."""
@@ -89,6 +95,8 @@ class Leased:
         self._backend = backend
         self._limit = backend.limit
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="leadership")
+        # A write that was cancelled goes on in its thread; a later one waits for its end, or the older would stay.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="leadership writes")
         self._reign: _Reign | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._leader: Leader | None = None
@@ -139,7 +147,7 @@ class Leased:
         reign = self._reign
         if reign is None or reign.term != durable.term or reign.over:
             raise Deposed(f"term {durable.term} has lost its lease")
-        write = asyncio.create_task(self._persist(lambda: self._backend.write(durable)))
+        write = asyncio.create_task(self._persist(lambda: self._backend.write(durable), self._writer))
         lost = asyncio.create_task(reign.lost.wait())
         try:
             await asyncio.wait((write, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +182,8 @@ class Leased:
             self._reign.lost.set()
             with contextlib.suppress(Unreachable):
                 await self._call(lambda: self._backend.resign(self._reign.term if self._reign else 0))
-        await asyncio.to_thread(self._pool.shutdown)
+        for pool in (self._writer, self._pool):
+            await asyncio.to_thread(pool.shutdown)
         self._backend.close()
 
     def _hear(self, leader: Leader) -> None:
@@ -186,14 +195,14 @@ class Leased:
             await _end(self._keeper)
             self._keeper = None
 
-    async def _call(self, operation: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, operation)
+    async def _call(self, operation: Callable[[], _T], pool: ThreadPoolExecutor | None = None) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._pool, operation)
 
-    async def _persist(self, operation: Callable[[], _T]) -> _T:
+    async def _persist(self, operation: Callable[[], _T], pool: ThreadPoolExecutor | None = None) -> _T:
         """Call until the store answers."""
         for pause in _pauses(self._limit):
             try:
-                return await self._call(operation)
+                return await self._call(operation, pool)
             except Unreachable:
                 await asyncio.sleep(pause)
         raise AssertionError("pauses do not end")

@@ -4,7 +4,7 @@ Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``
 A message that speaks about a layout carries the layout's epoch.
 """
 
-from megatron_elastic.cluster.messages.common import Kept, Message, Part, Stop, VoteResult
+from megatron_elastic.cluster.messages.common import UNSCALED, Kept, Message, Part, Scaling, Stop, VoteResult
 from megatron_elastic.cluster.messages.from_rank import (
     Built,
     Committed,
@@ -21,6 +21,7 @@ from megatron_elastic.cluster.messages.from_rank import (
     Reachable,
     Ready,
     Recovered,
+    Recut,
     Report,
     Settled,
     SliceDigest,
@@ -30,14 +31,17 @@ from megatron_elastic.cluster.messages.from_rank import (
 )
 from megatron_elastic.cluster.messages.node import (
     AgentHello,
+    ClocksRefused,
     Fence,
     FromAgent,
+    Given,
     Heartbeat,
     Inspect,
     Inspected,
     Launch,
     Leaving,
     Members,
+    Metered,
     Order,
     Paced,
     Past,
@@ -54,10 +58,11 @@ from megatron_elastic.cluster.messages.node import (
     Running,
     Said,
     Seat,
+    SetClocks,
     ToAgent,
     Welcome,
 )
-from megatron_elastic.cluster.messages.person import Answer, Drain, Scale
+from megatron_elastic.cluster.messages.person import Answer, Drain, ReadLog, ReadRecords, Scale, Shown
 from megatron_elastic.cluster.messages.to_rank import (
     Addresses,
     Back,
@@ -75,11 +80,12 @@ from megatron_elastic.cluster.messages.to_rank import (
 )
 
 __all__ = [
-    "Addresses", "AgentHello", "Answer", "Back", "Built", "Committed", "Damage", "Damaged", "Decision", "Drain",
-    "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Heartbeat", "Hello",
-    "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Leaving", "Members", "Message",
-    "Moves", "Order", "Paced", "Part", "Past", "Plan", "Profile", "Progress", "RankClosed", "RankDying", "RankExited",
-    "RankNews", "RankReading", "RankResumed", "RankStopped", "Reachable", "Ready", "Recall", "Recovered", "Relay",
-    "Reload", "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Seat", "Settled", "SliceDigest", "Start",
+    "UNSCALED", "Addresses", "AgentHello", "Answer", "Back", "Built", "ClocksRefused", "Committed", "Damage", "Damaged",
+    "Decision", "Drain", "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Given",
+    "Heartbeat", "Hello", "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Leaving",
+    "Members", "Message", "Metered", "Moves", "Order", "Paced", "Part", "Past", "Plan", "Profile", "Progress",
+    "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed", "RankStopped", "Reachable",
+    "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload", "Report", "Resigned",
+    "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown", "SliceDigest", "Start",
     "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

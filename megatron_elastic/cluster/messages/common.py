@@ -14,6 +14,24 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="ty
     """Base of all control messages."""
 
 
+class Scaling(msgspec.Struct, frozen=True, kw_only=True):
+    """By what a step multiplies its losses, and what else that of later steps follows from, in Megatron's terms."""
+
+    scale: float
+    growth: int = 0
+    """Growth tracker."""
+    hysteresis: int = 0
+    """Hysteresis tracker."""
+    skipped: int = 0
+    """Steps before this one that were skipped: neither the learning rate nor the optimizer counts them."""
+    samples: int = 0
+    """Of those steps."""
+
+
+UNSCALED = Scaling(scale=1.0)
+"""What all steps have if losses are not scaled."""
+
+
 class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the vote of one step decided; identical on every rank that got past it."""
 
@@ -24,7 +42,11 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     consumed_samples: int
     tokens: int
     measures: dict[str, float] = {}
-    """What else was measured: means over the grains, summed over the layers."""
+    """What else was measured: means over the grains, summed over the layers; and how many gradients are 0."""
+    skips: int = 0
+    """Steps before this one that neither the learning rate nor the optimizer counts."""
+    scaling: Scaling = UNSCALED
+    """Of this step."""
 
     @property
     def skipped(self) -> bool:

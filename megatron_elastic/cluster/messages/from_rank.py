@@ -33,6 +33,10 @@ class Hello(Message, frozen=True):
     """sha256 of what all ranks must agree on: ``layout``, ``train_iters`` and ``flags``."""
     tied: bool
     """Whether the last stage computes with the embedding of the first one."""
+    device: str = "cpu"
+    """What it computes on, by the name that torch has for it."""
+    flops_per_token: float | None = None
+    """What a token costs the whole model, forward and backward; None where computing is emulated."""
 
 
 class Where(Message, frozen=True):
@@ -69,14 +73,15 @@ class Committed(Message, frozen=True):
 
 
 class Progress(Done, frozen=True):
-    """What a rank has done of ``step``."""
+    """What a rank has done of ``step``, which has so many ``grains``: the first ones."""
 
     step: int
+    grains: int
 
     @classmethod
-    def none(cls, step: int) -> Progress:
+    def none(cls, step: int, grains: int) -> Progress:
         """Nothing yet."""
-        return cls(step=step, added=[], live=[], half=[])
+        return cls(step=step, grains=grains, added=[], live=[], half=[])
 
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +176,16 @@ class Switched(Message, frozen=True):
     step: int
 
 
+class Recut(Message, frozen=True):
+    """This rank has what it is to have under a planned layout with cells of another shape, as before ``step``, besides
+    what it has under the present one. It waits for ``Enter``.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+
+
 class Settled(Message, frozen=True):
     """All copies from and to this rank that the layout asks for are live, and its parameters are up to date."""
 
@@ -223,6 +238,10 @@ class Failed(Message, frozen=True):
     """Of the layout that it has made true."""
     step: int | None = None
     """In which it raised; None: not in a step, or it would come again on any rank (bad flags)."""
+    device: str = ""
+    """What has failed, for people, if it was its device and not the program."""
+    short: str = ""
+    """Of what memory was short, for people, if that is why it raised."""
 
 
 class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +262,6 @@ class Finished(Message, frozen=True):
 
 
 FromRank = (
-    Hello | Where | Reachable | Built | Committed | Report | Recovered | Ready | Switched | Settled | Profile | Damaged
-    | Suspect | Injected | Event | Failed | Finished
+    Hello | Where | Reachable | Built | Committed | Report | Recovered | Ready | Switched | Recut | Settled | Profile
+    | Damaged | Suspect | Injected | Event | Failed | Finished
 )

@@ -7,6 +7,7 @@ import msgspec
 from megatron_elastic.cluster.messages.common import Message, Stop
 from megatron_elastic.cluster.messages.from_rank import Committed, FromRank, Hello
 from megatron_elastic.layout import UnitShape
+from megatron_elastic.observe.dials import Figures
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,8 @@ class AgentHello(Message, frozen=True):
     """Whether it has said before that its ranks are to leave."""
     here: bool = False
     """Whether the coordinator is in its process."""
+    broken: list[int] = msgspec.field(default_factory=list)
+    """Local ranks whose devices have failed: nothing is to be started there any more."""
 
 
 class Said(Message, frozen=True):
@@ -150,6 +153,12 @@ class Paced(Message, frozen=True):
     """Rank -> milliseconds in which it does not wait, forward and backward together."""
 
 
+class Metered(Message, frozen=True):
+    """What the dials of this node's ranks show: every few seconds, and when there is news of copies."""
+
+    figures: dict[int, Figures]
+
+
 class Leaving(Message, frozen=True):
     """This node's ranks are to leave: its machine is about to be taken away. ``Stop`` says that they have."""
 
@@ -168,8 +177,16 @@ class Launch(Message, frozen=True):
     """Local rank -> rank. Ranks that are started while the job runs have ids that nobody had before."""
     world_size: int
     """Ranks of the job at its start."""
+    first_host: int
+    """Those of them that were on the first host; 0 if the job has not begun, and all nodes are alike."""
     torch_port: int
     """MASTER_PORT of every rank: free on the first node, for programs that call ``init_process_group`` themselves."""
+
+
+class Given(Message, frozen=True):
+    """Ranks have ids up to this one: whoever coordinates later must not give one of them again."""
+
+    newest: int
 
 
 class Fence(Message, frozen=True):
@@ -178,6 +195,22 @@ class Fence(Message, frozen=True):
     rank: int
     stack: bool = False
     """Write down first what it is doing, if that can be seen."""
+    device: bool = False
+    """Its device is out of use: no rank is to be started there."""
+
+
+class SetClocks(Message, frozen=True):
+    """Let these ranks' devices run at these clocks, as multiples of the base clock, and all others as they did before
+    any was set.
+    """
+
+    clocks: dict[int, float]
+
+
+class ClocksRefused(Message, frozen=True):
+    """The clocks of this node's devices cannot be set, or not be set back."""
+
+    reason: str
 
 
 class Recall(Message, frozen=True):
@@ -228,7 +261,7 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Leaving | Heartbeat
-Order = Launch | Fence | Inspect | Recall | Members | Seat | Stop
+FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Leaving | Heartbeat
+Order = Launch | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

@@ -61,6 +61,8 @@ class Plan(Message, frozen=True):
     layout: bytes
     shapes: dict[int, UnitShape]
     """Of all units."""
+    program: bytes | None = None
+    """In what order cells do their work there, packed; None: in the usual one."""
 
 
 class Decision(Message, frozen=True):
@@ -101,7 +103,7 @@ class Reload(Decision, frozen=True):
 
 
 class Enter(Decision, frozen=True):
-    """A planned layout has come into force, and this rank is in it from ``step`` on."""
+    """A planned layout has come into force, and this rank is in it from ``step`` on, or with no part in it any more."""
 
 
 ToRank = Start | Addresses | Interrupt | Invite | Moves | Plan | Forward | Back | Resume | Reload | Enter | Stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.protocol import pace
+from megatron_elastic.cluster.protocol import clocks, pace
 from megatron_elastic.cluster.protocol.effects import WriteLayout
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout
@@ -28,3 +28,4 @@ def use(turn: Turn, layout: Layout) -> None:
     )  # fmt: skip
     pace.forget(turn)
     turn.do(WriteLayout(layout))
+    clocks.plan(turn)

@@ -16,6 +16,7 @@ from megatron_elastic.cluster.messages import (
     Reachable,
     Ready,
     Recovered,
+    Recut,
     Report,
     Settled,
     Suspect,
@@ -25,6 +26,8 @@ from megatron_elastic.cluster.messages import (
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import (
     change,
+    clocks,
+    copies,
     damage,
     drain,
     ending,
@@ -34,6 +37,7 @@ from megatron_elastic.cluster.protocol import (
     loss,
     membership,
     recovery,
+    scale,
     start,
     suspicion,
     takeover,
@@ -44,13 +48,17 @@ from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
     Asked,
     Begun,
+    Clocked,
+    ClocksRefused,
     Costed,
     Ended,
     Event,
     Expired,
+    Found,
     Inspected,
     Leaves,
     Led,
+    Metered,
     News,
     NodeAbsent,
     NodeBack,
@@ -116,17 +124,26 @@ def _happened(turn: Turn, event: Event) -> None:
             hang.inspected(turn, event)
         case Paced():
             change.paced(turn, event)
+        case Metered():
+            copies.metered(turn, event)
         case Leaves():
             drain.leaves(turn, event)
         case Asked():
             if isinstance(event.request, Drain):
                 drain.asked(turn, event.person, event.request)
             else:
-                change.asked(turn, event.person, event.request)
+                scale.asked(turn, event.person, event.request)
         case Begun():
             start.begun(turn, event)
         case Costed():
             start.costed(turn, event)
+        case Clocked():
+            clocks.planned(turn, event)
+        case ClocksRefused():
+            if event.node in turn.job.nodes:
+                clocks.refused(turn, event)
+        case Found():
+            change.found(turn, event)
         case Recorded():
             turn.set(recorded=max(turn.job.recorded, event.epoch))
             recovery.decide_if_complete(turn)
@@ -134,7 +151,7 @@ def _happened(turn: Turn, event: Event) -> None:
         case Led():
             turn.set(term=event.term)
             turn.record("led", term=event.term)
-            turn.say(f"another node takes over if this one is lost (term {event.term})")
+            turn.say(f"another node takes over if this one is lost (term {event.term})", "led")
         case TookOver():
             takeover.took_over(turn, event)
         case Seated():
@@ -160,6 +177,7 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
         case Recovered():
             recovery.recovered(turn, message, ranks)
         case Settled():
+            copies.settled(turn, message.epoch, ranks)
             change.settled(turn, message, ranks)
             drain.finish(turn)
         case Suspect():
@@ -178,6 +196,9 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
             change.switched(turn, message)
             drain.finish(turn)
             ending.consider(turn)
+        case Recut():
+            change.recut(turn, message, ranks)
+            drain.finish(turn)
         case Profile():
             change.profiled(turn, message)
         case Damaged():

@@ -32,7 +32,7 @@ def not_saved(turn: Turn, message: Event) -> None:
     newest, reason = turn.job.trust.newest_save, message.fields.get("reason")
     what = "is still being written" if reason is None else f"could not be written ({reason})"
     left = f"the newest is that of step {newest}" if newest else "there is none yet"
-    turn.say(f"WARNING: the checkpoint of step {message.fields['step']} {what}; {left}")
+    turn.say(f"WARNING: the checkpoint of step {message.fields['step']} {what}; {left}", message.kind)
 
 
 def known(turn: Turn, step: int) -> None:
@@ -52,7 +52,7 @@ def noted(turn: Turn, message: Damaged) -> None:
         turn.record("damaged", rank=damage.rank, unit=unit, slice=damage.slice, tp=damage.part, what=damage.what,
                     step=message.step)
         turn.say(f"WARNING: damaged memory: {damage.what} of slice {damage.slice} of {unit} on rank {damage.rank}; it "
-                 "is healed from a good copy")
+                 "is healed from a good copy", "damaged")
     copies = {(damage.rank, (damage.unit, damage.slice, damage.part)): None for damage in new if damage.what == "state"}
     verified = message.verified if trust.verified is None else min(message.verified, trust.verified)
     doubtful = trust.doubtful.update(dict.fromkeys(range(verified + 1, message.step), message.epoch))

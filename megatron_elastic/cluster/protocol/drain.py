@@ -1,10 +1,13 @@
-"""Drain: the ranks of a node leave politely, because its machine is to be taken away.
+"""Drain: the ranks of nodes leave politely, because their machines are to be taken away.
 
 What they own or keep copies of is copied to others while training goes on (``plan.release``); at the end of a step the
-others go on without them. Then the node is told to stop. Nothing is computed again.
+others go on without them. Then the nodes are told to stop. Nothing is computed again. Nodes that are asked for together
+leave in one change.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 from megatron_elastic.cluster.messages import Answer, Drain, Stop
 from megatron_elastic.cluster.protocol import change, suspicion, whereabouts
@@ -17,11 +20,13 @@ from megatron_elastic.plan import NoLayout, release
 
 def asked(turn: Turn, person: int, request: Drain) -> None:
     """Somebody asks for it. Says whether it will be done; that takes some steps."""
-    node = next((each for each, there in turn.job.nodes.items() if there.node_rank == request.node_rank), None)
-    problem = f"there is no node {request.node_rank}" if node is None else _problem(turn.job, node)
-    if node is not None and problem is None:
-        _begin(turn, node)
-    text = f"the ranks of node {request.node_rank} leave" if problem is None else problem
+    numbers = {there.node_rank: number for number, there in turn.job.nodes.items()}
+    unknown = [rank for rank in request.node_ranks if rank not in numbers]
+    nodes = [numbers[rank] for rank in request.node_ranks if rank in numbers]
+    problem = f"not there: {_named(unknown)}" if unknown else _problem(turn.job, nodes)
+    if problem is None:
+        _begin(turn, [number for number in nodes if number not in turn.job.leaving])
+    text = f"the ranks of {_named(request.node_ranks)} leave" if problem is None else problem
     turn.do(Reply(person, Answer(ok=problem is None, text=text)))
 
 
@@ -30,20 +35,25 @@ def leaves(turn: Turn, event: Leaves) -> None:
     node = turn.job.nodes.get(event.node)
     if node is None or event.node in turn.job.leaving:
         return
-    problem = _problem(turn.job, event.node)
+    problem = _problem(turn.job, [event.node])
     if problem is None:
-        _begin(turn, event.node)
+        _begin(turn, [event.node])
     else:
         turn.say(f"WARNING: node {node.node_rank} is to leave, and cannot: {problem}")
 
 
-def _problem(job: Job, node: int) -> str | None:
-    """Why the ranks of a node cannot leave, for people."""
+def _named(node_ranks: Sequence[int]) -> str:
+    """Nodes, for people."""
+    return f"node{'s' if len(node_ranks) > 1 else ''} {', '.join(map(str, node_ranks))}"
+
+
+def _problem(job: Job, nodes: Collection[int]) -> str | None:
+    """Why the ranks of these nodes cannot leave, for people."""
     if job.layout is None:
         return "the job is not training yet"
-    if node == job.here:
-        return f"node {job.nodes[node].node_rank} coordinates the job"
-    mine = change.leaving(job) | set(job.nodes[node].ranks)
+    if job.here in nodes:
+        return f"node {job.nodes[job.here].node_rank} coordinates the job"
+    mine = change.leaving(job).union(*(job.nodes[node].ranks for node in nodes))
     if mine.isdisjoint(job.layout.ranks):
         return None
     try:
@@ -53,11 +63,13 @@ def _problem(job: Job, node: int) -> str | None:
     return None
 
 
-def _begin(turn: Turn, number: int) -> None:
-    node = turn.job.nodes[number]
-    turn.set(leaving=turn.job.leaving | {number})
-    turn.record("leaving", node=node.node_rank, ranks=[rank for rank in node.ranks if not turn.job.ranks[rank].lost])
-    turn.say(f"the ranks of node {node.node_rank} leave")
+def _begin(turn: Turn, numbers: Sequence[int]) -> None:
+    turn.set(leaving=turn.job.leaving.union(numbers))
+    for number in numbers:
+        node = turn.job.nodes[number]
+        ranks = [rank for rank in node.ranks if not turn.job.ranks[rank].lost]
+        turn.record("leaving", node=node.node_rank, ranks=ranks)
+        turn.say(f"the ranks of node {node.node_rank} leave", "leaving")
     change.consider(turn)
     finish(turn)
 
@@ -77,6 +89,6 @@ def finish(turn: Turn) -> None:
             suspicion.clear(turn, rank)
             whereabouts.settle(turn, rank)
         turn.record("left", node=node.node_rank, ranks=ranks)
-        turn.say(f"ranks {ranks} of node {node.node_rank} have left")
+        turn.say(f"ranks {ranks} of node {node.node_rank} have left", "left")
         turn.tell(number, Stop(ok=True, reason="its ranks have left the job"))
         turn.set(nodes=turn.job.nodes.delete(number), leaving=turn.job.leaving - {number})

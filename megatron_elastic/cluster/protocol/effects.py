@@ -12,6 +12,9 @@ import msgspec
 
 from megatron_elastic.cluster.messages import Answer, Order, ToRank
 from megatron_elastic.layout import Layout
+from megatron_elastic.observe.dials import Figures
+from megatron_elastic.plan import Costs
+from megatron_elastic.plan.predict import Case
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -56,6 +59,44 @@ class ReadCosts(msgspec.Struct, frozen=True):
     units: tuple[str, ...]
 
 
+class PlanClocks(msgspec.Struct, frozen=True):
+    """Plan the clocks of a layout, which may take a while; ``Clocked`` tells. Arguments: those of ``plan_clocks``."""
+
+    layout: Layout
+    costs: Costs
+    mode: str
+    schedule: str
+    paces: Mapping[int, float]
+
+
+class Search(msgspec.Struct, frozen=True):
+    """Look for a better order of the work of ``layout``; ``Found`` tells. Arguments are those of ``plan.order``."""
+
+    layout: Layout
+    costs: Costs
+    clocks: Mapping[int, float]
+    present: bytes | None
+    tied: bool | None = None
+
+
+class Tabulate(msgspec.Struct, frozen=True):
+    """``scale_table.json``: how fast the job would be with other numbers of devices.
+
+    ``tokens``: of a step; ``sizes``: the present layout with those of the model, None where there is no model of such.
+    """
+
+    layout: Layout
+    costs: Costs
+    tokens: int
+    sizes: Case | None
+
+
+class WriteScaleTable(msgspec.Struct, frozen=True):
+    """What came of that."""
+
+    text: str
+
+
 class Record(msgspec.Struct, frozen=True):
     """Let a later coordinator know that ``epoch`` was begun; ``Recorded`` tells. ``layout``: the newest in force."""
 
@@ -97,10 +138,17 @@ class WriteDigest(msgspec.Struct, frozen=True):
     digest: Mapping[str, Any]
 
 
+class Show(msgspec.Struct, frozen=True):
+    """What the dials of these ranks show, for who watches."""
+
+    figures: Mapping[int, Figures]
+
+
 class Say(msgspec.Struct, frozen=True):
-    """One line for people."""
+    """One line for people. ``tells``: the kind of the event that is written down about the same thing, or ``step``."""
 
     line: str
+    tells: str = ""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -111,6 +159,6 @@ class End(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    Send | Tell | Reply | SetTimer | CancelTimer | ReadCosts | Record | WriteMetrics | WriteEvent | WriteLayout
-    | WriteProfile | WriteDigest | Say | End
+    Send | Tell | Reply | SetTimer | CancelTimer | ReadCosts | PlanClocks | Search | Tabulate | Record | WriteMetrics
+    | WriteEvent | WriteLayout | WriteProfile | WriteScaleTable | WriteDigest | Show | Say | End
 )

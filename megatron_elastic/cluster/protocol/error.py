@@ -1,8 +1,9 @@
 """Error: what a program raises on a rank, or hangs in. It is that rank's fault, and a loss like others, unless it comes
 again.
 
-A device that fails, its memory, a file that cannot be read: that concerns one rank. What comes again on another rank
-when the step is done anew, or on rank after rank, is the program's.
+A file that cannot be read, say: that concerns one rank. What comes again on another rank when the step is done anew, or
+on rank after rank, is the program's. What a device raises that fails is never. Memory of a device that is short is its
+rank's, too, whatever is done about errors; if it is short on others then, the job does not fit its devices.
 """
 
 from __future__ import annotations
@@ -10,35 +11,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_elastic.cluster.messages import Failed, Fence
-from megatron_elastic.cluster.protocol import loss, suspicion
+from megatron_elastic.cluster.protocol import loss, membership, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
 
 _ROW, _STEPS = 3, 5
 """Layouts, one after the other, in each of which some rank raises within so many steps: the program does."""
+_DOES_NOT_FIT = (
+    "memory of devices is short again when others do step {}: the job does not fit them, whoever does what; use more "
+    "stages or ranks, smaller micro-batches, or --recompute-granularity"
+)
 
 
 def failed(turn: Turn, message: Failed) -> None:
     """The program raised on a rank; who raises outside of training tells as it ends."""
     job, number = turn.job, message.rank
     rank = job.ranks[number]
+    error = Raised(number, message.step or 0, message.epoch, message.traceback, short=message.short)
+    if message.device:
+        membership.broke(turn, number, message.device, error.summary)
     if rank.lost or rank.fenced == "failed":
         return
     turn.record("error", rank=number, traceback=message.traceback)
     if rank.standby:
         suspicion.fence(turn, number, "failed", "the program raised before this rank had joined; see its log")
         return
-    error = Raised(number, message.step or 0, message.epoch, message.traceback)
-    if message.step is None or job.layout is None or job.settings.on_error == "stop":
+    if message.device and message.step is not None and job.layout is not None:
+        what = f"the device of rank {number} failed ({message.device}), and is out of use"
+        _leave(turn, number, f"{what}; the rank leaves: {error.summary}", "device")
+        return
+    if message.step is None or job.layout is None or (job.settings.on_error == "stop" and not message.short):
         turn.end(False, str(error))
         return
     turn.set(errors=(*job.errors, error))
     if _comes_again(turn.job.errors):
-        turn.end(False, f"the program raises again when others do step {message.step}; it is no fault of a rank")
-        return
-    turn.say(f"WARNING: the program raised on rank {number}, which leaves: {error.summary}")
-    turn.set_timer(f"leaving {number}", job.settings.suspect_timeout)
-    loss.lose(turn, [number], "exception", turn.now)
+        turn.end(False, _DOES_NOT_FIT.format(message.step) if message.short else
+                 f"the program raises again when others do step {message.step}; it is no fault of a rank")
+    elif message.short:
+        _leave(turn, number, f"memory of {message.short} is short on rank {number}, which leaves: {error.summary}",
+               "out of memory")
+    else:
+        _leave(turn, number, f"the program raised on rank {number}, which leaves: {error.summary}", "exception")
+
+
+def _leave(turn: Turn, number: int, why: str, cause: str) -> None:
+    turn.say(f"WARNING: {why}", "error")
+    turn.set_timer(f"leaving {number}", turn.job.settings.suspect_timeout)
+    loss.lose(turn, [number], cause, turn.now)
 
 
 def stays(turn: Turn, rank: int) -> None:
@@ -59,10 +78,10 @@ def _comes_again(errors: Sequence[Raised]) -> bool:
     """Whether the newest error is the program's: others raise in the step that they do anew, or one after the other.
 
     Those of one layout are one fault, say of a host: nobody has done anything anew yet. Ranks that hang in different
-    places have nothing to do with each other.
+    places have nothing to do with each other, nor has memory that is short with other errors.
     """
     newest = errors[-1]
-    alike = [each for each in errors if each.hung_at == newest.hung_at]
+    alike = [each for each in errors if (each.hung_at, bool(each.short)) == (newest.hung_at, bool(newest.short))]
     redone = any(each.step == newest.step and each.epoch < newest.epoch for each in alike)
     return redone or len({each.epoch for each in alike}) >= _ROW
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from megatron_elastic.cluster.messages import AgentHello, Drain, FromRank, RankNews, RankReading, Scale
+from megatron_elastic.observe.dials import Figures
 from megatron_elastic.plan import Costs
+from megatron_elastic.plan.order import Order
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +91,13 @@ class Paced(Happened, frozen=True):
     """Milliseconds that a grain takes, in the layout of ``epoch``."""
 
 
+class Metered(Happened, frozen=True):
+    """The agent of a node tells what the dials of its ranks show."""
+
+    node: int
+    figures: Mapping[int, Figures]
+
+
 class Asked(Happened, frozen=True):
     """A person asks for something; ``person`` is whom the answer is for."""
 
@@ -112,6 +123,33 @@ class Costed(Happened, frozen=True):
 
     costs: Costs | None
     problem: str
+
+
+class Clocked(Happened, frozen=True):
+    """Clocks for the layout of ``epoch`` are planned: of cells by leader, but for those at the base clock."""
+
+    epoch: int
+    clocks: dict[int, float]
+    step_ms: float
+    base_ms: float
+    """Of a step with all at the base clock."""
+
+
+class ClocksRefused(Happened, frozen=True):
+    """The agent of a node cannot set the clocks of its devices."""
+
+    node: int
+    reason: str
+
+
+class Found(Happened, frozen=True):
+    """An order of work has been looked for, for the layout of ``epoch``."""
+
+    epoch: int
+    order: Order | None
+    """None if there is none, or ``problem`` says why nothing is known of it."""
+    seconds: float
+    problem: str = ""
 
 
 class Recorded(Happened, frozen=True):
@@ -175,6 +213,6 @@ class Ended(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Paced | Leaves | Asked | Expired
-    | Costed | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Paced | Metered | Leaves | Asked
+    | Expired | Costed | Clocked | ClocksRefused | Found | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
 )

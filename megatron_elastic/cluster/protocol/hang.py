@@ -1,10 +1,11 @@
 """Hang: a step that does not end. Who holds all others up is found and taken out.
 
 When no step has been committed for a while, agents say how far their ranks have come. A rank that neither waits for
-others nor has come any further for longer than steps usually take hangs; the others wait for it. But if all cells of a
-stage stand still, they stay: what they share may be at fault. So does who cannot be done without. If all wait for each
-other, a message is lost: everybody is interrupted, which sends it again, and if that happens again in the same step,
-who is waited for most is taken out.
+others nor has come any further for longer than steps usually take hangs, or its device does, for which it waits; the
+others wait for it. But if all cells of a stage stand still, they stay: what they share may be at fault. So does who
+cannot be done without. If all wait for each other, a message is lost, or, if some wait for their devices, a collective
+of these does not end: everybody is interrupted, which sends it again, and if that happens again in the same step, who
+is waited for most is taken out. A device for which its rank alone has waited in vain is out of use.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Inspect, RankReading
-from megatron_elastic.cluster.protocol import error, recovery, suspicion
+from megatron_elastic.cluster.protocol import error, membership, recovery, suspicion
 from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.cluster.protocol.job import Job, Raised, without
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.protocol.watch import EARLY
 from megatron_elastic.layout import Cell, Holdings, Stage
-from megatron_elastic.plan import NoLayout, StateLost, lose
+from megatron_elastic.plan import NoLayout, StateLost
+from megatron_elastic.plan.order import foreseen
 
 _STEPS = 3.0
 """Usual steps after which a rank that has come no further hangs, if that is longer than the limit."""
@@ -56,7 +58,7 @@ def inspected(turn: Turn, event: Inspected) -> None:
 
 
 def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
-    busy = {rank: each for rank, each in readings.items() if each.waits is None}
+    busy = {rank: each for rank, each in readings.items() if each.waits is None or _own(rank, readings)}
     limits = {rank: _limit(turn.job, each) for rank, each in busy.items()}
     left = {rank: limits[rank] - each.stood for rank, each in busy.items()}
     hung = [rank for rank, seconds in left.items() if seconds <= 0]
@@ -66,12 +68,18 @@ def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
         _warn(turn, readings, standing)
     elif hung:
         since = turn.job.watch.stalled
+        waiting_for_own = [rank for rank in hung if readings[rank].waits == rank]
         for rank in sorted(hung):
             if since is None or turn.now - since >= limits[rank]:
-                _take_out(turn, readings[rank], len(readings) - len(busy))
+                _take_out(turn, readings[rank], len(readings) - len(busy), device=hung == [rank] == waiting_for_own)
     elif not busy:
         _untie(turn, readings)
     turn.set_timer("hang", min(max(min(left.values(), default=_LATER), _SOON), _LATER))
+
+
+def _own(rank: int, readings: Mapping[int, RankReading]) -> bool:
+    """Whether a rank waits for its own device, and no other rank, for whose device that may wait, for its own."""
+    return [each.rank for each in readings.values() if each.waits == each.rank] == [rank]
 
 
 def _limit(job: Job, reading: RankReading) -> float:
@@ -106,7 +114,9 @@ def _stay(job: Job, standing: Collection[int]) -> bool:
             return True
     known = {*layout.ranks, *layout.spares, *layout.lost}
     try:
-        lose(layout, [rank for rank in (*job.lost, *standing) if rank in known], Holdings.of(layout), layout.epoch + 1)
+        lost = [rank for rank in (*job.lost, *standing) if rank in known]
+        job.policy.lose(layout, lost, Holdings.of(layout), layout.epoch + 1, job.arrangement.costs,
+                        foreseen(job.settings.schedule))  # fmt: skip
     except StateLost:
         return not job.trust.newest_save
     except NoLayout:
@@ -123,7 +133,8 @@ def _warn(turn: Turn, readings: Mapping[int, RankReading], hung: Collection[int]
         where = ", ".join(f"{count} {at}" for at, count in places)
         turn.record("standstill", ranks=sorted(hung), where=where)
         turn.say(f"WARNING: {len(hung)} of {len(turn.job.alive)} ranks stand still: {where}. They are all of a "
-                 "stage, or nobody could go on without them, so they stay: look at what they share, as a disk")
+                 "stage, or nobody could go on without them, so they stay: look at what they share, as a disk",
+                 "standstill")
 
 
 def place(reading: RankReading) -> str:
@@ -132,7 +143,8 @@ def place(reading: RankReading) -> str:
     return f"at {reading.at}{grain} in step {reading.step}" if reading.at else "before its first step"
 
 
-def _take_out(turn: Turn, reading: RankReading, waiting: int) -> None:
+def _take_out(turn: Turn, reading: RankReading, waiting: int, device: bool) -> None:
+    """A rank goes. ``device``: its device hangs, and nothing else does."""
     rank = reading.rank
     if turn.job.ranks[rank].fenced is not None:
         return
@@ -140,7 +152,10 @@ def _take_out(turn: Turn, reading: RankReading, waiting: int) -> None:
                 stood_ms=round(reading.stood * 1e3, 3), waiting=waiting)
     what = f"it hangs {place(reading)}, for {reading.stood:.1f} s, while {waiting} wait"
     turn.set_rank(rank, stopped=turn.now - reading.stood)
-    suspicion.fence(turn, rank, "hangs", what, stack=True)
+    if device:
+        hello = turn.job.ranks[rank].hello
+        membership.broke(turn, rank, "" if hello is None else hello.device, what)
+    suspicion.fence(turn, rank, "hangs", what, stack=True, device=device)
     error.hung(turn, Raised(rank, reading.step, turn.job.epoch, what, (reading.at, reading.grain)))
 
 
@@ -164,6 +179,8 @@ def _untie(turn: Turn, readings: Mapping[int, RankReading]) -> None:
         turn.set_rank(blamed, stopped=since)
         suspicion.fence(turn, blamed, "unreachable", f"all ranks wait for each other again in step {step}, most for it")
         return
-    turn.say(f"WARNING: all ranks wait for each other in step {step}; a message is lost. They are interrupted")
+    devices = any(each.waits == rank for rank, each in readings.items())
+    what = "a collective of devices does not end" if devices else "a message is lost"
+    turn.say(f"WARNING: all ranks wait for each other in step {step}; {what}. They are interrupted", "tangle")
     turn.set(watch=replace(job.watch, freed=step))
-    recovery.interrupt(turn, [blamed], "message lost", since)
+    recovery.interrupt(turn, [blamed], recovery.STUCK if devices else recovery.LOST, since)

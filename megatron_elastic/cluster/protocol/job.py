@@ -28,6 +28,7 @@ from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.cluster.protocol.work import Counted
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.plan import Costs, Sample
+from megatron_elastic.plan.policies import POLICIES, Policy
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -64,6 +65,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     redo: str = "lost"
     on_error: str = "recover"
     slow: str = "share"
+    spares: int = 0
+    policy: str = "elastic"
+    schedule: str = "1f1b"
+    places: bool = False
+    """Whether a search of orders may place chunks otherwise."""
+    dvfs: str | None = None
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +120,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Since when there is no connection."""
     strikes: int = 0
     """How many ranks in a row died here soon after they were started to join."""
+    broken: tuple[int, ...] = ()
+    """Local ranks whose devices have failed, and are out of use."""
 
 
 class Raised(msgspec.Struct, frozen=True):
@@ -124,6 +133,8 @@ class Raised(msgspec.Struct, frozen=True):
     traceback: str
     hung_at: tuple[str, int | None] | None = None
     """Hook point and grain where it hung; None if it raised."""
+    short: str = ""
+    """The device whose memory was short, if that is why."""
 
     @property
     def summary(self) -> str:
@@ -134,7 +145,8 @@ class Raised(msgspec.Struct, frozen=True):
         text = self.traceback.rstrip()
         separator = "\n" if "\n" in text else " "
         how = "raised" if self.hung_at is None else "hung"
-        return f"the program {how} on rank {self.rank}:{separator}{text}"
+        what = f"memory of {self.short} was short" if self.short else f"the program {how}"
+        return f"{what} on rank {self.rank}:{separator}{text}"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -241,7 +253,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     entrants: frozenset[int]
     """Ranks that are in no cell yet."""
     missing: frozenset[int]
-    """Entrants that are still building."""
+    """Entrants that are still building; if it reshapes cells, once announced, the ranks that have not all they need."""
+    reshapes: bool = False
+    """Whether its cells have another shape: then it comes into force when all ranks have what they need for it."""
+    program: bytes | None = None
+    """In what order cells do their work there, packed, if not in the usual one."""
     announced: bool = False
     """Whether the ranks that train have been told; from then on they may switch at the end of any step."""
 
@@ -251,11 +267,32 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: int | None = None
     """Number of pipeline stages that somebody has asked for."""
+    placed: tuple[tuple[int, ...], ...] | None = None
+    """Units of each stage, if a search of orders has found that chunks should be placed so, until they are."""
+    cells: int | None = None
+    """Number of cells that somebody has asked for: ``Layout.most_cells``, as soon as a layout says so."""
+    shape: tuple[int, int, int] | None = None
+    """Tensor-, context- and expert-parallel size that somebody has asked for, until cells have them."""
     costs: Costs | None = None
     samples: Map[int, Sample] = Map()
     """What each rank measured last under the present layout."""
+    tabulated: tuple[int, Costs] | None = None
+    """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
     """Whether units have been where they cost least since ranks last came or went."""
+
+
+class Ordering(msgspec.Struct, frozen=True, kw_only=True):
+    """In what order cells do their work (``protocol.ordering``)."""
+
+    epoch: int = -1
+    """Of the layout that was last searched for, or begun with what was found."""
+    costs: Costs | None = None
+    """By which."""
+    program: bytes | None = None
+    """The order in the layout of ``epoch``, packed; None: the usual one."""
+    searching: bool = False
+    """Whether one is being looked for."""
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,10 +346,14 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast cells are (``protocol.pace``). Cells are named by their leaders."""
 
+    clocks: Map[int, float] = Map()
+    """At which ranks run that were told to run at another than the base clock."""
     measured: Map[int, float] = Map()
-    """Milliseconds that a grain takes on each rank, in the present layout."""
+    """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
     believed: Map[int, float] = Map()
-    """How many times as long as usual a grain takes in cells where that is not once."""
+    """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""
+    fixed: frozenset[int] = frozenset()
+    """Nodes that cannot set clocks."""
     better: Map[int, int] = Map()
     """Cells that have been faster than was believed, since which step."""
     strikes: Map[int, int] = Map()
@@ -400,7 +441,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     settled: Map[int, int] = Map()
     """Newest epoch for which all is live at a rank."""
     arrangement: Arrangement = Arrangement()
+    ordering: Ordering = Ordering()
     pace: Pace = Pace()
+    copies: Map[int, tuple[int, int, int]] = Map()
+    """Of ranks that get copies in the background: epoch of the layout that asks for them, bytes that are there, all."""
     finished: Map[int, Finished] = Map()
     unfinished: Map[int, None] = Map()
     """Ranks of the layout that have not finished, once one has."""
@@ -410,6 +454,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """A job of so many ranks that has not begun."""
         return cls(settings=settings, world_size=world_size, unplaced=world_size, silent=world_size,
                    ranks=Map({rank: Rank() for rank in range(world_size)}))
+
+    @property
+    def policy(self) -> Policy:
+        """What is made of losses and joins (``--elastic-policy``)."""
+        return POLICIES[self.settings.policy]
 
     @property
     def alive(self) -> tuple[int, ...]:

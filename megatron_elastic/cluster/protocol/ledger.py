@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Recall, VoteResult
+from megatron_elastic.cluster.messages import UNSCALED, Recall, VoteResult
 from megatron_elastic.cluster.protocol.effects import WriteMetrics
 from megatron_elastic.cluster.protocol.job import Entry, Ledger, Told
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -91,7 +91,7 @@ def close(turn: Turn) -> None:
             lost = list(range(ledger.written + 1, first))
             turn.record("unrecorded", steps=lost)
             turn.say(f"WARNING: steps {lost[0]} to {lost[-1]} were done, and their losses are lost with the nodes that "
-                     "knew them")
+                     "knew them", "unrecorded")
             turn.set(ledger=replace(ledger, written=first - 1))
         _write(turn, pending[first])
     turn.cancel_timer("steps")
@@ -127,12 +127,15 @@ def _write(turn: Turn, entry: Entry) -> None:
         "world_size": entry.world_size,
         "tokens_per_s": round(vote.tokens / seconds, 1),
     }))
+    before = ledger.votes.get(vote.step - 1)
+    if vote.scaling.scale != (UNSCALED if before is None else before.vote.scaling).scale:
+        turn.record("loss_scale", step=vote.step, scale=vote.scaling.scale)
     if vote.skipped:
         turn.record("skipped", step=vote.step)
     width = len(str(ledger.total))
     turn.say(f"step {vote.step:{width + 2}d}/{ledger.total}  loss {vote.loss:.4f}  grad norm {vote.grad_norm:.3f}  "
              f"{seconds * 1e3:.0f} ms  {entry.world_size} ranks"
-             + ("  skipped" if vote.skipped else ""))
+             + ("  skipped" if vote.skipped else ""), "step")
 
 
 def _remember(turn: Turn, told: Told) -> None:

@@ -224,7 +224,7 @@ def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:
         return
     for rank in ranks:
         turn.record("fault", rank=rank, signal=cause, exited_at=when)
-    turn.say(f"lost ranks {list(ranks)} ({cause}); epoch {job.epoch} begins with {len(job.alive)} ranks")
+    turn.say(f"lost ranks {list(ranks)} ({cause}); epoch {job.epoch} begins with {len(job.alive)} ranks", "fault")
     recovery.name(turn, ranks, cause)
 
 

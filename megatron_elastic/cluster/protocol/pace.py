@@ -1,9 +1,9 @@
 """Pace: which cells are slower than others of their stage, and what is done about it (``--elastic-slow``).
 
-Only cells of one stage are compared: they do the same. One that is slower gets fewer grains (``plan.quotas``); with
-``evict`` it is taken out if the others are faster without it, and tried again after a while. That a cell is slow is
-believed at once; that it has recovered, after some steps, the more of them the more often it was slow before. So work
-moves soon, and does not move to and fro.
+Only cells of one stage are compared, at the same clock: they do the same. One that is slower gets fewer grains
+(``plan.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a while.
+That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often it was
+slow before. So work moves soon, and does not move to and fro.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _OFTEN = 8
 
 
 def paces(job: Job) -> dict[int, float]:
-    """How many times as long as usual a grain takes in the present cells that are not as fast as others, by leader."""
+    """How many times as long as usual a grain takes at the same clock in the present cells where that is not once, by
+    leader.
+    """
     assert job.layout is not None
     return {rank: times for rank, times in job.pace.believed.items() if rank in job.layout.cells}
 
@@ -85,9 +87,11 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
 
 
 def _times(job: Job, stage: Stage) -> dict[int, float]:
-    """What a grain takes in cells all of whose ranks were measured, by leader: a cell is as slow as its slowest."""
-    measured = job.pace.measured
-    return {cell.leader: max(measured[rank] for rank in cell.ranks)
+    """What a grain would take at the base clock in cells all of whose ranks were measured, by leader: a cell is as slow
+    as its slowest.
+    """
+    measured, clocks = job.pace.measured, job.pace.clocks
+    return {cell.leader: max(measured[rank] * clocks.get(rank, 1.0) for rank in cell.ranks)
             for cell in stage.cells if all(rank in measured for rank in cell.ranks)}
 
 
@@ -113,9 +117,10 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
         believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
         strikes=pace.strikes.set(leader, strikes + 1) if slower and before <= 1.0 else pace.strikes,
     ))  # fmt: skip
-    turn.record("slow" if slower else "well", ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
+    kind = "slow" if slower else "well"
+    turn.record(kind, ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
     turn.say(f"ranks {list(cell.ranks)} have become {'slower' if slower else 'faster'}: a micro-batch takes {now:.1f} "
-             f"times as long as on others of stage {stage}; they get {'fewer' if slower else 'more'}")
+             f"times as long as on others of stage {stage}; they get {'fewer' if slower else 'more'}", kind)
     return True
 
 
@@ -140,7 +145,7 @@ def _evict(turn: Turn, index: int, stage: Stage) -> bool:
     turn.record("evicted", ranks=list(slowest.ranks), stage=index, times=round(pace.believed[leader], 3),
                 saves=round(1 - without_it / with_it, 3))
     turn.say(f"ranks {list(slowest.ranks)} are taken out: stage {index} is faster without them. They are tried again "
-             f"in {again:g} s")
+             f"in {again:g} s", "evicted")
     return True
 
 
@@ -149,6 +154,20 @@ def _makespan(total: int, cells: Sequence[Cell], believed: Mapping[int, float]) 
     times = [believed.get(cell.leader, 1.0) for cell in cells]
     given = quotas(total, times, [0] * len(times))
     return max(many * each for many, each in zip(given, times, strict=True))
+
+
+def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
+    """Ranks run at these clocks from now on, and others at the base clock, if their nodes can set any."""
+    job = turn.job
+    found = Map({rank: clock for rank, clock in clocks.items() if job.ranks[rank].node not in job.pace.fixed})
+    if found != job.pace.clocks:
+        turn.set(pace=replace(job.pace, clocks=found, measured=Map()))
+
+
+def refused(turn: Turn, node: int) -> None:
+    """A node cannot set clocks."""
+    turn.set(pace=replace(turn.job.pace, fixed=turn.job.pace.fixed | {node}))
+    clocked(turn, turn.job.pace.clocks)
 
 
 def forget(turn: Turn) -> None:

@@ -32,8 +32,11 @@ from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, withou
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
-from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, lose, readable
+from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, readable
+from megatron_elastic.plan.order import foreseen
 
+LOST, STUCK = "message lost", "device collective"
+"""Causes for which nobody has to go."""
 Held = Mapping[int, Collection[Part] | None]
 """What each rank has; None: just what the newest layout asks for."""
 
@@ -221,13 +224,14 @@ def _plan(turn: Turn, old: Layout, at_work: Collection[Report]) -> tuple[Decided
     job = turn.job
     decided, held = _with_state(turn, _first_choice(job, at_work), at_work)
     known = {*old.ranks, *old.spares, *old.lost}
-    lost = [rank for rank in job.lost if rank in known]
+    lost, costs = [rank for rank in job.lost if rank in known], job.arrangement.costs
     if decided.decision != "reload":
         try:
-            return decided, held, lose(old, lost, Holdings.reported(old, held), job.epoch)
+            left = Holdings.reported(old, held)
+            return decided, held, job.policy.lose(old, lost, left, job.epoch, costs, foreseen(job.settings.schedule))
         except StateLost as lost_state:
             decided = _fall_back(turn, decided, damage.undecided(job.trust) or str(lost_state))
-    layout = lose(old, lost, readable(old), job.epoch)
+    layout = job.policy.lose(old, lost, readable(old), job.epoch, costs, foreseen(job.settings.schedule))
     if not all(report.built for report in at_work) or len(job.shapes) < len(old.units):
         layout = at_home(layout)  # who is to keep slices of another stage's unit has to know what it is like
     return decided, held, layout
@@ -287,7 +291,9 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
     something = tuple(each for each in kept if each.numbers)
     if not something:
         return decided
-    return Decided("resume", decided.step, kept=something, counted=work.count(job.layout, kept))
+    told = (report.work for report in recovery.reports.values())
+    grains = next(each.grains for each in told if each is not None and each.step == decided.step)
+    return Decided("resume", decided.step, kept=something, counted=work.count(job.layout, kept, grains))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
@@ -297,7 +303,8 @@ def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
         raise NoLayout(reason)
     done = decided.step if decided.decision == "forward" else decided.step - 1
     turn.record("fallback", reason=reason, step=saved, lost_steps=list(range(saved + 1, done + 1)))
-    turn.say(f"WARNING: {reason}. Going back to the checkpoint of step {saved}: {done - saved} steps are done again")
+    turn.say(f"WARNING: {reason}. Going back to the checkpoint of step {saved}: {done - saved} steps are done again",
+             "fallback")
     return Decided("reload", saved + 1)
 
 
@@ -360,10 +367,16 @@ def _close(turn: Turn) -> None:
     turn.set(recovery=None)
     fields = _event(recovery, job.injected)
     turn.record("recovered", **fields)
-    what = "the loss of ranks" if set(recovery.exits) <= set(job.lost) else "damage at ranks"
+    what = "the loss of ranks" if set(_fallen(recovery)) <= set(job.lost) else "damage at ranks"
     turn.say(f"recovered from {what} {fields['ranks']} in {fields['mttr_ms']:.0f} ms "
              f"(step {fields['step']}, {fields['decision']}); {len(job.layout.ranks)} ranks train, "
-             f"{len(job.layout.spares)} spare")
+             f"{len(job.layout.spares)} spare", "recovered")
+
+
+def _fallen(recovery: Recovery) -> dict[int, str | None]:
+    """Whose faults these were, and what. Who was only waited for most, was not it if somebody else is found then."""
+    causes = dict(recovery.causes)
+    return {rank: cause for rank, cause in causes.items() if cause not in (LOST, STUCK)} or causes
 
 
 def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, object]:
@@ -383,8 +396,8 @@ def _event(recovery: Recovery, injected: Mapping[int, float]) -> dict[str, objec
     total, counted = (recovery.back_at - fault) * 1e3, recovery.decided.counted
     parts["redo_ms"] = max(total - sum(parts.values()), 0.0)
     return {
-        "cause": next((cause for _, cause in recovery.causes), "coordinator lost"),
-        "ranks": sorted(recovery.exits),
+        "cause": next(iter(_fallen(recovery).values()), "coordinator lost"),
+        "ranks": sorted(_fallen(recovery)),
         "step": recovery.decided.step,
         "decision": recovery.decided.decision,
         **{name: round(value, 3) for name, value in parts.items()},

@@ -40,6 +40,7 @@ def hello(turn: Turn, message: Hello) -> None:
     if job.ranks[rank].hello is not None:
         return
     turn.set_rank(rank, hello=message)
+    membership.introduced(turn, message)
     if rank >= job.world_size:
         _newcomer(turn, message)
         return
@@ -63,7 +64,7 @@ def again(turn: Turn, number: int, cause: str) -> None:
     fresh = Rank(node=rank.node, local_rank=rank.local_rank, host=rank.host, starts=rank.starts + 1)
     turn.set(ranks=turn.job.ranks.set(number, fresh))
     turn.record("restarted", rank=number, cause=cause, starts=fresh.starts)
-    turn.say(f"rank {number} died before training began ({cause}), and is started again")
+    turn.say(f"rank {number} died before training began ({cause}), and is started again", "restarted")
     membership.launch(turn, rank.node, [number])
 
 
@@ -109,6 +110,10 @@ def costed(turn: Turn, event: Costed) -> None:
     if event.costs is None:
         turn.end(False, f"--elastic-profile {job.settings.profile}: {event.problem}")
         return
+    if job.settings.dvfs is not None and event.costs.power is None:
+        turn.end(False, f'--elastic-dvfs: --elastic-profile {job.settings.profile} has no "power", without which '
+                        "clocks cannot be planned")
+        return
     turn.set(arrangement=replace(job.arrangement, costs=event.costs))
     if not job.silent:  # else one has died meanwhile, and all are looked at again when it is back
         _train(turn)
@@ -123,7 +128,8 @@ def _train(turn: Turn) -> None:
         trust=Trust(saves=(first.start_step,) if first.start_step else ()),
     )
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
-    turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}")
+    turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}",
+             "started")
     turn.send(Start(addresses={}, key=turn.job.key), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
     turn.set(members=tuple(members[: turn.job.seats]))
@@ -134,6 +140,7 @@ def _train(turn: Turn) -> None:
     turn.set(early=())
     for node, slots in early:
         membership.join(turn, node, slots)
+    membership.start_spares(turn)
 
 
 def difference(hello: Hello, first: Hello) -> str | None:

@@ -37,7 +37,7 @@ def suspect(turn: Turn, rank: int, reason: str, accuser: int | None = None) -> N
         return
     turn.set(suspicions=job.suspicions.set(rank, Suspicion(reason=reason, accusers=accusers)))
     turn.record("suspected", rank=rank, reason=reason)
-    turn.say(f"rank {rank} is suspected: {reason}")
+    turn.say(f"rank {rank} is suspected: {reason}", "suspected")
     turn.set_timer(f"suspect {rank}", job.settings.suspect_timeout)
 
 
@@ -71,7 +71,7 @@ def stopped(turn: Turn, message: RankStopped) -> None:
     if turn.job.ranks[rank].stopped is None and turn.job.ranks[rank].fenced is None:
         turn.set_rank(rank, stopped=message.time)
         turn.record("suspected", rank=rank, reason=_how(message.how))
-        turn.say(f"rank {rank} is suspected: {_how(message.how)}")
+        turn.say(f"rank {rank} is suspected: {_how(message.how)}", "suspected")
         turn.set_rank(rank, stopped=message.time, how=message.how)
         turn.set_timer(f"stopped {rank}", turn.job.settings.suspect_timeout)
 
@@ -92,7 +92,7 @@ def resumed(turn: Turn, message: RankResumed) -> None:
         return
     turn.cancel_timer(f"stopped {message.rank}")
     turn.record("resumed", rank=message.rank, stopped_ms=round((message.time - since) * 1e3, 3))
-    turn.say(f"rank {message.rank} runs again")
+    turn.say(f"rank {message.rank} runs again", "resumed")
     turn.set_rank(message.rank, stopped=None)
 
 
@@ -110,13 +110,15 @@ def clear(turn: Turn, rank: int) -> None:
         turn.cancel_timer(f"{name} {rank}")
 
 
-def fence(turn: Turn, rank: int, cause: str, reason: str, stack: bool = False) -> None:
-    """Kill a rank: whatever it is, it must not come back. ``stack``: what it is doing is to be written down."""
+def fence(turn: Turn, rank: int, cause: str, reason: str, stack: bool = False, device: bool = False) -> None:
+    """Kill a rank: whatever it is, it must not come back. ``stack``: what it is doing is to be written down;
+    ``device``: its device is out of use.
+    """
     each = turn.job.ranks[rank]
     if each.lost or each.node is None or each.fenced is not None:
         return
     turn.set_rank(rank, fenced=cause)
     turn.record("fenced", rank=rank, reason=reason)
-    turn.say(f"killing rank {rank}: {reason}")
-    turn.tell(each.node, Fence(rank=rank, stack=stack))
+    turn.say(f"killing rank {rank}: {reason}", "fenced")
+    turn.tell(each.node, Fence(rank=rank, stack=stack, device=device))
     turn.set_timer(f"killed {rank}", _FENCE_LIMIT)

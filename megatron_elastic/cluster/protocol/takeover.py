@@ -17,7 +17,8 @@ from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookO
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, decode
-from megatron_elastic.plan import NoLayout, lose
+from megatron_elastic.plan import NoLayout
+from megatron_elastic.plan.order import foreseen
 
 
 def took_over(turn: Turn, event: TookOver) -> None:
@@ -29,7 +30,7 @@ def took_over(turn: Turn, event: TookOver) -> None:
         gathering=Gathering(written=event.written, before=event.before, limit=event.limit),
     )  # fmt: skip
     turn.record("took_over", term=event.term)
-    turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})")
+    turn.say(f"this node coordinates from now on, at {event.address} (term {event.term})", "took_over")
     turn.set_timer("gather", event.limit)
 
 
@@ -89,7 +90,7 @@ def late(turn: Turn) -> None:
             return
         turn.end(False, "no node that knows the job has come to its new coordinator; restart the job from its newest "
                         "checkpoint")
-    elif not known.needed and not _enough(known, known.layout):
+    elif not known.needed and not _enough(turn.job, known, known.layout):
         # They may be as slow to come as they may be silent.
         turn.set(gathering=replace(known, needed=True))
         turn.set_timer("gather", turn.job.settings.heartbeat_timeout)
@@ -97,11 +98,12 @@ def late(turn: Turn) -> None:
         _go_on(turn, known, known.layout)
 
 
-def _enough(known: Gathering, layout: Layout) -> bool:
+def _enough(job: Job, known: Gathering, layout: Layout) -> bool:
     """Whether those who have come have all state that the layout asks for, and can go on."""
     missing = [rank for rank in layout.ranks if rank not in known.running]
     try:
-        lose(layout, missing, Holdings.of(layout), layout.epoch)
+        job.policy.lose(layout, missing, Holdings.of(layout), layout.epoch, job.arrangement.costs,
+                        foreseen(job.settings.schedule))  # fmt: skip
     except NoLayout:
         return False
     return True
@@ -140,7 +142,11 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
                       previous_time=turn.now),
         unsettled=job.unsettled.update(dict.fromkeys(layout.ranks)),
     )  # fmt: skip
+    for each in known.running.values():
+        if each.hello is not None:
+            membership.introduced(turn, each.hello)
     membership.given(turn, known.newest)
+    membership.tell_given(turn)
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost

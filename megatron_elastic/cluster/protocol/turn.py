@@ -71,9 +71,9 @@ class Turn:
         """Write an event down."""
         self.do(WriteEvent(kind, self.job.epoch, self.now, fields))
 
-    def say(self, line: str) -> None:
-        """Print one line for people."""
-        self.do(Say(line))
+    def say(self, line: str, tells: str = "") -> None:
+        """Print one line for people. ``tells``: the kind of the event on record that it tells of."""
+        self.do(Say(line, tells))
 
     def set_timer(self, name: str, delay: float) -> None:
         """Have ``Expired`` happen in ``delay`` seconds; replaces the timer of that name."""

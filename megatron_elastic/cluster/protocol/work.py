@@ -47,13 +47,13 @@ def kept(
     return tuple(each for each in found if spoiled.isdisjoint(number // chunks for number in each.numbers))
 
 
-def count(old: Layout, what: Collection[Kept]) -> Counted:
-    """The passes of a step of ``old`` of which ``what`` is kept."""
+def count(old: Layout, what: Collection[Kept], grains: int) -> Counted:
+    """The passes of a step of ``old`` and of so many ``grains``, of which ``what`` is kept."""
     chunks = old.num_chunks
     done = sum(2 * len(each.added) + len(each.live) + len(each.half) for each in what)
     by_leader = {each.leader: each for each in what}
     redone = 0
-    for stage in old.stages:
+    for index, stage in enumerate(old.stages):
         of_stage = {
             number
             for cell in stage.cells
@@ -62,7 +62,9 @@ def count(old: Layout, what: Collection[Kept]) -> Counted:
         }
         for cell in stage.cells:
             if cell.leader not in by_leader:
-                numbers = {grain * chunks + chunk for grain in cell.share for chunk in range(chunks)}
+                share = [grain for grain in cell.share if grain < grains]
+                numbers = {grain * chunks + chunk for grain in share
+                           for chunk in range(len(old.chunks(index)))}  # fmt: skip
                 redone += 2 * len(numbers - of_stage)
     return Counted(done, redone)
 

@@ -17,7 +17,9 @@ from megatron_elastic.cluster.messages import (
     Enter,
     Forward,
     Kept,
+    Plan,
     Recovered,
+    Recut,
     Reload,
     Resume,
     Settled,
@@ -29,7 +31,10 @@ from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 from tests.simulation.store import SliceId, Store
 from tests.simulation.training import building, parameters, step
+from tests.simulation.training.recutting import Preparation, Recutting
 from tests.simulation.training.tenure import Tenure
+from tests.simulation.training.verification import verify
+from tests.simulation.work import grains
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank, Waits
@@ -78,10 +83,12 @@ def _back(rank: Rank, decision: Back | Resume) -> Waits:
     if edit is None:
         return
     edit.store.return_to(decision.step - 1, edit.kept)
+    if (owed := standing.owes(rank.standing, decision.step)) is not None:
+        step.apply(rank, edit.store, owed.step)
     rank.standing = standing.back(rank.standing, decision.step)
     if isinstance(decision, Resume) and rank.tenure is not None:
-        leader = rank.layout.cell_of(rank.rank).leader
-        rank.tenure.remainder = [leg.op for leg in remainder("1f1b", rank.layout, decision.kept, leader).legs]
+        leader, some = rank.layout.cell_of(rank.rank).leader, grains(rank.layout, decision.step)
+        rank.tenure.remainder = [leg.op for leg in remainder("1f1b", rank.layout, decision.kept, leader, some).legs]
     yield from _copy(rank, edit, decision.step - 1)
     _train(rank)
 
@@ -102,32 +109,89 @@ def _reload(rank: Rank, decision: Reload) -> Waits:
     _train(rank)
 
 
-def enter(rank: Rank, decision: Enter) -> Waits:
-    """The layout was planned, and the step is the first one under it."""
-    edit: _Edit | None = yield from _edit(rank, decision, False)
-    if edit is None:
-        raise Violation("too early", f"rank {rank.rank} is let in before it was ready")
+def enter(rank: Rank, decision: Enter, gather: bool = False, program: bytes | None = None) -> Waits:
+    """The layout was planned, and the step is the first one under it. ``gather``: it begins with distributing weights,
+    of which nobody has any. ``program``: in what order cells do their work, packed; None: in the usual one.
+    """
+    edit: _Edit | None = yield from _edit(rank, decision, gather)
+    if rank.tenure is not None:
+        rank.tenure.program = program
     # At once: from now on this rank reports as a member.
     rank.standing = standing.enter(rank.standing, decision.step)
+    if edit is None:
+        if rank.standing.member:
+            raise Violation("too early", f"rank {rank.rank} is let in before it was ready")
+        return
     edit.store.return_to(decision.step - 1, edit.kept)
     yield from _copy(rank, edit, decision.step - 1)
     rank.copies.begin()
 
 
 def switch(rank: Rank, tenure: Tenure) -> Waits:
-    """Between two steps: ``enter`` the planned layout, as all members do now."""
+    """Between two steps: ``enter`` the planned layout, as all members do now, or begin to get what that takes."""
     plan, store = tenure.plan, tenure.store
     assert plan is not None
+    fits = store.fits(decoded(plan.layout))
+    if not fits and _follow(rank, tenure, plan):
+        return
     if rank.world.keeps:
         yield lambda: rank.copies.all_arrived() and not store.busy
         store.settle()
     yield from parameters.await_all(rank, tenure)
     first = rank.standing.step
+    if not fits:
+        yield from _reshape(rank, tenure, plan)
+        return
     yield from enter(
-        rank, Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=rank.save_first - 1)
+        rank, Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=rank.save_first - 1),
+        program=plan.program,
     )
     if rank.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         rank.control.send(Switched(rank=rank.rank, epoch=plan.epoch, step=first))
+
+
+def _follow(rank: Rank, tenure: Tenure, plan: Plan) -> bool:
+    """Begin with some more of the states that this rank is to have in cells of another shape, if there are any that can
+    follow the present ones while training goes on.
+    """
+    if rank.world.keeps:
+        return False
+    if tenure.preparation is None:
+        tenure.preparation = Preparation(rank, tenure.layout, tenure.store, plan)
+    if tenure.preparation.complete:
+        return False
+    tenure.preparation.begin(rank.standing.step - 1)
+    rank.standing = standing.lacks(rank.standing, True)
+    return True
+
+
+def _reshape(rank: Rank, tenure: Tenure, plan: Plan) -> Waits:
+    """``switch`` to cells of another shape: done only when everybody has what it needs for it, as the coordinator says;
+    until then all keep what they have.
+    """
+    yield from verify(rank, tenure)
+    step = rank.standing.step
+    preparation = tenure.preparation or Preparation(rank, tenure.layout, tenure.store, plan)
+    yield from preparation.all_here(step - 1)
+    yield rank.world.delay(0.02)
+    rank.control.check()
+    rank.recut = preparation.end(step)
+    rank.control.send(Recut(rank=rank.rank, epoch=plan.epoch, step=step))
+    yield (Enter,)
+    yield from come_into(rank, rank.recut)
+
+
+def come_into(rank: Rank, new: Recutting) -> Waits:
+    """The layout with cells of another shape is in force. May be repeated, until it is true here."""
+    rank.store = new.store
+    rank.parameters.forget()
+    yield from enter(
+        rank,
+        Enter(epoch=new.plan.epoch, layout=new.plan.layout, step=new.step, shapes=new.plan.shapes,
+              saved=rank.save_first - 1),
+        gather=True,
+    )  # fmt: skip
+    rank.recut = None
 
 
 # ---- what all decisions share ------------------------------------------------------------------

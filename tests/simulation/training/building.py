@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
-from megatron_elastic.layout import UnitShape
+from megatron_elastic.layout import EXPERTS, UnitShape
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 from tests.simulation.store import Store
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank, Waits
 
 _SHAPE = UnitShape(members=(), dtype="float32")
+_EXPERTS = UnitShape(members=(), dtype="float32", experts=4)
 
 
 def build(rank: Rank) -> Waits:
@@ -33,7 +34,9 @@ def build(rank: Rank) -> Waits:
 
 def tell(rank: Rank) -> None:
     """Tell what the units here are like."""
-    rank.control.send(Built(rank=rank.rank, shapes=dict.fromkeys(rank.parameters.steps, _SHAPE)))
+    names = rank.layout.units
+    shapes = {unit: _EXPERTS if names[unit].startswith(EXPERTS) else _SHAPE for unit in rank.parameters.steps}
+    rank.control.send(Built(rank=rank.rank, shapes=shapes))
 
 
 def prepare(rank: Rank, invite: Invite) -> Waits:
@@ -45,7 +48,7 @@ def prepare(rank: Rank, invite: Invite) -> Waits:
         yield rank.world.newcomer_delay()
     finally:
         rank.settled = settled
-    if rank.store is None or rank.store.place != layout.place_of(rank.rank):
+    if rank.store is None or rank.store.place != layout.place_of(rank.rank) or not rank.store.fits(layout):
         rank.store = Store(rank.rank, layout, rank.world.keeps)
         rank.parameters.shapes.update(invite.shapes)
     rank.control.send(Ready(rank=rank.rank, epoch=invite.epoch))

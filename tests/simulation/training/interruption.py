@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Back, Forward, Progress, Reload, Resume, Suspect
 from tests.simulation.errors import Interrupted
-from tests.simulation.training.adoption import adopt
+from tests.simulation.training.adoption import adopt, come_into
+from tests.simulation.work import grains
 
 if TYPE_CHECKING:
     from tests.simulation.rank import Rank, Waits
@@ -43,12 +44,18 @@ def _suspect(rank: Rank, suspects: tuple[int, ...]) -> Waits:
 def _progress(rank: Rank) -> Progress | None:
     if not rank.standing.member:
         return None
-    return Progress.none(rank.standing.step) if rank.work is None else rank.work.progress()
+    step = rank.standing.step
+    return Progress.none(step, grains(rank.layout, step)) if rank.work is None else rank.work.progress()
 
 
 def _report(rank: Rank) -> Waits:
-    control, store, epoch = rank.control, rank.store, rank.control.epoch
+    control, epoch = rank.control, rank.control.epoch
     control.acknowledge(epoch)
+    recut, rank.recut = rank.recut, None
+    if recut is not None and recut.plan.epoch == control.layout:
+        rank.recut = recut  # if this is interrupted, too
+        yield from come_into(rank, recut)
+    store = rank.store
     if store is not None:
         rank.copies.abandon()
     held = None if store is None else store.held()

@@ -27,6 +27,10 @@ class Parameters:
         self.steps = {unit: self.steps.get(unit) for unit in units}
         self.shapes.update(self.steps)
 
+    def forget(self) -> None:
+        """Models are made anew; shapes stay known."""
+        self.steps = {}
+
     def gathered(self, step: int) -> None:
         """Their owners have sent them as after ``step`` steps."""
         self.steps = dict.fromkeys(self.steps, step)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Committed, Plan, Profile, Settled, VoteResult
+from megatron_elastic.pipeline.program import unpack
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan.cost import UnitCost
 from megatron_elastic.plan.profile import Sample
@@ -13,7 +14,7 @@ from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 from tests.simulation.training import intermission, parameters
 from tests.simulation.training.verification import verify
-from tests.simulation.work import Work, check_sums
+from tests.simulation.work import Work, check_sums, grains
 
 if TYPE_CHECKING:
     from tests.simulation.meeting import Meeting
@@ -34,6 +35,9 @@ def take(rank: Rank, tenure: Tenure) -> Waits:
     yield from _compute(rank, tenure, step)
     yield from _reduce(rank, tenure, step)
     yield from _replay(rank, tenure, step)
+    if tenure.preparation is not None:
+        tenure.preparation.look()
+        rank.standing = standing.lacks(rank.standing, not tenure.preparation.up_to_date)
     _note_copies(rank, tenure)
     yield world.delay(0.01)
     yield from verify(rank, tenure)
@@ -44,6 +48,8 @@ def take(rank: Rank, tenure: Tenure) -> Waits:
     if world.keeps:
         rank.copies.send_updated(layout, step)
     yield from complete(rank, tenure, result)
+    if tenure.preparation is not None:
+        tenure.preparation.apply(step)
 
 
 def _compute(rank: Rank, tenure: Tenure, step: int) -> Waits:
@@ -53,14 +59,16 @@ def _compute(rank: Rank, tenure: Tenure, step: int) -> Waits:
     if not cell.shadow:
         rank.parameters.check(layout.stages[stage].units, rank.rank, step)
     if ops is None:
-        ops = for_cell("1f1b", layout, cell.leader)
+        some = grains(layout, step)
+        whole = for_cell("1f1b", layout, cell.leader) if tenure.program is None else unpack(tenure.program, cell.leader)
+        ops = tuple(op for op in whole if op.grain < some)
     if rank.work is None:
-        rank.work = Work(step)
+        rank.work = Work(step, grains(layout, step))
     chunks = layout.chunks(stage)
     for op in ops:
         yield world.delay(0.1 / len(ops))
         rank.control.check()
-        rank.work.do(op, chunks)
+        rank.work.do(op, chunks[op.chunk], layout.num_chunks)
 
 
 def _reduce(rank: Rank, tenure: Tenure, step: int) -> Waits:

@@ -9,6 +9,7 @@ from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
 from tests.simulation.store import Store
+from tests.simulation.training.recutting import Preparation
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,11 @@ class Tenure:
     """Outlives the layout; here because a member has one."""
     remainder: Sequence[Op] | None = None
     """What it does of the step in progress, if that is resumed."""
+    program: bytes | None = None
+    """In what order cells do their work, packed, if not in the usual one."""
     plan: Plan | None = None
     """The layout to switch to that it was told of last."""
+    preparation: Preparation | None = None
+    """What it gets for that one while training goes on, if cells get another shape."""
     settled: bool = False
     """Whether the coordinator knows that everything the layout asks for is live here."""

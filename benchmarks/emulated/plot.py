@@ -1,0 +1,47 @@
+"""Plot: tokens done over time by policy, above the ranks that were there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from emulated.availability import Change, presence
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
+"""Of Okabe and Ito's palette, which the colour-blind can tell apart."""
+
+
+def draw(
+    done: Mapping[str, Sequence[tuple[float, float]]], happens: Sequence[Change], slots: int, seconds: float,
+    time_scale: float, file: Path,
+) -> None:
+    """Write the plot as SVG. ``done``: by policy (s, tokens as a share of what all slots would do in all the time).
+
+    Times are shown as those of the trace, ``time_scale`` emulated seconds for each of its own.
+    """
+    hours = 1 / (3600 * time_scale)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spot",
+                         "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"]}):  # fmt: skip
+        figure = Figure(figsize=(8.2, 4.6), facecolor="white", layout="constrained")
+        FigureCanvasSVG(figure)
+        tokens, ranks = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        there = presence(happens, slots, seconds)
+        times = [each.at * hours for each in there]
+        tokens.plot(times, [each.done for each in there], color="#999999", linestyle=(0, (4, 3)),
+                    label="as much as is there could do")  # fmt: skip
+        order = sorted(done, key=lambda name: -done[name][-1][1])
+        for name, colour in zip(order, _COLOURS, strict=False):
+            tokens.plot([time * hours for time, _ in done[name]], [share for _, share in done[name]], color=colour,
+                        linewidth=1.8, label=name)  # fmt: skip
+        tokens.set_ylabel("tokens, of what all ranks\ncould do in all the time")
+        tokens.legend(frameon=False, fontsize=9)
+        ranks.step(times, [each.slots for each in there], where="post", color="#333333")
+        ranks.set(ylim=(0, slots + 1), ylabel="ranks", xlabel="hours of the trace", xlim=(0, seconds * hours))
+        for axes in (tokens, ranks):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})

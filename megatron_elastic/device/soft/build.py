@@ -1,0 +1,72 @@
+"""Build: the extension, compiled once for each state of its sources and each version of torch."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, or g++, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def library() -> Path:
+    """The compiled extension; compiled now if it is not there. Two processes at once compile it once.
+
+    It is kept in ``$TORCH_EXTENSIONS_DIR``, or in ``~/.cache/torch_extensions``. Raises RuntimeError without a
+    compiler, and with the compiler's output if it fails.
+    """
+    sources = sorted(_HERE.glob("*.cpp"))
+    digest = hashlib.sha256(" ".join((torch.__version__, *_FLAGS)).encode())
+    for path in (*sources, *sorted(_HERE.glob("*.h"))):
+        digest.update(path.read_bytes())
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    made = root / "megatron_elastic_soft" / f"soft-{digest.hexdigest()[:16]}.so"
+    if made.exists():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with open(made.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            _compile(sources, made)
+    return made
+
+
+def _compile(sources: Sequence[Path], made: Path) -> None:
+    program = compiler()
+    if program is None:
+        raise RuntimeError("soft: there is no C++ compiler (g++, or what CXX names): install one (Debian: g++)")
+    torch_lib = Path(torch.__file__).parent / "lib"
+    includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
+    with tempfile.TemporaryDirectory(dir=made.parent) as directory:
+        objects = [Path(directory, f"{source.stem}.o") for source in sources]
+        commands = [
+            (program, *_FLAGS, *includes, "-c", str(source), "-o", str(to))
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(directory, made.name)
+        _run((program, "-shared", *map(str, objects), "-o", str(linked), f"-L{torch_lib}", "-ltorch_cpu", "-lc10",
+              f"-Wl,-rpath,{torch_lib}"))
+        linked.rename(made)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"soft: the compiler failed: {' '.join(command)}\n{done.stderr[-4000:]}")

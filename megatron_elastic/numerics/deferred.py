@@ -1,0 +1,68 @@
+"""Deferred: exact sums and norms on a device that computes on its own, without a wait for it. Whether contributions
+were in range is asked once a step.
+
+The sums are those of ``exact``, bit for bit. To look at each contribution would be to wait for the device each time; so
+it keeps the largest one, which is read with all that a vote needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from megatron_elastic.numerics import kernels
+from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, GradientOverflow, make_accumulator
+from megatron_elastic.numerics.kernels.reference import fold
+
+
+class DeferredAccumulator(ExactAccumulator):
+    """Adds tensors of a device to int64 totals there; see ``ExactAccumulator``. Does not wait."""
+
+    def __init__(
+        self, contributions: int, mean_dtype: torch.dtype = torch.float32, passes: bool = False,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(contributions, mean_dtype, passes)
+        self.largest = torch.zeros(1, dtype=torch.float64, device=device)
+        """The largest magnitude since ``begin``; nan, if one was."""
+
+    def begin(self) -> None:
+        """Nothing has been added that counts."""
+        self.largest.zero_()
+
+    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False) -> bool:
+        """As ``ExactAccumulator.add``, but true whatever the value; see ``judge``."""
+        factor = 1.0 if plain else self.factor
+        kernels.quantise_add_noting(total, value, factor, self.largest)
+        return True
+
+    def judge(self, largest: float) -> bool:
+        """Whether all that was added is finite, by what ``largest`` holds; if not, the totals mean nothing.
+
+        Raises GradientOverflow when it is beyond the limit, or not finite and that no error.
+        """
+        if self._passes and not math.isfinite(largest):
+            return False
+        if not largest < self._limit:
+            raise GradientOverflow(
+                f"a gradient lies outside ±{self._limit:g} (the largest in this step is {largest:g}); the run has "
+                "diverged, or needs --elastic-consistency fast"
+            )
+        return True
+
+
+def make_deferred(
+    consistency: str, contributions: int, mean_dtype: torch.dtype, passes: bool, device: torch.device
+) -> Accumulator:
+    """The accumulator for ``--elastic-consistency`` on a device."""
+    if consistency == "bitwise":
+        return DeferredAccumulator(contributions, mean_dtype, passes, device)
+    return make_accumulator(consistency, contributions, mean_dtype, passes)
+
+
+def block_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As ``kernels.block_squares``, of tensors of a device, and there."""
+    parts = [fold(piece.to(torch.float64, copy=True)) for piece in pieces]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)

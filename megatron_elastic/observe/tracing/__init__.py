@@ -1,0 +1,1 @@
+"""Tracing: every operation of some steps, on every rank, and what determined how long they took."""

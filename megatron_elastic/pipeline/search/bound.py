@@ -1,0 +1,63 @@
+"""Bound: no orders are faster than this, whatever they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_elastic.pipeline.search.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Problem
+
+
+def lower_bound(problem: Problem) -> float:
+    """Milliseconds that no orders within the memory can be below.
+
+    Of each device: it cannot begin before its first grain has come, and then has all its work to do. And what it keeps
+    fills so much memory for so long: from a forward's beginning until the backward is over, which is not before the
+    grain has been to the end of the model and back. Until the backward begins it is the input, where that can be all.
+    """
+    begins = [float("inf")] * problem.devices
+    work, filled = [0.0] * problem.devices, [0.0] * problem.devices
+    for way, count in Counter(problem.route).items():
+        alone = _Alone(problem, way)
+        for position, device in enumerate(way):
+            begins[device] = min(begins[device], alone.before[position])
+            work[device] += count * (alone.forward[position] + alone.whole[position])
+            first, whole = alone.first[position], alone.whole[position]
+            kept, late = problem.kept[position], problem.late[position]
+            back = kept + (problem.again[position] if problem.again else 0.0)
+            early = min(kept, problem.inlet[position]) if problem.inlet else kept
+            filled[device] += count * (early * alone.until[position] + back * first + late * (whole - first))
+    return max(
+        begin + max(busy, (full / room if room else float("inf")) if full else 0.0)
+        for begin, busy, full, room in zip(begins, work, filled, problem.room, strict=True)
+        if begin < float("inf")
+    )
+
+
+class _Alone:
+    """A grain that nothing holds up on its way; all by position.
+
+    Attributes:
+        forward: of a forward.
+        first: until the input's gradient is there, at least.
+        whole: until the weights' gradients are, too.
+        before: until it comes there.
+        until: from the beginning of its forward to that of its backward.
+    """
+
+    def __init__(self, problem: Problem, way: tuple[int, ...]) -> None:
+        count = problem.positions
+        times = [problem.durations[device] for device in way]
+
+        def ms(kind: int, position: int) -> float:
+            return times[position][kind * count + position]
+
+        links = [problem.link[at] if way[at] != way[at + 1] else 0.0 for at in range(count - 1)]
+        self.forward = [ms(FORWARD, at) for at in range(count)]
+        self.first = [min(ms(INPUT, at), ms(BACKWARD, at)) for at in range(count)]
+        self.whole = [min(ms(INPUT, at) + ms(WEIGHT, at), ms(BACKWARD, at)) for at in range(count)]
+        self.before = [0.0] * count
+        for at in range(1, count):
+            self.before[at] = self.before[at - 1] + self.forward[at - 1] + links[at - 1]
+        self.until = self.forward[:]
+        for at in range(count - 2, -1, -1):
+            self.until[at] += self.until[at + 1] + self.first[at + 1] + 2 * links[at]

@@ -1,0 +1,202 @@
+"""Choice: what could be made of the cells there are, how fast each way would be, and which is worth its moves.
+
+A step of each way is simulated, because stages of unlike widths wait for each other in ways that no formula knows; it
+is estimated where that would take long. What a way gains counts from when all that it moves has arrived, until
+something else happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
+from megatron_elastic.pipeline.simulate import Step, scheduled
+from megatron_elastic.plan.clock import loads
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.errors import NoLayout
+from megatron_elastic.plan.fit import overflow_on_the_way
+from megatron_elastic.plan.graph import Graph, Planner
+from megatron_elastic.plan.growth import even
+from megatron_elastic.plan.migration import duration_ms
+from megatron_elastic.plan.replan import fill, replan
+
+HORIZON_MS = 3_600_000.0
+"""Expected time until the next loss or join: at 1,000 devices a few hours, at 16,000 one or two."""
+SCHEDULES = ("1f1b", "split")
+"""Values of ``--elastic-schedule``."""
+MOST_SIMULATED = 2_000
+"""Grains times stages beyond which a step is estimated: a coordinator plans between other things."""
+_MOST_TURNED = 5_000
+"""Grains times stages, times as many ways to place narrower stages, beyond which they are not all tried."""
+WORTH = 1e-3
+"""What another way has to gain at least, as a share of what is computed: predictions are not better than that."""
+
+
+def splits(schedules: Collection[str]) -> bool:
+    """Whether one of ``schedules`` has to be used that has backwards in two, and keeps more activations for that."""
+    return "1f1b" not in schedules
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to go on.
+
+    Attributes:
+        name: 'reroute': all stays as it is; 'deal': grains are dealt out anew, so that stages are in step; 'layers':
+            units move; 'cells': cells change their stage, too; 'regular':
+            as many cells at every stage, the others wait; 'columns': that, with the units as they are.
+        cells: that it uses.
+        step_ms: of a step.
+        moves_ms: of what has to be copied in the background, before slices are evened out.
+        gain: grains until the next event, as a multiple of what 'reroute' computes.
+        problem: why the memory of devices is not enough for it, or for what lies between; None if it is.
+    """
+
+    name: str
+    layout: Layout
+    step_ms: float
+    moves_ms: float
+    gain: float
+    problem: str | None = None
+
+    @property
+    def cells(self) -> int:
+        """That it uses."""
+        return len(self.layout.cells)
+
+
+def ways(
+    layout: Layout, costs: Costs, tied: bool, schedules: Collection[str] = SCHEDULES, horizon_ms: float = HORIZON_MS
+) -> tuple[Way, ...]:
+    """All ways to go on with the cells of ``layout``, 'reroute' first. All state that it asks for is live."""
+    found: list[Way] = []
+    stay = replace(layout, stages=tuple(
+        replace(stage, cells=share(layout, stage.cells)) for stage in layout.stages
+    ))  # fmt: skip
+    for name, other in _candidates(layout, stay, costs, tied, schedules):
+        if any(other.stages == way.layout.stages for way in found):
+            continue
+        goal = _settled(other, costs)
+        step_ms = step(goal, costs, schedules)
+        moves_ms = math.inf
+        with suppress(SliceLost):
+            moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
+        first = found[0].step_ms if found else step_ms
+        away = min(moves_ms / horizon_ms, 1.0)
+        found.append(Way(name, other, step_ms, moves_ms, away + (1 - away) * first / step_ms,
+                         overflow_on_the_way(layout, goal, costs, splits(schedules))))  # fmt: skip
+    return tuple(found)
+
+
+def best(found: Collection[Way]) -> Way:
+    """The way that computes most until the next event; one that comes earlier if they are about the same.
+
+    Those for which memory is not enough only where there are no others.
+    """
+    chosen, *others = [way for way in found if way.problem is None] or found
+    for way in others:
+        if way.gain > chosen.gain * (1 + WORTH):
+            chosen = way
+    return chosen
+
+
+def step(
+    layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None
+) -> float:
+    """Milliseconds of a step under the fastest of ``schedules``; ``clocks``: of cells, by leader, 1 if not there."""
+    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+        work = loads(layout, costs)
+        slowest = max(ms / (clocks or {}).get(leader, 1.0) for leader, ms in work.items())
+        return costs.pace_of(layout).step_ms * (slowest / max(work.values()) if max(work.values()) else 1.0)
+    return min(Step.of(scheduled(each, layout), layout, costs, clocks).ms for each in schedules)
+
+
+def _settled(layout: Layout, costs: Costs) -> Layout:
+    """With slices where they will be in the end, if it is known what that makes different, and simulated."""
+    matters = costs.exchange is not None or costs.memory_bytes is not None
+    if not matters or layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+        return layout
+    return even(layout, layout.epoch)
+
+
+def _candidates(
+    layout: Layout, stay: Layout, costs: Costs, tied: bool, schedules: Collection[str]
+) -> Iterator[tuple[str, Layout]]:
+    """Those that move least first."""
+    yield "reroute", stay
+    yield "deal", replace(stay, stages=tuple(_dealt(layout, stage) for stage in stay.stages))
+    present, split = {layout.pipeline_size}, splits(schedules)
+    for name, stays in (("layers", True), ("cells", False)):
+        with suppress(NoLayout):
+            yield name, replan(layout, costs, layout.epoch, stages=present, tied=tied, cells_stay=stays, split=split)
+    for graph in _turned(layout, costs, tied, split):
+        yield "cells", fill(layout, costs, graph, layout.epoch)
+    for name, graph in _regular(layout, len(layout.cells), costs, tied, schedules):
+        yield name, fill(layout, costs, graph, layout.epoch)
+
+
+def _dealt(layout: Layout, stage: Stage) -> Stage:
+    """The same, but who computes what has nothing to do with how it was before."""
+    count = stage.width
+    cells = [Cell(cell.ranks, tuple(range(at, layout.num_grains, count))) for at, cell in enumerate(stage.cells)]
+    return replace(stage, cells=share(layout, cells))
+
+
+def _turned(layout: Layout, costs: Costs, tied: bool, split: bool) -> Iterator[Graph]:
+    """Graphs of widths that are as even as can be, with the narrower stages here or there: that makes a difference."""
+    stages = layout.pipeline_size
+    low, extra = divmod(len(layout.cells), stages)
+    if not extra or not low or layout.num_chunks > 1 or layout.num_grains * stages**2 > _MOST_TURNED:
+        return
+    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
+    widths = [low + (stage < extra) for stage in range(stages)]
+    for turn in range(stages):
+        with suppress(NoLayout):
+            yield planner.split(widths[turn:] + widths[:turn])
+
+
+def _regular(
+    layout: Layout, cells: int, costs: Costs, tied: bool, schedules: Collection[str]
+) -> Iterator[tuple[str, Graph]]:
+    """Graphs of as many cells at every stage."""
+    width = min(cells // layout.pipeline_size, layout.num_grains)
+    if width:
+        yield "columns", Graph(tuple(stage.units for stage in layout.stages), (width,) * layout.pipeline_size, 0.0)
+    with suppress(NoLayout):
+        yield "regular", fastest_grid(layout, cells, costs, tied, schedules)
+
+
+def fastest_grid(
+    layout: Layout, cells: int, costs: Costs, tied: bool, schedules: Collection[str] = SCHEDULES
+) -> Graph:
+    """The graph of the fastest regular pipeline of at most so many cells.
+
+    Where the memory of a device is known it may have any number of stages, else only the present one is known to fit.
+    Raises NoLayout.
+    """
+    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, splits(schedules))
+    present = layout.pipeline_size
+    counts = [present] if costs.memory_bytes is None else range(1, min(cells, planner.blocks) + 1)
+    found: Graph | None = None
+    best_ms, problem = math.inf, NoLayout(f"{present} pipeline stages cannot be made of {cells} cells")
+    for stages in counts:
+        width = min(cells // stages, layout.num_grains)
+        if width < 1:
+            continue
+        widths = [width] * stages
+        try:
+            graph = planner.interleave(widths, layout.through(stages))
+        except NoLayout as why:
+            problem = why
+            continue
+        grains = math.ceil(layout.num_grains * layout.samples / width) / layout.samples
+        step_ms = costs.pace(graph.stage_units, widths, [grains] * stages).step_ms
+        if step_ms < best_ms:
+            found, best_ms = graph, step_ms
+    if found is None:
+        raise problem
+    return found

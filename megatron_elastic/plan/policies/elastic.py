@@ -1,0 +1,86 @@
+"""Elastic: ours. The others of a stage share a lost cell's grains at once; then units and cells move on the side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from megatron_elastic.layout import Holdings, Layout
+from megatron_elastic.plan.choice import SCHEDULES, WORTH, Way, best, splits, step, ways
+from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.fit import overflow
+from megatron_elastic.plan.growth import admit, even
+from megatron_elastic.plan.loss import lose
+from megatron_elastic.plan.policies.policy import Policy, without_shadows
+
+
+class Elastic(Policy):
+    """ElasWave's axes (arXiv 2510.00606): dataflow at once, graph in the background, clocks apart (``plan.clocking``).
+
+    Where it is known what units cost, all ways to go on are compared (``plan.choice``). One may be to leave cells out,
+    for regular pipelines; they come in again when that makes the others faster.
+    """
+
+    name = "elastic"
+    idea = "dataflow at once, units and cells move in the background (ElasWave, arXiv 2510.00606)"
+
+    def lose(
+        self, layout: Layout, lost: Collection[int], held: Holdings, epoch: int, costs: Costs | None,
+        schedules: Collection[str] = SCHEDULES,
+    ) -> Layout:
+        """Nothing moves, if that fits the memory of devices; else what moves least of that which does, at once.
+
+        Who gets the slices of the lost ones may own far more than others until they are spread evenly.
+        """
+        stay, split = lose(layout, lost, held, epoch), splits(schedules)
+        if costs is None or overflow(stay, stay.ranks, costs, split) is None:
+            return stay
+        left = without_shadows(stay)
+        found = ways(left, costs, left.is_tied, schedules)
+        spread = (even(way.layout, epoch) for way in found)
+        return next((each for each in spread if overflow(each, each.ranks, costs, split) is None), stay)
+
+    def uses_all(self, costs: Costs | None) -> bool:
+        """Where it is not known what units cost."""
+        return costs is None
+
+    def cells(
+        self, layout: Layout, there: int, costs: Costs | None, schedules: Collection[str] = SCHEDULES
+    ) -> int:
+        """More than there are only if steps get shorter."""
+        now = len(layout.cells)
+        if there <= now or costs is None:
+            return there
+        tied = layout.is_tied
+        newest = max((*layout.ranks, *layout.spares, *layout.lost))
+        missing = there - now - len(layout.spares) // layout.cell_size
+        newcomers = {newest + i + 1: len(layout.hosts) for i in range(max(missing, 0) * layout.cell_size)}
+        grown = admit(replace(layout, most_cells=None), newcomers, layout.epoch)
+        found = best(ways(grown, costs, tied, schedules))
+        present = step(layout, costs, schedules)
+        return found.cells if found.step_ms < present * (1 - WORTH) else now
+
+    def considered(
+        self, layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES
+    ) -> tuple[Way, ...]:
+        """The ways to go on from ``layout``, in which all that it asks for is live, and with its spares."""
+        there = len(layout.cells) + len(layout.spares) // layout.cell_size
+        most = self.cells(layout, there, costs, schedules)
+        grown = admit(replace(layout, most_cells=max(most, len(layout.cells))), {}, layout.epoch)
+        return ways(grown, costs, layout.is_tied, schedules)
+
+    def arranges(self, costs: Costs | None) -> bool:
+        """Where it is known what units cost."""
+        return costs is not None
+
+    def ways(
+        self, layout: Layout, costs: Costs | None, tied: bool, schedules: Collection[str] = SCHEDULES
+    ) -> tuple[Way, ...]:
+        """All that ``plan.choice`` knows."""
+        return ways(layout, costs or Costs.assumed(layout.units), tied, schedules)
+
+    def arrange(
+        self, layout: Layout, costs: Costs | None, tied: bool, schedules: Collection[str] = SCHEDULES
+    ) -> Layout:
+        """The best of all ways."""
+        return best(self.ways(layout, costs, tied, schedules)).layout

@@ -1,0 +1,27 @@
+"""Actuator: one way to set clocks of devices; as multiples of the base clock, at which costs were measured."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Actuator(Protocol):
+    """Sets clocks of devices of one kind, which are named by texts that outlive processes.
+
+    What fails raises OSError, a missing right PermissionError, which is one.
+    """
+
+    name: str
+    """In a file that says what to restore."""
+
+    def steps(self, device: str) -> tuple[float, ...]:
+        """The clocks that a device can have, ascending; none: any."""
+
+    def read(self, device: str) -> str:
+        """What is set now, for ``restore``."""
+
+    def write(self, device: str, clock: float) -> None:
+        """Set the clock of a device."""
+
+    def restore(self, device: str, before: str) -> None:
+        """Set back what ``read`` has returned."""

@@ -1,0 +1,79 @@
+"""Devices: which device of an actuator is whose rank's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from megatron_elastic.power.actuator import Actuator
+from megatron_elastic.power.cpufreq import Cpufreq
+from megatron_elastic.power.emulated import Emulated
+from megatron_elastic.power.nvidia import Nvidia
+from megatron_elastic.power.quota import Quota
+
+FOLDER = "clocks"
+"""In a run's directory: the clocks of emulated devices, a file for each rank, named by its number."""
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs: its number, its number on its node, and its process."""
+
+    rank: int
+    local_rank: int
+    pid: int
+
+
+def actuators() -> tuple[Actuator, ...]:
+    """One of each kind."""
+    return Emulated(), Nvidia(), Cpufreq(), Quota()
+
+
+def devices(name: str, run_dir: Path, places: list[Place]) -> dict[int, str]:
+    """[rank] = its device, for the actuator ``name``. Raises OSError if that is not known, or not its own."""
+    found = {place.rank: _NAMED[name](run_dir, place) for place in places}
+    for one, other in combinations(found, 2):
+        if shared := {*found[one].split(",")}.intersection(found[other].split(",")):
+            raise OSError(f"ranks {one} and {other} share {', '.join(sorted(shared))}: each needs a device of its own")
+    return found
+
+
+def _emulated(run_dir: Path, place: Place) -> str:
+    return str(run_dir / FOLDER / str(place.rank))
+
+
+def _gpu(run_dir: Path, place: Place) -> str:
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not visible:
+        return str(place.local_rank)
+    if place.local_rank >= len(visible) or not visible[place.local_rank].isdecimal():
+        raise OSError(f"CUDA_VISIBLE_DEVICES={','.join(visible)} does not say the index of local rank "
+                      f"{place.local_rank}'s GPU")
+    return visible[place.local_rank]
+
+
+def _processors(run_dir: Path, place: Place) -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(place.pid))))
+
+
+def _group(run_dir: Path, place: Place) -> str:
+    """The control group that says what a process may have of processors; of either version."""
+    lines = [line.split(":", 2) for line in Path(f"/proc/{place.pid}/cgroup").read_text().splitlines()]
+    for _, controllers, path in lines:
+        if "cpu" in controllers.split(","):
+            return str(_GROUPS / "cpu" / path.lstrip("/"))
+    for _, controllers, path in lines:
+        if not controllers:
+            return str(_GROUPS / path.lstrip("/"))
+    raise OSError(f"rank {place.rank} is in no control group")
+
+
+_NAMED: Mapping[str, Callable[[Path, Place], str]] = {
+    Emulated.name: _emulated, Nvidia.name: _gpu, Cpufreq.name: _processors, Quota.name: _group,
+}
+NAMES = tuple(_NAMED)
+"""Of all actuators."""

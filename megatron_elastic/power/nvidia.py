@@ -1,0 +1,65 @@
+"""Clocks of NVIDIA GPUs, by NVML: locked graphics clocks. Needs the package ``nvidia-ml-py`` and root, or the right."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+class Nvidia:
+    """A device is the index of a GPU.
+
+    Args:
+        nvml: the module ``pynvml``; imported when it is needed.
+    """
+
+    name = "nvidia"
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+
+    def steps(self, device: str) -> tuple[float, ...]:
+        """The supported graphics clocks at the highest memory clock; 1 is the one that applications get by default."""
+        nvml, handle = self._handle(device)
+        memory = max(_asked(nvml, nvml.nvmlDeviceGetSupportedMemoryClocks, handle))
+        base = self._base(nvml, handle)
+        return tuple(mhz / base for mhz in sorted(
+            _asked(nvml, nvml.nvmlDeviceGetSupportedGraphicsClocks, handle, memory)))  # fmt: skip
+
+    def read(self, device: str) -> str:
+        """NVML does not say whether clocks are locked: what is restored is that they are not."""
+        self._handle(device)
+        return "unlocked"
+
+    def write(self, device: str, clock: float) -> None:
+        """Lock it."""
+        nvml, handle = self._handle(device)
+        mhz = round(self._base(nvml, handle) * clock)
+        _asked(nvml, nvml.nvmlDeviceSetGpuLockedClocks, handle, mhz, mhz)
+
+    def restore(self, device: str, before: str) -> None:
+        """Unlock it."""
+        nvml, handle = self._handle(device)
+        _asked(nvml, nvml.nvmlDeviceResetGpuLockedClocks, handle)
+
+    def _handle(self, device: str) -> tuple[Any, Any]:
+        if self._nvml is None:
+            try:
+                self._nvml = importlib.import_module("pynvml")
+            except ImportError:
+                raise OSError("clocks of NVIDIA GPUs need the package nvidia-ml-py: pip install nvidia-ml-py") from None
+        _asked(self._nvml, self._nvml.nvmlInit)
+        return self._nvml, _asked(self._nvml, self._nvml.nvmlDeviceGetHandleByIndex, int(device))
+
+    def _base(self, nvml: Any, handle: Any) -> int:
+        return int(_asked(nvml, nvml.nvmlDeviceGetDefaultApplicationsClock, handle, nvml.NVML_CLOCK_GRAPHICS))
+
+
+def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What NVML answers; its errors as Python's."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError as error:
+        kind = PermissionError if "permission" in str(error).lower() else OSError
+        raise kind(f"NVML, {function.__name__}: {error}") from None

@@ -1,0 +1,58 @@
+"""Quotas of processor time, by control groups: a clock for ranks that compute on processors they share with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PERIOD_US = 100_000
+_STEPS = tuple(step / 20 for step in range(2, 41))
+"""From a tenth of the base clock to twice as much, if so many processors are free."""
+
+
+class Quota:
+    """A device is the folder of a control group that holds the processes of one rank; of either version.
+
+    At the base clock a rank may take as much as its group might when its clock was first set, or one processor where
+    nothing limited it.
+    """
+
+    name = "quota"
+
+    def __init__(self) -> None:
+        self._bases: dict[str, float] = {}
+        """Of each device, in processors."""
+
+    def steps(self, device: str) -> tuple[float, ...]:
+        """All that make sense: a quota can be anything."""
+        return _STEPS
+
+    def read(self, device: str) -> str:
+        """The quota, in the words of its version."""
+        return self._file(device).read_text().strip()
+
+    def write(self, device: str, clock: float) -> None:
+        """A share of every period."""
+        file = self._file(device)
+        base = self._bases.setdefault(device, self._limit(device) or 1.0)
+        quota = max(round(_PERIOD_US * base * clock), 1_000)
+        if file.name == "cpu.max":
+            file.write_text(f"{quota} {_PERIOD_US}\n")
+        else:
+            (file.parent / "cpu.cfs_period_us").write_text(f"{_PERIOD_US}\n")
+            file.write_text(f"{quota}\n")
+
+    def restore(self, device: str, before: str) -> None:
+        """As it was."""
+        self._file(device).write_text(f"{before}\n")
+
+    def _limit(self, device: str) -> float | None:
+        """Processors whose time the group may take; None: as many as there are."""
+        file = self._file(device)
+        quota, _, period = file.read_text().strip().partition(" ")
+        if file.name != "cpu.max":
+            period = (file.parent / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if quota.isdecimal() else None
+
+    def _file(self, device: str) -> Path:
+        newer = Path(device) / "cpu.max"
+        return newer if newer.exists() else Path(device) / "cpu.cfs_quota_us"

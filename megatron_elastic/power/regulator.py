@@ -1,0 +1,91 @@
+"""Regulator: sets the clocks of a node's ranks as they are planned, in a thread of its own, as devices may be slow.
+
+What to restore is noted in a folder of this machine, and as long as the process lives it holds a lock beside that: the
+next job here restores what one that was killed has left. Numbers of processes would not do, as containers have their
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_elastic.power.actuator import Actuator
+from megatron_elastic.power.devices import Place, actuators, devices
+from megatron_elastic.power.keeper import Keeper, restore_left
+
+
+class Regulator:
+    """Of one node.
+
+    Args:
+        name: of the actuator.
+        run_dir: of the job.
+        warn: told once, in another thread, if clocks cannot be set; and if one cannot be set back.
+        folder: where it is noted what to restore.
+    """
+
+    def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], folder: Path | None = None) -> None:
+        self._run_dir = run_dir
+        self._warn = warn
+        self._actuator: Actuator = next(each for each in actuators() if each.name == name)
+        folder = folder or notes()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / f"{uuid.uuid4().hex}.json"
+        self._lock = file.with_suffix(".lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._keeper = Keeper(self._actuator, file, warn)
+        self._thread = ThreadPoolExecutor(1, "clocks")
+        self._refused = False
+
+    def set(self, clocks: Mapping[int, float], places: list[Place]) -> None:
+        """Let these ranks run at these clocks, and all others as they did before. Does not wait."""
+        self._thread.submit(self._set, clocks, [place for place in places if place.rank in clocks])
+
+    def close(self) -> None:
+        """Set all back; returns when that is done."""
+        self._thread.submit(self._keeper.restore).result()
+        self._thread.shutdown()
+        with self._lock:
+            Path(self._lock.name).unlink(missing_ok=True)
+
+    def _set(self, clocks: Mapping[int, float], places: list[Place]) -> None:
+        if self._refused:
+            return
+        try:
+            found = devices(self._actuator.name, self._run_dir, places)
+            self._keeper.set({device: self._nearest(device, clocks[rank]) for rank, device in found.items()})
+        except OSError as error:
+            self._refused = True
+            self._keeper.restore()
+            self._warn(f"clocks stay as they are ({self._actuator.name}): {error}")
+
+    def _nearest(self, device: str, clock: float) -> float:
+        steps = self._actuator.steps(device)
+        return min(steps, key=lambda step: abs(step - clock)) if steps else clock
+
+
+def notes() -> Path:
+    """The folder of this machine and person where it is noted what to restore."""
+    return Path(tempfile.gettempdir()) / f"megatron_elastic-clocks-{os.getuid()}"
+
+
+def restore_left_behind(warn: Callable[[str], None], folder: Path | None = None) -> None:
+    """Set back what jobs have left here whose agents are gone."""
+    folder = folder or notes()
+    try:
+        files = sorted(folder.glob("*.json"))
+        mine = not files or folder.stat().st_uid == os.getuid()
+    except OSError:
+        return
+    for file in files if mine else ():
+        with file.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            restore_left(file, actuators(), warn)
+            Path(lock.name).unlink(missing_ok=True)

@@ -1,0 +1,18 @@
+"""Usage: how commands describe themselves."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from itertools import groupby
+
+
+class Formatter(argparse.HelpFormatter):
+    """Descriptions and epilogs are paragraphs, which are filled; lines that begin with a space stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled: list[str] = []
+        for kept, group in groupby(text.splitlines(), key=lambda line: not line or line.startswith(" ")):
+            lines = list(group)
+            filled += lines if kept else textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
+        return "\n".join(indent + line for line in filled)

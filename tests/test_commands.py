@@ -1,0 +1,116 @@
+"""What commands say about themselves, and what shells complete of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_elastic import bench, cli, usage
+from tests.jobs import ROOT
+
+WIDTH = 80
+PARTS = [["plan", "--memory"], ["data", "prepare"], *(["fleet", part] for part in (
+    "run", "submit", "cancel", "status", "simulate"))]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+
+
+def helped(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        code: object = cli.main([*words, "--help"])
+    except SystemExit as done:
+        code = done.code
+    assert code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in cli.COMMANDS if name != "chaos"), *PARTS], ids=" ".join)
+def test_help_fits_a_terminal(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    told = helped(words, capsys)
+    assert told.startswith(f"usage: {' '.join(['megatron-elastic', *words])} ")
+    assert [line for line in told.splitlines() if len(line) > WIDTH] == []
+    if not words:
+        assert all(f"  {name} " in told for name in cli.COMMANDS)
+
+
+def test_the_help_of_chaos_fits_as_well() -> None:
+    import chaos  # of benchmarks/
+
+    assert max(map(len, chaos.make_parser().format_help().splitlines())) <= WIDTH
+
+
+def test_prose_is_filled_and_examples_stay() -> None:
+    text = "A long line. " * 9 + "\nThe same paragraph.\n\nexample:\n  a  b\n\n  c\nThe end."
+    parser = argparse.ArgumentParser(prog="x", epilog=text, formatter_class=usage.Formatter)
+    told = parser.format_help()
+    assert told.endswith("The same paragraph.\n\nexample:\n  a  b\n\n  c\nThe end.\n")
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+def test_all_parts_of_commands_are_looked_at() -> None:
+    found = [[name, part] for name, (_, parser) in cli.parsers().items() for part in _parts(parser)]
+    assert sorted(found) == sorted(words for words in PARTS if not words[1].startswith("-"))
+
+
+def _parts(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words help otherwise in each version of Python")
+def test_the_page_of_commands_is_up_to_date() -> None:
+    """If not: ``python scripts/commands.py > docs/commands.md``."""
+    command = [sys.executable, str(ROOT / "scripts" / "commands.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    page = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    assert page == (ROOT / "docs" / "commands.md").read_text()
+
+
+# ---- completion ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(("line", "some", "none"), [
+    ("megatron-elastic s", {"status", "scale"}, {"top"}),
+    ("megatron-elastic fleet s", {"submit", "status", "simulate"}, {"run"}),
+    ("megatron-elastic run --n", {"--nproc-per-node", "--nnodes", "--node-rank"}, {"--pp"}),
+    ("megatron-elastic scale runs --", {"--pp", "--dp", "--tp"}, {"--json"}),
+    ("megatron-elastic patch ", {"status", "apply", "revert"}, set()),
+    ("megatron-elastic status REA", {"README.md"}, {"docs"}),
+    ("megatron-elastic bench rec", {"recovery"}, {"overhead"}),
+])  # fmt: skip
+def test_bash_completes(line: str, some: set[str], none: set[str], completion: str) -> None:
+    words = line.split(" ")
+    script = f"""{completion}
+        COMP_WORDS=({" ".join(word or "''" for word in words)}) COMP_CWORD={len(words) - 1}
+        COMP_LINE='{line}' COMP_POINT={len(line)}
+        _shtab_megatron_elastic megatron-elastic '{words[-1]}' '{words[-2]}'
+        printf '%s\\n' "${{COMPREPLY[@]}}" """
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {each.strip() for each in done.stdout.splitlines()}
+    assert some <= found and not none & found, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    from megatron_elastic import completion
+
+    return completion.script("bash")
+
+
+def test_every_shell_gets_something(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "tcsh"):
+        assert cli.main(["completion", shell]) == 0
+        told = capsys.readouterr().out
+        assert all(name in told for name in cli.COMMANDS if name != "chaos")
+        assert bench.available()[0] in told
