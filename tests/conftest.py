@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 from hypothesis import settings

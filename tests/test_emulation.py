@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,13 +386,11 @@ def test_memory_refuses_to_overflow(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_a_sleep(tmp_path: Path) -> None:
     flag = InterruptFlag()
-    one = device(profile_of(layer_ms=60_000.0), tmp_path, flag=flag)
+    one = device(profile_of(layer_ms=1e9), tmp_path, flag=flag)
     one.enter(layout())
     one.begin(1, {})
     timer = threading.Timer(0.05, lambda: flag.raise_for(3, frozenset({1})))
     timer.start()
-    begun = time.monotonic()
     with pytest.raises(Interrupted):
         one.compute(Op("forward", 0), 1.0)
-    assert time.monotonic() - begun < 30
     timer.join()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.jobs import ROOT, Jobs
-from tests.test_checkout import CheckoutJobs, assert_same, checkout, inject, needs_checkout, patched, slow
+from tests.test_checkout import CheckoutJobs, assert_same, checkout, inject, needs_checkout, patched
 
 __all__ = ["checkout", "patched"]
 

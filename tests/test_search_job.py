@@ -135,7 +135,8 @@ def test_what_did_not_fit_runs_with_chunks_recomputed(jobs: Jobs, tmp_path: Path
     pytest.param(Grid(tp=2, pp=2, steps=8), short_of_memory(33.5), ("--swiglu", "--normalization", "RMSNorm"),
                  ("3@6:forward",), id="TP2 PP2, a rank dies"),
     pytest.param(PP2, short_of_memory(27.5, experts=True),
-                 ("--num-experts", "2", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01"), (), id="PP2 with experts"),
+                 ("--num-experts", "2", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01"), (),
+                 id="PP2 with experts"),
 ])  # fmt: skip
 def test_chunks_are_recomputed_while_it_runs(
     jobs: Jobs, tmp_path: Path, grid: Grid, profile: Profile, flags: tuple[str, ...], lost: tuple[str, ...]

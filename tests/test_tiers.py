@@ -42,7 +42,7 @@ def _is_clock(node: ast.AST) -> bool:
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         return name in CLOCKS or (name == "time" and not node.args)
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith("_ms")
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split("_")[-1] == "ms"
 
 
 def _bounds_above(compare: ast.Compare, clocks: set[str]) -> Iterator[bool]:
@@ -73,14 +73,16 @@ def _decides_by_clock(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _waits_by_sleeping(function: ast.FunctionDef) -> Iterator[str]:
-    """A sleep outside of a loop that looks at something."""
-    polls = {id(node) for loop in ast.walk(function) if isinstance(loop, ast.While) for node in ast.walk(loop)}
+    """A sleep outside of a loop that looks at something, and of what is handed over to be done elsewhere."""
+    elsewhere = {id(node) for outer in ast.walk(function) if isinstance(outer, ast.While | ast.Lambda)
+                 for node in ast.walk(outer)}  # fmt: skip
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
-            asynchronous = isinstance(node.func.value, ast.Name) and node.func.value.id == "asyncio"
-            zero = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
-            if id(node) not in polls and not (asynchronous and zero):
-                yield f"line {node.lineno}: sleeps"
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="asyncio"), attr="sleep"), args=[ast.Constant(value=0)]):
+                pass
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep")):
+                if id(node) not in elsewhere:
+                    yield f"line {node.lineno}: sleeps"
 
 
 def _draws_anew(function: ast.FunctionDef) -> Iterator[str]:

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 
 from tests.simulation import mutants, run
 from tests.simulation.scenario import Scenario

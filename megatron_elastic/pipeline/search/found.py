@@ -117,16 +117,21 @@ def bound_of(layout: Layout, costs: Costs, clocks: Mapping[int, float], room: fl
     )
 
 
-def fits(program: Program, layout: Layout, costs: Costs) -> bool:
-    """Whether the memory of devices is enough for a program of ``layout``, as far as costs say."""
-    if costs.memory_bytes is None:
+def fits(program: Program, layout: Layout, costs: Costs, room: float | None = None) -> bool:
+    """Whether the memory of devices is enough for a program of ``layout``, as far as costs say, or else ``room``."""
+    if costs.memory_bytes is None and room is None:
         return True
-    again = [at for at, position in enumerate(layout.way) if layout.recomputes(position.stage, position.chunk)]
     return all(
-        problem_of(layout, costs, leaders, grains, {}, {}).recomputing(again)
+        (problem if costs.memory_bytes is None else problem.recomputing(_recomputed(layout)))
         .fits(orders_of(program, layout, leaders, grains))
         for leaders, grains in _connected(layout)
+        for problem in (problem_of(layout, costs, leaders, grains, {}, {}, room),)
     )  # fmt: skip
+
+
+def _recomputed(layout: Layout) -> list[int]:
+    """Positions whose chunks are recomputed."""
+    return [at for at, position in enumerate(layout.way) if layout.recomputes(position.stage, position.chunk)]
 
 
 def programs(layout: Layout) -> dict[str, Program]:
@@ -163,8 +168,7 @@ def problem_of(
         speed=tuple(clocks.get(leader, 1.0) for leader in leaders), inlet=inlet,
     )  # fmt: skip
     if costs.memory_bytes is None:  # nothing says what would have to be recomputed
-        stay = [at for at, position in enumerate(layout.way) if layout.recomputes(position.stage, position.chunk)]
-        problem = problem.recomputing(stay)
+        problem = problem.recomputing(_recomputed(layout))
         if room is None:
             # What ``split`` keeps is more than the usual schedule does, and jobs are started with it as they are.
             return problem.within(problem.peaks(orders_of(list(known.values())[1], layout, leaders, grains)))
