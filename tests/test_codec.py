@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import Holdings, Layout, LayoutError, changed, decode, difference, encode, gpt_units
 from megatron_elastic.plan import improve, lose
+from tests.tiers.examples import examples
 
 
 def grid(tp: int, pp: int, dp: int, samples: int = 1, per_host: int | None = None) -> Layout:
@@ -23,7 +24,7 @@ def grid(tp: int, pp: int, dp: int, samples: int = 1, per_host: int | None = Non
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     tp=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(2, 5), samples=st.sampled_from([1, 3]),
     per_host=st.sampled_from([None, 2]), data=st.data(),
@@ -88,7 +89,7 @@ def test_bytes_that_are_no_layout_are_refused(data: bytes, message: str) -> None
         decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(at=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_damaged_bytes_are_a_layout_or_refused(at: int, byte: int) -> None:
     data = bytearray(encode(grid(2, 2, 2)))

@@ -19,6 +19,7 @@ from megatron_elastic.plan import everything, improve, lose, replan
 from megatron_elastic.plan.cost import Costs, UnitCost
 from megatron_elastic.plan.dataflow import resize, share
 from megatron_elastic.plan.reroute import reroute
+from tests.tiers.examples import examples
 
 
 def grid(pp: int, dp: int, grains: int, samples: int, tp: int = 1, chunks: int = 1) -> Layout:
@@ -81,7 +82,7 @@ def test_three_cells_take_over_what_four_had() -> None:
     ]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(at=st.lists(st.integers(-1, 5), min_size=1, max_size=24), width=st.integers(1, 6), samples=st.integers(1, 9))
 def test_resize_is_even_to_within_a_sample_and_moves_few(at: list[int], width: int, samples: int) -> None:
     old = [tuple(grain for grain, cell in enumerate(at) if cell == index) for index in range(width)]
@@ -111,7 +112,7 @@ def optimal(total: int, slow: list[float]) -> float:
                 and sum(int(end / slow[index] + 1e-9) for index in cells) >= total)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(at=st.lists(st.integers(-1, 5), min_size=6, max_size=24), width=st.integers(1, 6), slow=paces)
 def test_slower_cells_get_fewer_grains(at: list[int], width: int, slow: list[float]) -> None:
     old = [tuple(grain for grain, cell in enumerate(at) if cell == index) for index in range(width)]
@@ -125,7 +126,7 @@ def test_slower_cells_get_fewer_grains(at: list[int], width: int, slow: list[flo
     assert reroute(new, len(at), slow[:width]) == new, "what is shared out so stays as it is"
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(grains=st.integers(6, 24), width=st.integers(1, 6), samples=st.integers(1, 9), slow=paces)
 def test_slower_cells_get_fewer_samples(grains: int, width: int, samples: int, slow: list[float]) -> None:
     old = [tuple(range(index, grains, width)) for index in range(width)]
@@ -141,7 +142,7 @@ def test_slower_cells_get_fewer_samples(grains: int, width: int, samples: int, s
     assert resize([whole for whole, _ in new], grains, samples, slow[:width]) == new
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(layout=layouts)
 def test_cells_of_a_stage_have_equally_much_to_do(layout: Layout) -> None:
     for stage in layout.stages:
@@ -154,7 +155,7 @@ def test_cells_of_a_stage_have_equally_much_to_do(layout: Layout) -> None:
     assert Layout.from_json(layout.to_json()) == layout
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(layout=layouts, data=st.data())
 def test_what_is_sent_is_what_both_sides_have(layout: Layout, data: st.DataObject) -> None:
     """Over every boundary, every sample once, from who has it to who needs it."""
@@ -175,7 +176,7 @@ def test_what_is_sent_is_what_both_sides_have(layout: Layout, data: st.DataObjec
             assert all(before.stop == after.start for before, after in pairwise(row))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(layout=layouts, split=st.booleans(), seed=st.integers(0, 2**32))
 def test_programs_of_parts_are_right_and_end(layout: Layout, split: bool, seed: int) -> None:
     program, chunks = usual(layout), layout.num_chunks
@@ -209,7 +210,7 @@ def test_a_lost_cell_of_four_costs_a_third_instead_of_twice_the_time() -> None:
     assert makespans == {1: 6.0, 3: 4.0}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layout=layouts, newcomers=st.integers(1, 3), pp=st.integers(1, 5))
 def test_ranks_join_and_units_move_with_parts_too(layout: Layout, newcomers: int, pp: int) -> None:
     goal: Layout | None = None
@@ -251,7 +252,7 @@ def test_parts_that_do_not_make_a_grain_are_no_layout() -> None:
 # ---- reroute --------------------------------------------------------------------------------
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     at=st.lists(st.integers(-1, 5), min_size=1, max_size=24),
     width=st.integers(1, 6),

@@ -96,6 +96,7 @@ def test_parts_of_a_gpu_are_shared_out() -> None:
     assert visible.own({"CUDA_VISIBLE_DEVICES": "0,1"}, 1) == visible.own({}, 1) == {}
 
 
+@pytest.mark.job
 @needs_compiler
 def test_soft_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOFT_DEVICES", "2")
@@ -141,6 +142,7 @@ def test_soft_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 @needs_compiler
 def test_messages_of_a_device_go_through_host_memory() -> None:
     """What is sent is what the tensor is in its stream's order, and whoever sends waits for nothing."""
@@ -164,6 +166,7 @@ def test_messages_of_a_device_go_through_host_memory() -> None:
     _on_soft(body, size=2)
 
 
+@pytest.mark.job
 @needs_compiler
 def test_what_a_given_up_collective_may_have_touched_is_not_sent() -> None:
     from megatron_elastic.cluster.control import Interrupted

@@ -33,6 +33,7 @@ IDLE = Figures(
 )  # fmt: skip
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("apart", [False, True])
 def test_bytes_are_counted_by_what_carries_them(apart: bool) -> None:
     """Small and large messages, by who sends and by who receives."""

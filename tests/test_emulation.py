@@ -34,6 +34,7 @@ from megatron_elastic.plan import choice, everything, lose
 from megatron_elastic.plan.cost import Costs, ProfileError
 from megatron_elastic.plan.fit import overflow
 from tests.jobs import ROOT
+from tests.tiers.examples import examples
 
 EMULATION = Emulation(
     model="tiny", device="none", tokens=32, samples=1, time_scale=1.0,
@@ -168,7 +169,7 @@ def test_what_does_not_fit_is_said() -> None:
 # ---- forecasts -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     pp=st.integers(1, 4), dp=st.integers(1, 3), more=st.integers(1, 3), ms=st.floats(0.5, 20),
     latency=st.floats(0, 2), replicas=st.integers(0, 1), split=st.booleans(),

@@ -76,6 +76,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 }  # fmt: skip
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_sends_what_the_planner_counts(name: str) -> None:
     layout = LAYOUTS[name]()

@@ -114,6 +114,7 @@ def test_speeds_come_from_the_records(tmp_path: Path) -> None:
 # ---- launches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_a_launch_happens_once(tmp_path: Path) -> None:
     """Two managers that do not know of each other start it at the same time, and again when it has ended."""
     noted = tmp_path / "noted"
@@ -130,6 +131,7 @@ def test_a_launch_happens_once(tmp_path: Path) -> None:
     assert noted.read_text() == "0,3\n"
 
 
+@pytest.mark.job
 def test_what_ends_with_its_keeper_is_known_to_have_ended(tmp_path: Path) -> None:
     manager = Local(1)
     launch = Launch("a/0", tmp_path, ["sleep", "1000"], 1, [0], tmp_path)
@@ -183,6 +185,7 @@ def test_names_are_given_once(four: Fleet, capfd: pytest.CaptureFixture[str]) ->
     assert "there is no job b" in capfd.readouterr().err
 
 
+@pytest.mark.job
 def test_what_somebody_has_written_into_the_folder_is_refused(four: Fleet) -> None:
     four.submit("large", "true", devices=5)
     four.submit("good", "true")
@@ -206,6 +209,7 @@ def test_what_somebody_has_written_into_the_folder_is_refused(four: Fleet) -> No
 # ---- rigid jobs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_jobs_start_in_order_and_end_as_they_do(four: Fleet) -> None:
     first, second = four.holder("first"), four.holder("second")
     four.submit("wide", "bash", "-c", "echo it was wide; kill -9 $$", devices=3)
@@ -227,6 +231,7 @@ def test_jobs_start_in_order_and_end_as_they_do(four: Fleet) -> None:
     assert cli.main(["fleet", "status", str(four.folder)]) == 0
 
 
+@pytest.mark.job
 def test_killed_and_started_again_it_finds_all_jobs(four: Fleet, capfd: pytest.CaptureFixture[str]) -> None:
     """One ends while nobody looks, one goes on, one waits; nobody is started twice."""
     noted = [four.holder(name) for name in ("a", "b", "c", "d", "e")]
@@ -274,6 +279,7 @@ def test_killed_again_and_again(four: Fleet) -> None:
     assert four.status()["held"] == 0 and kills > 3
 
 
+@pytest.mark.job
 def test_slots_that_have_gone(four: Fleet) -> None:
     """Nobody loses what it has, nobody gets what is not there, and who asks for too much now is told."""
     noted = [four.holder(name) for name in ("a", "b", "c")]
@@ -318,6 +324,7 @@ class Moody:
         self._manager.start(launch)
 
 
+@pytest.mark.job
 def test_a_manager_that_answers_badly(four: Fleet) -> None:
     """Nothing is decided meanwhile, nothing is lost, and what could not be started is when it can be."""
     manager = Moody(Local(four.slots))
@@ -352,6 +359,7 @@ def _while_it_is(mood: str, manager: Moody, four: Fleet) -> None:
     four.until("it is done", lambda: four.phase(mood) == "done")
 
 
+@pytest.mark.job
 def test_damaged_journals_are_not_overwritten(four: Fleet) -> None:
     four.submit("a", "true")
     four.begin()

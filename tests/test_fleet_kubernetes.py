@@ -116,6 +116,7 @@ def test_it_answers_badly(
         assert standing(manager, asked).state == "absent"
 
 
+@pytest.mark.job
 def test_a_launch_is_a_pod_that_is_made_once(manager: Kubernetes, cluster: Cluster, tmp_path: Path) -> None:
     told = tmp_path / "told"
     words = ("sh", "-c", f"printf '%s ' $TOKEN $X '{HERE}:1' '$(X)' $(echo yes) > {told}; exit 3")
@@ -141,6 +142,7 @@ def test_a_launch_is_a_pod_that_is_made_once(manager: Kubernetes, cluster: Clust
     manager.stop(launch(tmp_path, name="never/0"), at_once=True)
 
 
+@pytest.mark.job
 def test_it_ends_as_it_is_told_and_a_pod_that_is_gone_has_ended(
     manager: Kubernetes, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -171,6 +173,7 @@ def test_it_ends_as_it_is_told_and_a_pod_that_is_gone_has_ended(
     assert manager.look([]).others == []
 
 
+@pytest.mark.job
 def test_devices_and_who_has_them(manager: Kubernetes, cluster: Cluster, tmp_path: Path) -> None:
     pool = manager.look([])
     assert (pool.total, pool.most, list(pool.others)) == (4, 4, [])
@@ -213,6 +216,7 @@ def test_only_nodes_where_pods_may_run_count(
     own.close()
 
 
+@pytest.mark.job
 def test_rigid_jobs_beside_pods_of_others(manager: Kubernetes, cluster: Cluster, tmp_path: Path) -> None:
     """They start in order with others' pods, nothing is decided while the API is ill, and a killed pod has failed."""
     with fleet(tmp_path / "fleet", 4) as four:

@@ -35,6 +35,7 @@ from megatron_elastic.fleet.policies.tables import (
 from megatron_elastic.fleet.policies.torchelastic import torchelastic
 from megatron_elastic.fleet.speed_table import SpeedTable
 from tests.fleet_jobs import job, member
+from tests.tiers.examples import examples
 
 TABLES = (data_parallel, powers_of_two, pipeline_parallel, both, uneven, logical_workers, goodputs)
 HALVING = SpeedTable((1, 2, 4), (1.0, 1.5, 2.0))
@@ -163,7 +164,7 @@ def test_benefit_against_a_simulation_of_its_assumptions(rate: float, remaining:
     assert promised >= mean - 4 * error - speed * overhead.pause_s - 1e-6 * remaining
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(rate=st.floats(0, 10), overhead=st.floats(0, 1e4), horizon=st.floats(0, 1e7))
 def test_used_window_is_a_part_of_the_window(rate: float, overhead: float, horizon: float) -> None:
     used = used_window(rate, overhead, horizon)
@@ -259,7 +260,7 @@ def test_what_was_taken_beyond_the_need_is_left() -> None:
     assert targets == {0: 40, 1: 32}
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(
     st.lists(
         st.tuples(st.sampled_from([LINEAR, FLAT, SpeedTable((32, 128), (1.0, 3.0))]), st.integers(0, 3)), min_size=1
@@ -374,7 +375,7 @@ def test_fill_steps_over_plateaus() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     total=st.integers(64, 700),
     given_devices=st.lists(st.sampled_from([32, 40, 64, 128]), max_size=5),

@@ -19,6 +19,7 @@ from megatron_elastic.fleet.policies.fifo import fifo
 from megatron_elastic.fleet.simulation import Simulation
 from megatron_elastic.fleet.usage import Usage
 from tests.fleet_jobs import KEEPS_GIVEN, Watched, job
+from tests.tiers.examples import examples
 
 TRACES = st.lists(
     st.tuples(
@@ -53,7 +54,7 @@ def test_fifo_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(drawn=TRACES, pause=st.sampled_from([0.0, 1.0, 60.0, 700.0]), total=st.integers(128, 300))
 def test_work_is_conserved(name: str, drawn: list[tuple[int, int, int, float]], pause: float, total: int) -> None:
     jobs = jobs_of(drawn)
@@ -177,7 +178,7 @@ def test_nobody_waits_for_ever_in_silence() -> None:
         Simulation([job(0, 0, 1, 8)], 32, Wrong()).run()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     total=st.integers(1, 100),
     steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 64), st.booleans()), max_size=40),
@@ -209,7 +210,7 @@ def test_placement(total: int, steps: list[tuple[int, int, bool]], buddy: bool) 
             )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40))
 def test_buddies_hold_aligned_blocks(steps: list[tuple[int, int]]) -> None:
     """On a power of two, whoever asks for a power of two that is free gets it as one aligned block."""

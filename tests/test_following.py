@@ -75,6 +75,7 @@ def shapes(of: Layout) -> dict[int, UnitShape]:
             for unit, name in enumerate(of.units)}  # fmt: skip
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 1)), ((4, 1), (1, 1)),
                                                ((1, 1), (1, 4))])  # fmt: skip
 @pytest.mark.parametrize("rate", [0.0, 1e6])
@@ -135,6 +136,7 @@ def agreed(peer: Peer, mine: bool) -> list[bool]:
     return [bool(each) for each in said]
 
 
+@pytest.mark.job
 def test_all_at_once() -> None:
     """Where states cannot follow."""
 

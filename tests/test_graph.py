@@ -17,6 +17,7 @@ from megatron_elastic.layout import gpt_units
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.cost import Costs, ProfileError, UnitCost
 from megatron_elastic.plan.graph import Graph, Planner
+from tests.tiers.examples import examples
 
 
 def model(layers: int, rng: random.Random, memory: int | None = None) -> tuple[list[str], Costs]:
@@ -82,7 +83,7 @@ shapes = {
 }
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(**shapes, widths=st.lists(st.integers(1, 5), min_size=1, max_size=5), slack=st.sampled_from([0.0, 0.1, 1.0]))
 def test_no_split_is_better(
     layers: int, tied: bool, grains: int, memory: int | None, seed: int, widths: list[int], slack: float
@@ -112,7 +113,7 @@ def test_no_split_is_better(
     check(planner.split(widths), names, costs, tied, grains)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(**shapes, stages=st.integers(1, 4), cells=st.integers(1, 9), spare=st.none() | st.integers(0, 4))
 def test_no_widths_are_better(
     layers: int, tied: bool, grains: int, memory: int | None, seed: int, stages: int, cells: int, spare: int | None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Holdings, Layout, changed, decode, difference, encode, gpt_units, transfers
 from megatron_elastic.plan import Costs, NoLayout, StateLost, improve, lose, replan
 from megatron_elastic.plan.growth import admit, approach, even
+from tests.tiers.examples import examples
 
 _STEPS = 4
 """Layouts that it may take until nothing gets better: twice one to approach a goal, and the goal."""
@@ -179,7 +180,7 @@ def test_broken_cells_of_a_stage_make_a_whole_one_of_what_is_left() -> None:
     assert admit(broken, {6: 0}, 2).spares == (6,)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     tp=st.integers(1, 3), pp=st.integers(1, 3), dp=st.integers(2, 4), per_host=st.sampled_from([None, 2, 3]),
     seed=st.integers(0, 2**32),
@@ -201,7 +202,7 @@ def test_who_is_left_of_broken_cells_keeps_its_place(
         assert (repaired.stage_of(rank), repaired.place_of(rank)) == (layout.stage_of(rank), layout.place_of(rank))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     tp=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(2, 4), per_host=st.sampled_from([None, 2, 3]),
     replicas=st.integers(0, 2), data=st.data(),
@@ -303,7 +304,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(shape=shapes, seed=st.integers(0, 2**32))
 def test_any_sequence_ends_even(shape: dict[str, int], seed: int) -> None:
     """Losses (of whole stages too), joins and other numbers of stages; each may come while the last is on its way."""

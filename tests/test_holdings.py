@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.layout import Extent, Holdings, Layout, SlicePart, gpt_units
+from tests.tiers.examples import examples
 
 
 def grid(tp: int, pp: int, dp: int, slices: int, replicas: int, teams: tuple[int, int] = (1, 1)) -> Layout:
@@ -45,7 +46,7 @@ def test_a_report_that_is_as_asked_is_no_exception() -> None:
     assert Holdings.reported(layout, briefly) == held
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     tp=st.integers(1, 2), teams=st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 4), (4, 2)]),
     pp=st.integers(1, 3), dp=st.integers(1, 4), slices=st.integers(1, 4),

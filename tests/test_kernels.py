@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from megatron_elastic.numerics import kernels
 from megatron_elastic.numerics.kernels import BLOCK, SCALE, AdamNumbers, compiled, reference
 from megatron_elastic.state.optimizer import Adam, Rates
+from tests.tiers.examples import examples
 
 ROOT = Path(__file__).parent.parent
 TYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-MANY = settings(deadline=None, max_examples=800)
+MANY = settings(deadline=None, max_examples=examples(800))
 LIMIT = 2.0**23 / 64
 
 
@@ -202,6 +203,7 @@ print(path)
 """
 
 
+@pytest.mark.job
 def test_many_ranks_compile_once(fast: compiled.Kernels, tmp_path: Path) -> None:
     """The compiler is wrapped by a script that counts its calls, and each process gets a whole library."""
     wrapper, calls = tmp_path / "cxx", tmp_path / "calls"

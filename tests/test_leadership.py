@@ -226,6 +226,7 @@ def test_waits_can_be_cancelled(setting: Setting) -> None:
     run(test)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("setting", ["etcd", "kubernetes"], indirect=True)
 def test_a_record_that_was_given_up_never_comes_after_a_later_one(setting: Setting) -> None:
     """It goes on in its thread; here until the later one would long have been written."""

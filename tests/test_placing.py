@@ -20,11 +20,12 @@ from megatron_elastic.plan.fit import device_bytes, overflow
 from megatron_elastic.plan.placing import WORTH, elsewhere, ways
 from tests.placements import along
 from tests.placements import ways as any_way
+from tests.tiers.examples import examples
 
 MS = st.floats(0.5, 8)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(stages=st.integers(2, 20), data=st.data())
 def test_ways_can_be_gone(stages: int, data: st.DataObject) -> None:
     blocks = data.draw(st.integers(stages, 4 * stages))

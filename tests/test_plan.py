@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Cell, Holdings, Layout, LayoutError, Stage, gpt_units, transfers
 from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose, readable
 from megatron_elastic.plan.reroute import reroute
+from tests.tiers.examples import examples
 
 
 def make(
@@ -260,7 +261,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @example(  # a stage gets more cells than there are grains
     shape={"tp": 1, "pp": 4, "dp": 5, "grains": 6, "slices": 1, "replicas": 3, "tied": False}, seed=234236, finish=0.25
 )
@@ -298,7 +299,7 @@ def test_any_sequence_of_losses_keeps_every_invariant(shape: dict[str, int], see
         layout = new
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(shape=shapes, seed=st.integers(0, 2**32))
 def test_one_loss_at_a_time_never_loses_a_slice(shape: dict[str, int], seed: int) -> None:
     """With replicas, and time for what follows a loss before the next one, only the last cell's end is that of all."""

@@ -34,6 +34,7 @@ from megatron_elastic.power.nvidia import Nvidia
 from megatron_elastic.power.quota import Quota
 from megatron_elastic.power.regulator import Regulator, restore_left_behind
 from tests.test_policies import LAYOUT, alike
+from tests.tiers.examples import examples
 
 POWER = PowerModel(idle_w=90, static_w=150, dynamic_w=250)
 STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
@@ -42,7 +43,7 @@ STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 # ---- planning -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 @given(st.data())
 def test_the_slowest_is_as_fast_as_it_can_be_and_nobody_faster_than_needed(data: st.DataObject) -> None:
     """Against all ways to choose clocks, of up to five cells on two hosts."""

@@ -40,6 +40,7 @@ from megatron_elastic.plan.predict import (
 from megatron_elastic.plan.predict.fit import fit
 from megatron_elastic.plan.predict.residual import Residual
 from megatron_elastic.plan.predict.step import all_reduce
+from tests.tiers.examples import examples
 
 A100 = DEVICES["a100-80g"]
 
@@ -86,7 +87,7 @@ MORE: dict[str, Callable[[Case], Case]] = {
 
 
 @pytest.mark.parametrize("what", MORE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=cases())
 def test_more_to_do_is_never_faster(what: str, case: Case) -> None:
     more = MORE[what](case)
@@ -94,13 +95,13 @@ def test_more_to_do_is_never_faster(what: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("what", ["layers", "hidden", "sequence", "vocabulary", "larger grains", "wider networks"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=cases())
 def test_memory_grows_with_the_model_and_the_grain(what: str, case: Case) -> None:
     assert memory(MORE[what](case)) >= memory(case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=cases())
 def test_recomputation_and_a_sharded_optimizer_save_memory(case: Case) -> None:
     deep = replace(case, layers=case.layers + 8 * case.pp)
@@ -110,7 +111,7 @@ def test_recomputation_and_a_sharded_optimizer_save_memory(case: Case) -> None:
 
 
 @pytest.mark.parametrize("figure", ["flops", "memory_bandwidth", "link_bandwidth", "node_bandwidth"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=cases(), better=st.floats(1.01, 10))
 def test_a_better_device_is_never_slower(figure: str, case: Case, better: float) -> None:
     device = replace(A100, **{figure: better * getattr(A100, figure)})

@@ -12,6 +12,7 @@ from megatron_elastic.layout import Cell, Layout, Stage, gpt_units
 from megatron_elastic.pipeline.program import KINDS, Op, Program, ProgramError, check
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from tests import placements
+from tests.tiers.examples import examples
 
 
 def make(tp: int, pp: int, dp: int, grains: int) -> Layout:
@@ -21,7 +22,7 @@ def make(tp: int, pp: int, dp: int, grains: int) -> Layout:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, 200_000),
@@ -35,7 +36,7 @@ def test_text_is_read_back_as_it_was(cells: dict[int, tuple[Op, ...]]) -> None:
     assert Program.parse(Program(cells).text()) == Program(cells)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     pp=st.integers(1, 4),
     dp=st.integers(1, 3),

@@ -33,6 +33,7 @@ from tests.test_experts import EXPERTS
 from tests.test_interchange import losses
 from tests.test_plain import train
 from tests.test_scale import scale
+from tests.tiers.examples import examples
 
 __all__ = ["checkout", "patched"]
 
@@ -44,7 +45,7 @@ ramps = st.builds(
 """Samples of a grain; START, INCREMENT and SAMPLES; samples of the full batch."""
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(ramp=ramps, data=st.data())
 def test_batches_grow_as_megatron_has_it(ramp: tuple[int, int, int, int, int], data: st.DataObject) -> None:
     """In every step, and until the samples are used up (``megatron.training.training.update_train_iters``)."""

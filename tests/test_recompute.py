@@ -26,6 +26,7 @@ from megatron_elastic.plan.recomputation import recomputing, sets
 from tests.placements import along
 from tests.test_exact import drawn
 from tests.test_search import QUICK, alike, jobs, problems
+from tests.tiers.examples import examples
 
 
 @st.composite
@@ -156,7 +157,7 @@ def test_all_that_says_what_is_recomputed_agrees(job: tuple[Layout, Costs], boun
     assert not any(now.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.floats(0, 9), max_size=7))
 def test_sets_come_by_what_they_take(times: list[float]) -> None:
     found = list(sets(times))

@@ -18,6 +18,7 @@ from megatron_elastic.layout import EXPERTS, Cell, Layout, ParameterShape, Stage
 from megatron_elastic.plan import NoLayout, improve, reshape
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.recut import deliveries, pieces
+from tests.tiers.examples import examples
 
 TP = st.sampled_from([1, 2, 3, 4, 6])
 SIZES = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (4, 4)])
@@ -47,7 +48,7 @@ def enough(layout: Layout, tp: int, cp: int, ep: int) -> bool:
     return min(teams) >= max(cp, ep)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(layout=layouts(), tp=TP, sizes=SIZES)
 def test_cells_are_put_together_anew(layout: Layout, tp: int, sizes: tuple[int, int]) -> None:
     """Of teams that stay together, or of what both sizes have in common, in their stages; slices are even at once."""
@@ -164,7 +165,7 @@ def move(unit: int, shape: UnitShape, old: Layout, new: Layout, before: _Slices,
     assert all(torch.equal(made[at], after[at]) for at in after)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(layout=layouts(), tp=TP, sizes=SIZES, model=models())
 def test_pieces_make_what_would_have_been_cut_so(
     layout: Layout, tp: int, sizes: tuple[int, int], model: list[Matrix]
@@ -187,7 +188,7 @@ DENSE = UnitShape((ParameterShape(72, 0, 6, 12), ParameterShape(16, 1), Paramete
 SHAPE = UnitShape(DENSE.members, "float32", experts=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(layout=layouts(), tp=TP, sizes=SIZES)
 def test_who_keeps_a_slice_gets_all_of_it_from_who_has_it(layout: Layout, tp: int, sizes: tuple[int, int]) -> None:
     """And nothing that it has."""

@@ -15,6 +15,7 @@ from megatron_elastic.plan import NoLayout, lose
 from megatron_elastic.plan.cost import Costs, UnitCost
 from megatron_elastic.plan.growth import admit
 from megatron_elastic.plan.replan import WORTH, replan
+from tests.tiers.examples import examples
 
 
 def make(
@@ -133,7 +134,7 @@ def test_what_is_impossible_is_refused() -> None:
         replan(layout, even(layout), 1, lost=[0, 1, 2, 3])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     tp=st.integers(1, 2),
     pp=st.integers(1, 4),
@@ -188,7 +189,7 @@ def test_any_replanned_layout_is_sound(
         layout = new
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pp=st.integers(1, 4), dp=st.integers(1, 4), each=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_the_estimate_never_gets_worse_without_a_loss(pp: int, dp: int, each: int, seed: int) -> None:
     rng = random.Random(seed)

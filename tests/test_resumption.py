@@ -19,6 +19,7 @@ from megatron_elastic.pipeline.route import Leg, first_of, usual
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan import everything, lose
 from tests.placements import along, ways
+from tests.tiers.examples import examples
 
 STEP = 7
 
@@ -192,7 +193,7 @@ class ModelStep:
         self.go_on(3 * self.layout.num_grains * self.layout.pipeline_size * self.layout.num_chunks)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     grains=st.integers(1, 12), fewer=st.integers(0, 11), through=ways(4),
     widths=st.lists(st.integers(1, 4), min_size=4, max_size=4), schedule=st.sampled_from(["1f1b", "split"]),

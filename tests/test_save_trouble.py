@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_elastic.adaptor.checkpoints.share import boxes
 from tests.disks import fill, freezer, mounted
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
+from tests.tiers.examples import examples
 
 PP2_DP2 = Grid(tp=1, pp=2, steps=8, ranks=4)
 LONG = Grid(tp=1, pp=2, steps=30, ranks=4)
@@ -140,7 +141,7 @@ def test_a_folder_that_cannot_be(jobs: Jobs, tmp_path: Path) -> None:
 shapes = st.lists(st.integers(1, 6), max_size=3)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(shape=shapes, data=st.data())
 def test_boxes_are_what_lies_between(shape: list[int], data: st.DataObject) -> None:
     size = math.prod(shape)

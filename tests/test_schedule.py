@@ -17,6 +17,7 @@ from megatron_elastic.pipeline.simulate import Timeline, fastest, simulate
 from megatron_elastic.plan.cost import Costs, UnitCost
 from megatron_elastic.plan.keeping import Keeping
 from tests import placements
+from tests.tiers.examples import examples
 
 UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 """Milliseconds of an operation on one chunk of one."""
@@ -84,7 +85,7 @@ def test_split_backward_by_hand() -> None:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pp=st.integers(1, 7), dp=st.integers(1, 4), grains=st.integers(1, 40))
 def test_one_forward_one_backward_is_the_textbook_order(pp: int, dp: int, grains: int) -> None:
     """As many forwards ahead as stages follow, then forward and backward in turn, then the backwards left."""
@@ -101,7 +102,7 @@ def test_one_forward_one_backward_is_the_textbook_order(pp: int, dp: int, grains
             assert program[cell.leader] == (*ops, *backwards[len(forwards) - ahead :])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pp=st.integers(1, 6), each=st.integers(1, 5), chunks=st.integers(1, 4))
 def test_the_bubbles_are_the_known_ones(pp: int, each: int, chunks: int) -> None:
     """(P-1)(F+B) for 1F1B, 1/chunks of it interleaved, and (P-1)(F+I-W) with the backward split (ZB-H1)."""
@@ -138,7 +139,7 @@ placed = st.builds(
 """Chunks in any order and of any number and size."""
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(layout=uneven_layouts(3) | placed, split=st.booleans(), seed=st.integers(0, 2**32))
 def test_every_generated_program_is_right_and_ends(layout: Layout, split: bool, seed: int) -> None:
     """Whatever cells have which grains: the checker passes it within the promised memory; any operation times end."""
@@ -162,7 +163,7 @@ def test_every_generated_program_is_right_and_ends(layout: Layout, split: bool, 
         assert timeline.peak(leader) <= allowed[leader]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(layout=layouts)
 def test_a_step_ends_with_the_last_round(layout: Layout) -> None:
     """With even times the timetable of 1F1B is itself a schedule: 3 ms a round, and 3 ms for each further stage."""
@@ -171,7 +172,7 @@ def test_a_step_ends_with_the_last_round(layout: Layout) -> None:
     assert timeline.makespan <= 3 * (last + 1) + 3 * (layout.pipeline_size - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pp=st.integers(1, 6), dp=st.integers(2, 6), each=st.integers(1, 8), data=st.data())
 def test_losing_one_cell_costs_no_more_rounds_than_its_heirs_have_grains(
     pp: int, dp: int, each: int, data: st.DataObject
@@ -228,7 +229,7 @@ def test_a_v_is_faster_than_1f1b_in_the_memory_of_it(pp: int) -> None:
         assert most <= 2 * pp, "halves of what a stage of 1F1B keeps of a grain"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(layout=layouts, more=st.lists(st.integers(0, 4), min_size=7, max_size=7))
 def test_more_live_activations_can_be_allowed(layout: Layout, more: list[int]) -> None:
     stages = layout.pipeline_size
@@ -261,7 +262,7 @@ def test_a_narrow_stage_with_room_keeps_its_neighbours_busy() -> None:
     assert roomy.peak(narrow.cells[0].leader) > 2
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pp=st.integers(1, 6), dp=st.integers(1, 3), each=st.integers(1, 6), comm=st.sampled_from([0, 10**6]))
 def test_the_estimate_is_exact_for_even_layouts(pp: int, dp: int, each: int, comm: int) -> None:
     layout = grid(pp, dp, dp * each)

@@ -121,6 +121,7 @@ def _trained(device: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield tensor.detach().cpu()
 
 
+@pytest.mark.job
 def test_training_is_that_of_the_cpu_bit_for_bit() -> None:
     """In a process that began with nothing: torch's autograd has room for the devices that it found first."""
     subprocess.run([sys.executable, "-m", "tests.test_soft"], check=True)
@@ -175,6 +176,7 @@ _OPERATORS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
 }
 
 
+@pytest.mark.job
 def test_operators_are_those_of_the_cpu_and_wait_only_where_they_must() -> None:
     def body(device: Any) -> None:
         values = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
@@ -196,6 +198,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [each for item in value for each in _flat(item)]
 
 
+@pytest.mark.job
 def test_random_numbers_are_those_of_the_cpu_and_states_need_no_wait() -> None:
     def draws(device: str, generator: torch.Generator | None) -> list[torch.Tensor]:
         return [
@@ -231,6 +234,7 @@ def test_random_numbers_are_those_of_the_cpu_and_states_need_no_wait() -> None:
 # ---- memory ---------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_a_raw_pointer_given_to_the_host_ends_the_process_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     def body(device: Any) -> None:
         tensor = torch.ones(4, device="soft")
@@ -243,6 +247,7 @@ def test_a_raw_pointer_given_to_the_host_ends_the_process_and_says_why(capfd: py
     assert "host access to memory of device soft:0" in capfd.readouterr().err
 
 
+@pytest.mark.job
 def test_memory_is_limited_and_counted() -> None:
     def body(device: Any) -> None:
         mebibyte = 1 << 20
@@ -275,6 +280,7 @@ def test_memory_is_limited_and_counted() -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 def test_fresh_memory_is_garbage() -> None:
     def body(_: Any) -> None:
         assert _garbage(torch.empty(100, device="soft").cpu())
@@ -290,6 +296,7 @@ def test_fresh_memory_is_garbage() -> None:
 # ---- streams --------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_reads_before_a_synchronisation_find_garbage() -> None:
     def body(device: Any) -> None:
         host = torch.zeros(1000).pin_memory()
@@ -318,6 +325,7 @@ def _come_to(device: Any) -> None:
     assert come.wait(60)
 
 
+@pytest.mark.job
 def test_streams_that_do_not_wait_for_each_other_find_garbage() -> None:
     def body(device: Any) -> None:
         first, second = device.Stream(), device.Stream()
@@ -337,6 +345,7 @@ def test_streams_that_do_not_wait_for_each_other_find_garbage() -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 def test_memory_that_another_stream_uses_must_be_recorded_there() -> None:
     def body(device: Any) -> None:
         side = device.Stream()
@@ -357,6 +366,7 @@ def test_memory_that_another_stream_uses_must_be_recorded_there() -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 def test_events() -> None:
     def body(device: Any) -> None:
         begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
@@ -378,6 +388,7 @@ def test_events() -> None:
 # ---- devices --------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 def test_a_missing_device_guard_is_found() -> None:
     def body(device: Any) -> None:
         tensor = torch.zeros(10, device="soft:1")
@@ -394,6 +405,7 @@ def test_a_missing_device_guard_is_found() -> None:
     _on_soft(body, SOFT_DEVICES="2")
 
 
+@pytest.mark.job
 def test_two_processes_on_one_device_are_found(tmp_path: Path) -> None:
     def body(peer: Peer) -> None:
         os.environ.update({"SOFT_DEVICES": "2", "SOFT_EXCLUSIVE": str(tmp_path)})
@@ -407,6 +419,7 @@ def test_two_processes_on_one_device_are_found(tmp_path: Path) -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_a_process_forked_after_the_first_use_is_refused() -> None:
     def body(device: Any) -> None:
         tensor = torch.ones(3, device="soft")
@@ -425,6 +438,7 @@ def test_a_process_forked_after_the_first_use_is_refused() -> None:
 # ---- faults ---------------------------------------------------------------------------------
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("fault", "text"), [("error", "an injected fault"), ("lost", "the device is lost")])
 def test_an_error_of_the_device_stays(fault: str, text: str) -> None:
     def body(device: Any) -> None:
@@ -440,6 +454,7 @@ def test_an_error_of_the_device_stays(fault: str, text: str) -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 def test_a_kernel_that_fails_is_an_error_of_the_device() -> None:
     def body(device: Any) -> None:
         table = torch.ones(3, 2, device="soft")
@@ -449,6 +464,7 @@ def test_a_kernel_that_fails_is_an_error_of_the_device() -> None:
     _on_soft(body)
 
 
+@pytest.mark.job
 def test_a_kernel_that_never_ends_blocks_until_the_process_is_killed() -> None:
     def body(device: Any) -> None:
         device.inject("hang")

@@ -58,6 +58,7 @@ def _communicator() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16], ids=str)
 def test_collectives(dtype: torch.dtype, tmp_path: Path) -> None:
     size, count = 3, 3 * 100_003  # several rounds, the last one not full
@@ -122,6 +123,7 @@ def test_collectives(dtype: torch.dtype, tmp_path: Path) -> None:
     _group(body, tmp_path, size)
 
 
+@pytest.mark.job
 def test_operations_block_the_stream_and_not_the_host(tmp_path: Path) -> None:
     def body(peer: Peer) -> None:
         tensor = torch.ones(10, device="soft")
@@ -145,6 +147,7 @@ def test_operations_block_the_stream_and_not_the_host(tmp_path: Path) -> None:
     _group(body, tmp_path, 2)
 
 
+@pytest.mark.job
 def test_an_abort_leaves_garbage_and_whoever_goes_on_undisturbed_has_it(tmp_path: Path) -> None:
     def body(peer: Peer) -> None:
         if peer.rank == 1:
@@ -174,6 +177,7 @@ def test_an_abort_leaves_garbage_and_whoever_goes_on_undisturbed_has_it(tmp_path
     _group(body, tmp_path, 2)
 
 
+@pytest.mark.job
 def test_a_member_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Path) -> None:
     def body(peer: Peer) -> None:
         if peer.rank == 0:
@@ -189,6 +193,7 @@ def test_a_member_that_does_not_come_is_waited_for_until_the_limit(tmp_path: Pat
     _group(body, tmp_path, 2, limit=timedelta(seconds=0.5))
 
 
+@pytest.mark.job
 def test_members_in_different_operations_are_told(tmp_path: Path) -> None:
     def body(peer: Peer) -> None:
         tensor = torch.ones(10 + peer.rank, device="soft")
@@ -200,6 +205,7 @@ def test_members_in_different_operations_are_told(tmp_path: Path) -> None:
     _group(body, tmp_path, 2)
 
 
+@pytest.mark.job
 def test_what_blocks_is_ended_before_an_interrupt_is_acknowledged() -> None:
     """Also where the thread that aborts has not seen it."""
 
@@ -222,6 +228,7 @@ def test_what_blocks_is_ended_before_an_interrupt_is_acknowledged() -> None:
     world.run(body, size=2)
 
 
+@pytest.mark.job
 def test_an_elastic_group_loses_a_member_in_a_collective() -> None:
     def body(peer: Peer) -> None:
         soft.load()

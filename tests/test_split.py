@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import LayoutError, gpt_units
 from megatron_elastic.plan.split import split, through
 from tests.jobs import Grid, Jobs, assert_same_training, inject
+from tests.tiers.examples import examples
 
 
 def flags(layers: int, pp: int, chunks: int = 1, **others: object) -> argparse.Namespace:
@@ -46,7 +47,7 @@ def of_megatron(args: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
     )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(
     pp=st.integers(2, 6), chunks=st.integers(1, 3), each=st.integers(1, 4), before=st.booleans(), after=st.booleans()
 )
@@ -57,7 +58,7 @@ def test_ends_that_count_as_layers(pp: int, chunks: int, each: int, before: bool
     assert split(args) == of_megatron(args)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(
     pp=st.integers(2, 6), chunks=st.integers(1, 3), each=st.integers(1, 4), first=st.none() | st.integers(1, 4),
     last=st.none() | st.integers(1, 4),
@@ -70,7 +71,7 @@ def test_ends_with_numbers_of_their_own(pp: int, chunks: int, each: int, first: 
     assert split(args) == of_megatron(args)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(pp=st.integers(1, 5), chunks=st.integers(1, 3), data=st.data())
 def test_drawn(pp: int, chunks: int, data: st.DataObject) -> None:
     """Repetitions, nested or not, are unrolled as Megatron does it."""

