@@ -27,7 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_elastic.adaptor.checkpoints import plain, writer
 from megatron_elastic.adaptor.checkpoints.folder import newest
 from megatron_elastic.adaptor.checkpoints.plain import Progress
-from megatron_elastic.adaptor.dataset import collate
+from megatron_elastic.adaptor.samples.sample import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
 from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
 from megatron_elastic.comm import backend

@@ -14,11 +14,11 @@ from megatron_elastic.adaptor.dataset import (
     EOD,
     Prepared,
     build_datasets,
-    collate,
     locate,
     prepare,
     standard_library,
 )  # fmt: skip
+from megatron_elastic.adaptor.samples.sample import collate
 from megatron_elastic.adaptor.training.batches import Batches
 from megatron_elastic.config import UsageError
 from megatron_elastic.device.cpu import Cpu

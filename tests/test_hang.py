@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.gauge import Gauge
+from megatron_elastic.cluster.gauge import Gauge, worked
 from megatron_elastic.cluster.messages import (
     Committed,
     Fence,
@@ -326,6 +328,41 @@ def test_time_in_which_the_agent_did_not_look_does_not_count() -> None:
     gauge = Gauge(1, every=0.05)
     (seen,) = _run(gauge, _hangs_at_once, seconds=0.6, looks=False)
     assert seen.stood < 0.2
+
+
+def test_who_waits_for_a_thread_that_works_does_not_stand() -> None:
+    """Though that keeps the interpreter to itself, so that nothing else of the process runs."""
+    gauge, told = Gauge(1, every=0.05), fork.Queue()
+    gauge.odometers.begin(0)
+
+    def rank() -> None:
+        odometer, go = Odometer.of(gauge.odometers.environment(0)), threading.Event()
+        thread = threading.Thread(target=lambda: go.wait() and re.match("(a+)+$", "a" * 99 + "b"), daemon=True)
+        thread.start()
+        with odometer.through(thread.native_id or 0):
+            told.put(thread.native_id)
+            told.close()
+            told.join_thread()
+            go.set()
+            signal.pause()
+
+    process = fork.Process(target=rank)
+    process.start()
+    pid, thread, deadline = process.pid, told.get(timeout=60), time.monotonic() + 60
+    assert pid is not None
+    try:
+        before = worked(pid, thread)
+        gauge.look({7: pid}, {7: 0})
+        while worked(pid, thread) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        again = time.monotonic()
+        gauge.look({7: pid}, {7: 0})
+        (seen,) = gauge.readings({7: pid}, {7: 0})
+        assert seen.stood < time.monotonic() - again, "since the second look at most"
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_what_is_usual_is_known_after_some_steps() -> None:

@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from pretrain_gpt import forward_step, model_provider
 
-from megatron_elastic.adaptor.dataset import collate
+from megatron_elastic.adaptor.samples.sample import collate
 
 _GLOO_TIMEOUT = timedelta(seconds=0.5)
 """Tuned: as short as an undisturbed job of eight replicas on two cores bears; torchft's default is a minute."""

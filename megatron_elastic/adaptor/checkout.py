@@ -152,6 +152,7 @@ class CheckoutTrainer(Trainer):
         self, args: argparse.Namespace, control: Control, *, forward_step: ForwardStep, **providers: Any
     ) -> None:
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
+        self.evaluations = ("validation", "test")
         self._begun_at = self.standing.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
         self._params_norm: float | None = None

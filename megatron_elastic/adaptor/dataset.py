@@ -7,18 +7,16 @@ Torch and Megatron are imported by the functions that need them, so that flags c
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
 
 EOD = "<|endoftext|>"
@@ -26,8 +24,6 @@ _TRAINING_BYTES = 4_000_000
 """The tokenizer is trained on an even sample of about this many bytes: more text changes the merges little."""
 _SKIPPED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", ".git"})
 """Folders of the standard library that are not text worth learning from."""
-_LOOK = 0.02
-"""Seconds between two attempts to get a lock."""
 _SUFFIXES = (".idx", ".bin")
 
 
@@ -242,7 +238,7 @@ def build_datasets(
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         cache.mkdir(exist_ok=True)
-        with _locked(cache / "lock"):
+        with locked(cache / "lock", "indices of the data"):
             datasets = build()
     if distributed:
         torch.distributed.barrier()
@@ -275,38 +271,3 @@ def _documents(text: Any, config: Any, index: int, samples: int) -> Any:
     raise UsageError(f"--split {config.split}: the {Split(index).name} part has {tokens} tokens in {len(documents)} "
                      f"documents, too few for one sample of --seq-length {config.sequence_length}; "
                      "give it a larger share, or use --eval-iters 0 if it is not needed")
-
-
-def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One micro-batch: every field of ``samples`` stacked, [micro-batch size, seq_length]."""
-    import torch
-
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-@contextmanager
-def build_once(directory: Path) -> Iterator[None]:
-    """Around making a job's data sets: the first rank that comes does it alone, so that the others find the indices."""
-    made = directory / "data.made"
-    with _locked(directory / "data.lock"):
-        if not made.exists():
-            yield
-            made.touch()
-            return
-    yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` against other jobs that build the same index at the same time.
-
-    Who waits for that uses a processor now and then, so it does not count as hanging (``training.batches``).
-    """
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOOK)
-        yield

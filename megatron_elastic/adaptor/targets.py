@@ -196,6 +196,11 @@ ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttentio
                 ("self", "query", "key", "value", "attention_mask"), "always",
                 "with context parallelism a rank has a part of the sequence, and looks at all of it")
 
+INDICES = Target(_DATASETS + "gpt_dataset", "GPTDataset._build_document_sample_shuffle_indices", "wrapped", ("self",),
+                 "always", "any rank may come first to an index, and finds one that is whole and of these data")
+BLEND_INDICES = Target(_DATASETS + "blended_dataset", "BlendedDataset._build_indices", "wrapped", ("self",), "always",
+                       "likewise")
+
 # ---- what a Megatron-LM checkout needs ------------------------------------------------------
 
 PRETRAIN = Target(

@@ -54,7 +54,8 @@ class Gauge:
         for rank in self._marks.keys() - pids.keys():
             del self._marks[rank]
         for rank, pid in pids.items():
-            moves, mark = self.odometers.read(slots[rank]).moves, self._marks.get(rank)
+            reading, mark = self.odometers.read(slots[rank]), self._marks.get(rank)
+            moves = reading.moves + worked(pid, reading.worker)
             if mark is None or mark.moves != moves:
                 self._marks[rank] = _Mark(moves, now, starved(pid))
             elif late > self._every:
@@ -84,6 +85,14 @@ class Gauge:
                 waits=reading.waits, patient=reading.patient,
             ))  # fmt: skip
         return found
+
+
+def worked(pid: int, thread: int) -> int:
+    """Tenths of a second that a thread has had a processor, ever; 0 where the kernel does not say, or it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) // 10**8 if thread else 0
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def starved(pid: int) -> float:

@@ -25,7 +25,7 @@ COORDINATOR, DISK = -1, -2
 _OWN = 16
 """Words of an odometer, which those of the dials follow."""
 _WORDS = _OWN + dials.WORDS
-_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _BUSY, _GRAINS = range(9)
+_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _BUSY, _GRAINS, _WORKER = range(10)
 _NOBODY = min(COORDINATOR, DISK) - 1
 _POINTS = {point: number for number, point in enumerate(HOOK_POINTS, start=1)}
 
@@ -43,6 +43,8 @@ class Reading(NamedTuple):
     """The rank that is waited for, ``COORDINATOR`` or ``DISK``; None for who does not wait, or not for long."""
     patient: bool
     """Whether what it does may take long: it begins, or builds."""
+    worker: int
+    """Number of a thread of which it waits for the result, and with which it comes further; 0: of none."""
 
 
 class Work(NamedTuple):
@@ -123,6 +125,18 @@ class Odometer:
             self._words[_PATIENT] = before
             self.moved()
 
+    @contextlib.contextmanager
+    def through(self, worker: int) -> Iterator[None]:
+        """Around a wait for what another thread of this process makes: it comes further as that uses a processor, also
+        if it keeps the interpreter to itself. ``worker``: its ``native_id``.
+        """
+        self._words[_WORKER] = worker
+        try:
+            yield
+        finally:
+            self._words[_WORKER] = 0
+            self.moved()
+
     def worked(self, work: Work) -> None:
         """A step is done. ``work``: of all steps since the rank has built its stage."""
         words = self._words
@@ -161,7 +175,7 @@ class Odometers:
         return Reading(
             moves=words[_COUNT], point=HOOK_POINTS[point - 1] if point else "", step=words[_STEP],
             grain=None if grain < 0 or not point else grain, waits=waits + _NOBODY if waits else None,
-            patient=bool(words[_PATIENT]),
+            patient=bool(words[_PATIENT]), worker=words[_WORKER],
         )  # fmt: skip
 
     def work(self, slot: int) -> Work:

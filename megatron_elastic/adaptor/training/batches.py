@@ -8,21 +8,21 @@ has depends on nothing but its step and its number, so it does not matter who re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_elastic.adaptor.dataset import build_once, collate
 from megatron_elastic.adaptor.layers import documents
 from megatron_elastic.adaptor.model import groups
+from megatron_elastic.adaptor.samples import indices
+from megatron_elastic.adaptor.samples.lock import one_first
+from megatron_elastic.adaptor.samples.sample import Reader, Samples, collate
 from megatron_elastic.adaptor.training.read_ahead import ReadAhead, Wish
 from megatron_elastic.config import UsageError
 from megatron_elastic.device.device import Arrival, Device
@@ -56,9 +56,9 @@ class Batches:
         self, args: argparse.Namespace, provider: DatasetsProvider, odometer: Odometer, check: Callable[[], None],
         device: Device,
     ) -> None:
-        self.training: Any = None
-        self.validation: Any = None
-        self.test: Any = None
+        self.training: Reader | None = None
+        self.validation: Reader | None = None
+        self.test: Reader | None = None
         self._args = args
         self._size = args.micro_batch_size  # while a part of one is computed, Megatron's flag may say the part's
         self._provider = provider
@@ -79,22 +79,21 @@ class Batches:
             self._making = _Making(self._make)
         self.settle()
         making, self._making = self._making, None
-        self.training, self.validation, self.test = making.result.result()
+        self.training, self.validation, self.test = (
+            None if data is None else Reader(data, self._args.seed) for data in making.result.result()
+        )
 
     def settle(self) -> None:
-        """Wait until no data set is being made: meanwhile this rank's groups are not those of a layout.
-
-        A rank comes further as long as that uses a processor.
-        """
-        making = self._making
-        while making is not None and not making.ended.wait(_LOOK):
-            if making.works():
-                self._odometer.moved()
-            self._check()
+        """Wait until no data set is being made: meanwhile this rank's groups are not those of a layout."""
+        if self._making is not None:
+            with self._odometer.through(self._making.thread):
+                while not self._making.ended.wait(_LOOK):
+                    self._check()
 
     def _make(self) -> tuple[Any, Any, Any]:
         try:
-            with groups.alone(), build_once(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
+            indices.install()
+            with groups.alone(), one_first(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
                 return self._provider(self._args)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -121,7 +120,7 @@ class Batches:
         return self._ahead.take(self._wish(first, layout, rank, chunk, part)).wait()
 
     def read(
-        self, data: Sequence[dict[str, Any]], first: int, layout: Layout, rank: int, chunk: int, part: Part
+        self, data: Samples, first: int, layout: Layout, rank: int, chunk: int, part: Part
     ) -> Mapping[str, torch.Tensor]:
         """The same of other data, read at once."""
         return self._bring(data, self._wish(first, layout, rank, chunk, part)).wait()
@@ -135,9 +134,10 @@ class Batches:
         return Wish(chunk, begin + number * self._size + part.start * piece, part.size * piece)
 
     def _wished(self, wish: Wish) -> Arrival:
+        assert self.training is not None
         return self._bring(self.training, wish)
 
-    def _bring(self, data: Sequence[dict[str, Any]], wish: Wish) -> Arrival:
+    def _bring(self, data: Samples, wish: Wish) -> Arrival:
         numbers = range(wish.first, wish.first + wish.samples)
         return self._device.bring(collate([documents.unpacked(data[i]) for i in numbers]))
 
@@ -149,21 +149,11 @@ class _Making:
         self.result: Future[tuple[Any, Any, Any]] = Future()
         self.ended = threading.Event()
         self._make = make
-        self._clock: int | None = None
-        """Of the thread's processor time, once it runs."""
-        self._used = 0.0
-        threading.Thread(target=self._run, name="data", daemon=True).start()
-
-    def works(self) -> bool:
-        """Whether it has used a processor since the last call."""
-        before = self._used
-        if self._clock is not None:
-            with contextlib.suppress(OSError):  # it has just ended
-                self._used = time.clock_gettime(self._clock)
-        return self._used > before
+        thread = threading.Thread(target=self._run, name="data", daemon=True)
+        thread.start()
+        self.thread = thread.native_id or 0
 
     def _run(self) -> None:
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.result.set_result(self._make())
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_elastic.adaptor.checkpoints import common, folder, sliced
+from megatron_elastic.adaptor.training.evaluation import tell_of_none
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
@@ -16,6 +17,7 @@ def build(trainer: Trainer) -> None:
     stage.forget()
     stage.hold(layout)
     trainer.batches.open()
+    tell_of_none(trainer)
     store = trainer.make_store(trainer.stage.partitions)
     load(trainer, store, trainer.standing.step - 1, trainer.args.load)
     tenure = trainer.begin_tenure(layout, store, program=None)

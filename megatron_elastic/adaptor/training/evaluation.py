@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from megatron_elastic.adaptor.samples.sample import Reader
 from megatron_elastic.adaptor.training import ballots
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -18,8 +17,16 @@ _EVALUATION = -1
 """Step number under which evaluation draws its keys; dropout is off there."""
 
 
+def tell_of_none(trainer: Trainer) -> None:
+    """Say once for each evaluation that is asked for and does not happen: there are no such data."""
+    if trainer.args.eval_iters and trainer.rank == trainer.layout.ranks[0]:
+        for name in trainer.evaluations:
+            if getattr(trainer.batches, name) is None:
+                trainer.event("not_evaluated", data=name)
+
+
 def evaluate(
-    trainer: Trainer, tenure: Tenure, done: int, name: str, data: Sequence[dict[str, Any]] | None, position: int
+    trainer: Trainer, tenure: Tenure, done: int, name: str, data: Reader | None, position: int
 ) -> None:
     """After ``done`` steps: mean loss over ``--eval-iters`` batches, the ``position``-th such stretch of ``data``.
 

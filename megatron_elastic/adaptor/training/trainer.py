@@ -102,6 +102,8 @@ class Trainer:
         self.args = args
         self.config = ElasticConfig.from_args(args)
         self.control = control
+        self.evaluations: tuple[str, ...] = ("validation",) if args.eval_interval else ()
+        """Data sets of ``batches`` on which it is to be evaluated."""
         self.rank = control.rank
         self.exit_signal = ending.ExitSignal(args)
         self.odometer = control.odometer

@@ -1,0 +1,109 @@
+"""Data in whatever form Megatron-LM takes them: with ``--elastic`` the same samples, whoever is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.adaptor.dataset import prepare
+from tests.jobs import Job
+from tests.test_checkout import (
+    CheckoutJobs,
+    assert_same,
+    checkout,
+    evaluations,
+    inject,
+    losses_of,
+    needs_checkout,
+    patched,
+)
+
+__all__ = ["checkout", "patched"]
+pytestmark = [needs_checkout, pytest.mark.timeout(600)]
+
+STEPS = 6
+FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "1",
+         "--eval-interval", "3", "--dist-ckpt-optim-fully-reshardable")  # fmt: skip
+ELASTIC = ("--elastic", *FLAGS, "--pipeline-model-parallel-size", "2")
+TOLERANCE = 1e-6
+"""Of a loss from the records to the one that Megatron logs with seven digits."""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, patched: CheckoutJobs) -> str:
+    """The prefix of a second data set, with the same vocabulary."""
+    folder = tmp_path_factory.mktemp("other")
+    prepare(folder, [Path(os.__file__).parent / "email"], vocab_size=400)
+    return str(folder / "data")
+
+
+def form(name: str, one: str, other: str, folder: Path) -> list[str]:
+    """Flags of a form of data."""
+    weighed = ["0.3", one, "0.7", other]
+    match name:
+        case "one prefix":
+            return ["--data-path", one]
+        case "a blend":
+            return ["--data-path", *weighed]
+        case "a blend without weights":
+            return ["--data-path", one, other, "--mid-level-dataset-surplus", "0.5"]
+        case "a file with the arguments":
+            (folder / "arguments").write_text(" ".join(weighed))
+            return ["--data-path", "--data-args-path", str(folder / "arguments")]
+        case "a file of each part":
+            (folder / "parts.json").write_text(json.dumps({"train": weighed, "valid": ["1.0", one], "test": [other]}))
+            return ["--data-path", "--per-split-data-args-path", str(folder / "parts.json")]
+        case "paths of each part":
+            return ["--data-path", "--train-data-path", *weighed, "--valid-data-path", one,
+                    "--test-data-path", other]
+        case "paths of two parts":
+            return ["--data-path", "--train-data-path", *weighed, "--valid-data-path", one]
+        case "no test part":
+            return ["--data-path", one, "--split", "4,1,0"]
+        case "a training part only":
+            return ["--data-path", one, "--split", "1,0,0"]
+        case "no validation part":
+            return ["--data-path", one, "--split", "4,0,1"]
+        case "made up":
+            return ["--data-path", "--mock-data"]
+        case "built by two threads":
+            return ["--data-path", *weighed, "--num-dataset-builder-threads", "2"]
+        case "a cache of its own":
+            return ["--data-path", *weighed, "--data-cache-path", str(folder / "cache")]
+    raise ValueError(name)
+
+
+def resumed(patched: CheckoutJobs, saved: Path, *flags: str) -> Job:
+    """An elastic job that goes on after plain training's first step."""
+    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    return patched.run(*ELASTIC, "--load", str(saved), *flags, ranks=4)
+
+
+FORMS = ["one prefix", "a blend", "a blend without weights", "a file with the arguments", "a file of each part",
+         "paths of each part", "paths of two parts", "no test part", "a training part only", "no validation part",
+         "made up", "built by two threads", "a cache of its own"]  # fmt: skip
+PARTS_OF_THEIR_OWN = {"a file of each part", "paths of each part", "paths of two parts"}
+KILLED = {"a blend", "paths of two parts", "a training part only"}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_samples_as_plain_training(
+    patched: CheckoutJobs, other: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its checkpoint, losses of five steps are those that plain training goes on with."""
+    if name in PARTS_OF_THEIR_OWN:
+        monkeypatch.setattr(patched, "usual", [word for word in patched.usual if word not in ("--split", "3,1,1")])
+    flags, saved = form(name, str(patched.data / "data"), other, tmp_path), tmp_path / "saved"
+    whole = losses_of(patched.plain(*FLAGS, *flags, "--save", str(saved), ranks=1))
+    job = resumed(patched, saved, *flags)
+    assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(
+        {step: whole[step] for step in range(2, STEPS + 1)}, rel=TOLERANCE)
+    there, said = {data for _, data, _ in evaluations(job)}, {event["data"] for event in job.events("not_evaluated")}
+    assert there | said == {"validation", "test"} and not there & said
+    if name in KILLED:
+        killed = resumed(patched, saved, *flags, *inject("kill:rank=3,step=3,at=backward"))
+        assert_same(killed, job)
+        assert evaluations(killed) == evaluations(job)
