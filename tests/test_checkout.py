@@ -51,13 +51,13 @@ class CheckoutJobs(Jobs):
     def __init__(self, folder: Path, data: Path, checkout: Path) -> None:
         super().__init__(folder, data)
         self.checkout = checkout
-        self.usual = MODEL.split()
+        self.usual = ["--data-path", str(data / "data"), *MODEL.split()]
 
     def command(
         self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = (), script: Path | None = None
     ) -> list[str]:
         """Command line of a job, elastic if ``flags`` say so; they come last, so they win. A file replaces the rest."""
-        model = [] if "--yaml-cfg" in flags else ["--data-path", str(self.data / "data"), *self.usual]
+        model = [] if "--yaml-cfg" in flags else self.usual
         return [
             sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
             str(script or self.checkout / "pretrain_gpt.py"), *model, "--elastic-run-dir", str(run_dir), *flags,

@@ -24,8 +24,8 @@ from tests.test_checkout import (
 __all__ = ["checkout", "patched"]
 pytestmark = [needs_checkout, pytest.mark.timeout(600)]
 
-STEPS = 6
-FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "1",
+STEPS = 7
+FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",
          "--eval-interval", "3", "--dist-ckpt-optim-fully-reshardable")  # fmt: skip
 ELASTIC = ("--elastic", *FLAGS, "--pipeline-model-parallel-size", "2")
 TOLERANCE = 1e-6
@@ -52,15 +52,17 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
             return ["--data-path", one, other, "--mid-level-dataset-surplus", "0.5"]
         case "a file with the arguments":
             (folder / "arguments").write_text(" ".join(weighed))
-            return ["--data-path", "--data-args-path", str(folder / "arguments")]
+            return ["--data-args-path", str(folder / "arguments")]
         case "a file of each part":
             (folder / "parts.json").write_text(json.dumps({"train": weighed, "valid": ["1.0", one], "test": [other]}))
-            return ["--data-path", "--per-split-data-args-path", str(folder / "parts.json")]
+            return ["--per-split-data-args-path", str(folder / "parts.json")]
         case "paths of each part":
-            return ["--data-path", "--train-data-path", *weighed, "--valid-data-path", one,
+            return ["--train-data-path", *weighed, "--valid-data-path", one,
                     "--test-data-path", other]
         case "paths of two parts":
-            return ["--data-path", "--train-data-path", *weighed, "--valid-data-path", one]
+            return ["--train-data-path", *weighed, "--valid-data-path", one]
+        case "the whole as each part":
+            return ["--train-data-path", one, "--valid-data-path", one, "--test-data-path", one]
         case "no test part":
             return ["--data-path", one, "--split", "4,1,0"]
         case "a training part only":
@@ -68,7 +70,7 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
         case "no validation part":
             return ["--data-path", one, "--split", "4,0,1"]
         case "made up":
-            return ["--data-path", "--mock-data"]
+            return ["--mock-data"]
         case "built by two threads":
             return ["--data-path", *weighed, "--num-dataset-builder-threads", "2"]
         case "a cache of its own":
@@ -77,15 +79,17 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
 
 
 def resumed(patched: CheckoutJobs, saved: Path, *flags: str) -> Job:
-    """An elastic job that goes on after plain training's first step."""
-    (saved / "latest_checkpointed_iteration.txt").write_text("1")
+    """An elastic job that goes on after two steps of plain training."""
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
     return patched.run(*ELASTIC, "--load", str(saved), *flags, ranks=4)
 
 
 FORMS = ["one prefix", "a blend", "a blend without weights", "a file with the arguments", "a file of each part",
          "paths of each part", "paths of two parts", "no test part", "a training part only", "no validation part",
          "made up", "built by two threads", "a cache of its own"]  # fmt: skip
-PARTS_OF_THEIR_OWN = {"a file of each part", "paths of each part", "paths of two parts"}
+PARTS_OF_THEIR_OWN = {"a file of each part", "paths of each part", "paths of two parts", "the whole as each part"}
+PLAIN = {"no validation part": "no test part", "a training part only": "the whole as each part"}
+"""Plain training ends without validation data; of these forms the training samples are the same."""
 KILLED = {"a blend", "paths of two parts", "a training part only"}
 
 
@@ -94,16 +98,22 @@ def test_the_same_samples_as_plain_training(
     patched: CheckoutJobs, other: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its checkpoint, losses of five steps are those that plain training goes on with."""
-    if name in PARTS_OF_THEIR_OWN:
-        monkeypatch.setattr(patched, "usual", [word for word in patched.usual if word not in ("--split", "3,1,1")])
-    flags, saved = form(name, str(patched.data / "data"), other, tmp_path), tmp_path / "saved"
-    whole = losses_of(patched.plain(*FLAGS, *flags, "--save", str(saved), ranks=1))
+    one, saved, usual = str(patched.data / "data"), tmp_path / "saved", patched.usual
+
+    def flags_of(name: str) -> list[str]:
+        not_here = ["--data-path", one, *(["--split", "3,1,1"] if name in PARTS_OF_THEIR_OWN else [])]
+        monkeypatch.setattr(patched, "usual", [word for word in usual if word not in not_here])
+        return form(name, one, other, tmp_path)
+
+    plain = flags_of(PLAIN.get(name, name))
+    whole = losses_of(patched.plain(*FLAGS, *plain, "--save", str(saved), ranks=1))
+    flags = flags_of(name)
     job = resumed(patched, saved, *flags)
     assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(
-        {step: whole[step] for step in range(2, STEPS + 1)}, rel=TOLERANCE)
+        {step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
     there, said = {data for _, data, _ in evaluations(job)}, {event["data"] for event in job.events("not_evaluated")}
     assert there | said == {"validation", "test"} and not there & said
     if name in KILLED:
-        killed = resumed(patched, saved, *flags, *inject("kill:rank=3,step=3,at=backward"))
+        killed = resumed(patched, saved, *flags, *inject("kill:rank=3,step=4,at=backward"))
         assert_same(killed, job)
         assert evaluations(killed) == evaluations(job)
