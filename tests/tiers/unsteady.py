@@ -7,7 +7,6 @@ are never run again. What was unsteady is told, and listed in ``build/unsteady.j
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from _pytest.runner import runtestprotocol
 
 MOST = 2
 """Unsteady tests that a run may have."""
-_AGAIN = "MEGATRON_ELASTIC_ONCE_MORE"
-"""Set in the fresh process."""
 _LIMIT = 600.0
 """Seconds that the second time may take, start of the process and undisturbed jobs for comparison included."""
 _found = pytest.StashKey[list[dict[str, str]]]()
@@ -68,8 +65,8 @@ def _once_more(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> dict[
         command = [sys.executable, "-m", "pytest", item.nodeid]
         try:
             code = subprocess.run(
-                command, cwd=item.config.rootpath, env={**os.environ, _AGAIN: "1"}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT, check=False,
+                command, cwd=item.config.rootpath, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                timeout=_LIMIT, check=False,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = -1
