@@ -8,8 +8,17 @@ echo "== ruff"
 ruff check .
 echo "== import-linter"
 lint-imports
-echo "== mypy"
-mypy
-echo "== pytest: pure tests"
+echo "== pytest: pure tests, and mypy beside them"
+mkdir -p build
 rm -f build/not-tested.txt
-python -m pytest -m pure --numprocesses 2 --dist worksteal
+mypy >build/mypy.log 2>&1 &
+types=$!
+tests=0
+python -m pytest -m pure --numprocesses 2 --dist worksteal || tests=$?
+if ! wait "$types"; then
+    echo "== mypy"
+    cat build/mypy.log
+    exit 1
+fi
+tail -n 1 build/mypy.log
+((tests == 0)) || exit "$tests"
