@@ -5,19 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import os
-import select
 import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.jobs import Jobs, environment
-from tests.nursery import Nursery
+from tests.nursery import Nursery, await_exits
 
 _PROC = Path("/proc")
 _MARK = "MEGATRON_ELASTIC_TEST_RUN"
@@ -120,21 +119,9 @@ def _processes() -> set[int]:
     return found
 
 
-def _await_exits(pids: Iterable[int]) -> set[int]:
+def _await_exits(pids: set[int]) -> set[int]:
     """Which of ``pids`` are still there, once those that are just ending had time to."""
-    deadline = time.monotonic() + _PATIENCE
-    pids = set(pids)
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        finally:
-            os.close(fd)
+    await_exits(pids, _PATIENCE)
     return pids & _processes()
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 from megatron_elastic.cluster import wire
 from megatron_elastic.observe.records import read_events, read_metrics
 from tests.jobs import PATIENT
-from tests.nursery import output_until, rest_of
+from tests.nursery import await_exits, output_until, rest_of
 
 PROGRAMS = Path(__file__).parent / "cluster_programs"
 MARK = "MEGATRON_ELASTIC_TEST_MARK"
@@ -123,17 +121,7 @@ def launches(path: Path) -> Iterator[Launch]:
         assert run.process.stdout is not None
         run.process.stdout.close()
     os.close(launch.told)
-    _await_ends(launch)
-
-
-def _await_ends(launch: Launch) -> None:
-    """What a killed launcher has started ends by itself, and has time to."""
-    deadline = time.monotonic() + _LIMIT
-    for pid in launch.processes():
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-            os.close(pidfd)
+    await_exits(launch.processes(), _LIMIT)  # what killed launchers have started ends by itself
     assert launch.processes() == []
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import select
 import selectors
 import signal
 import socket
@@ -18,8 +19,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from megatron_elastic import cli
@@ -109,6 +111,20 @@ class Launched:
         (number,) = _NUMBER.unpack(data)
         assert isinstance(number, int)
         return number
+
+
+def await_exits(pids: Iterable[int], limit: float) -> None:
+    """Wait until processes have ended, whoever's they are, ``limit`` seconds at most for all of them."""
+    deadline = time.monotonic() + limit
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                poll = select.poll()
+                poll.register(pidfd, select.POLLIN)
+                poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            finally:
+                os.close(pidfd)
 
 
 def output_until(launcher: Launched | subprocess.Popen[str], text: str, limit: float) -> tuple[str, str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.adaptor.dataset import prepare
-from tests.jobs import Job
 from tests.test_checkout import (
     CheckoutJobs,
     assert_same,
@@ -20,14 +19,11 @@ from tests.test_checkout import (
     needs_checkout,
     patched,
 )
+from tests.test_models import FLAGS, STEPS, resumed
 
 __all__ = ["checkout", "patched"]
 pytestmark = [needs_checkout, pytest.mark.timeout(600)]
 
-STEPS = 7
-FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",
-         "--eval-interval", "3", "--dist-ckpt-optim-fully-reshardable")  # fmt: skip
-ELASTIC = ("--elastic", *FLAGS, "--pipeline-model-parallel-size", "2")
 TOLERANCE = 1e-6
 """Of a loss from the records to the one that Megatron logs with seven digits."""
 
@@ -78,12 +74,6 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
     raise ValueError(name)
 
 
-def resumed(patched: CheckoutJobs, saved: Path, *flags: str) -> Job:
-    """An elastic job that goes on after two steps of plain training."""
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    return patched.run(*ELASTIC, "--load", str(saved), *flags, ranks=4)
-
-
 FORMS = ["one prefix", "a blend", "a blend without weights", "a file with the arguments", "a file of each part",
          "paths of each part", "paths of two parts", "no test part", "a training part only", "no validation part",
          "made up", "built by two threads", "a cache of its own"]  # fmt: skip
@@ -97,7 +87,7 @@ KILLED = {"a blend", "paths of two parts", "a training part only"}
 def test_the_same_samples_as_plain_training(
     patched: CheckoutJobs, other: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its checkpoint, losses of five steps are those that plain training goes on with."""
+    """From its checkpoint, losses of six steps are those that plain training goes on with."""
     one, saved, usual = str(patched.data / "data"), tmp_path / "saved", patched.usual
 
     def flags_of(name: str) -> list[str]:

@@ -89,15 +89,18 @@ class Gauge:
 
 def worked(pid: int, thread: int) -> int:
     """Tenths of a second that a thread has had a processor, ever; 0 where the kernel does not say, or it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) // 10**8 if thread else 0
-    except (OSError, IndexError, ValueError):
-        return 0
+    return _schedstat(pid, thread)[0] // 10**8 if thread else 0
 
 
 def starved(pid: int) -> float:
     """Seconds that a process's main thread has waited for a processor, ever; 0 where the kernel does not say."""
+    return _schedstat(pid, pid)[1] / 1e9
+
+
+def _schedstat(pid: int, thread: int) -> tuple[int, int]:
+    """Nanoseconds that a thread of a process has had a processor, and has waited for one."""
     try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        ran, waited, *_ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+        return int(ran), int(waited)
+    except (OSError, ValueError):
+        return 0, 0

@@ -104,15 +104,18 @@ def _of_text(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def build(data: Any) -> Any:
         _refuse_no_text(data)
+        return original(data)
+
+    def build_or_load(data: Any) -> Any:
         arrays = tuple(f"{name}_index.npy" for name in ("document", "sample", "shuffle"))
         prefix = getattr(data.dataset, "path_prefix", None)
         sources = tuple(path for suffix in _SUFFIXES if prefix and (path := Path(f"{prefix}{suffix}")).is_file())
         cache = data.config.path_to_cache
         if cache is None and prefix:
             cache = os.path.join(prefix, "cache", f"{type(data).__name__}_indices")
-        return _found_or_built(data, original, cache, data.index_split.name, arrays, sources)
+        return _found_or_built(data, build, original, cache, data.index_split.name, arrays, sources)
 
-    return build
+    return build_or_load
 
 
 def _of_blend(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -120,23 +123,26 @@ def _of_blend(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def build(data: Any) -> Any:
         arrays = ("dataset_index.npy", "dataset_sample_index.npy")
-        return _found_or_built(data, original, data.config.path_to_cache, data.split.name, arrays, ())
+        return _found_or_built(data, original, original, data.config.path_to_cache, data.split.name, arrays, ())
 
     return build
 
 
 def _found_or_built(
-    data: Any, original: Callable[[Any], Any], cache: str | None, split: str, arrays: tuple[str, ...],
-    sources: tuple[Path, ...],
+    data: Any, build: Callable[[Any], Any], load: Callable[[Any], Any], cache: str | None, split: str,
+    arrays: tuple[str, ...], sources: tuple[Path, ...],
 ) -> Any:
-    if not cache or getattr(data.config, "mock", False) or _deferred(data.config):
-        return original(data)
+    """What ``load`` finds in the cache, where ``build`` has put it if need be."""
+    if _deferred(data.config):
+        return load(data)
+    if not cache or getattr(data.config, "mock", False):
+        return build(data)
     index = Index(Path(cache), f"{data.unique_description_hash}-{type(data).__name__}-{split}", arrays, sources)
     if not index.complete() or index.problem() is not None:
         index.folder.mkdir(parents=True, exist_ok=True)
         with locked(index.folder / "indices.lock", f"the index {index.base}"):
-            _build(data, original, index)
-    return original(data)
+            _build(data, build, index)
+    return load(data)
 
 
 def _deferred(config: Any) -> bool:
@@ -144,7 +150,7 @@ def _deferred(config: Any) -> bool:
     return bool(getattr(config, "fast_cache_load", False) or getattr(config, "defer_npy_index_mmap", False))
 
 
-def _build(data: Any, original: Callable[[Any], Any], index: Index) -> None:
+def _build(data: Any, build: Callable[[Any], Any], index: Index) -> None:
     """Build an index, unless another has meanwhile. Nobody else does it in this cache."""
     if index.complete():
         problem = index.problem()
@@ -158,7 +164,7 @@ def _build(data: Any, original: Callable[[Any], Any], index: Index) -> None:
         data.config.path_to_cache = str(folder)
         begun = time.monotonic()
         try:
-            original(data)
+            build(data)
         finally:
             data.config = config
         index.keep(folder)
