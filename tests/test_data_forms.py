@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.test_checkout import (
     needs_checkout,
     patched,
 )
-from tests.test_models import FLAGS, STEPS, resumed
+from tests.test_models import FLAGS, STEPS, log_of_plain, resumed
 
 __all__ = ["checkout", "patched"]
 pytestmark = [needs_checkout, pytest.mark.timeout(600)]
@@ -53,8 +54,7 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
             (folder / "parts.json").write_text(json.dumps({"train": weighed, "valid": ["1.0", one], "test": [other]}))
             return ["--per-split-data-args-path", str(folder / "parts.json")]
         case "paths of each part":
-            return ["--train-data-path", *weighed, "--valid-data-path", one,
-                    "--test-data-path", other]
+            return ["--train-data-path", *weighed, "--valid-data-path", one, "--test-data-path", other]
         case "paths of two parts":
             return ["--train-data-path", *weighed, "--valid-data-path", one]
         case "the whole as each part":
@@ -69,6 +69,10 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
             return ["--mock-data"]
         case "built by two threads":
             return ["--data-path", *weighed, "--num-dataset-builder-threads", "2"]
+        case "in other orders":
+            return ["--data-path", one, "--dataloader-type", "cyclic"]
+        case "in other orders, not sharded":
+            return ["--data-path", *weighed, "--dataloader-type", "cyclic", "--no-data-sharding"]
         case "a cache of its own":
             return ["--data-path", *weighed, "--data-cache-path", str(folder / "cache")]
     raise ValueError(name)
@@ -76,11 +80,14 @@ def form(name: str, one: str, other: str, folder: Path) -> list[str]:
 
 FORMS = ["one prefix", "a blend", "a blend without weights", "a file with the arguments", "a file of each part",
          "paths of each part", "paths of two parts", "no test part", "a training part only", "no validation part",
-         "made up", "built by two threads", "a cache of its own"]  # fmt: skip
+         "made up", "built by two threads", "a cache of its own", "in other orders",
+         "in other orders, not sharded"]  # fmt: skip
 PARTS_OF_THEIR_OWN = {"a file of each part", "paths of each part", "paths of two parts", "the whole as each part"}
 PLAIN = {"no validation part": "no test part", "a training part only": "the whole as each part"}
 """Plain training ends without validation data; of these forms the training samples are the same."""
-KILLED = {"a blend", "paths of two parts", "a training part only"}
+KILLED = {"a blend", "paths of two parts", "a training part only", "in other orders"}
+COLUMNS = 2
+"""Data-parallel ranks of the elastic job. The order of samples may depend on that."""
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -96,14 +103,45 @@ def test_the_same_samples_as_plain_training(
         return form(name, one, other, tmp_path)
 
     plain = flags_of(PLAIN.get(name, name))
-    whole = losses_of(patched.plain(*FLAGS, *plain, "--save", str(saved), ranks=1))
+    whole = losses_of(patched.plain(*FLAGS, *plain, "--save", str(saved), ranks=COLUMNS))
     flags = flags_of(name)
     job = resumed(patched, saved, *flags)
     assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(
-        {step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE)
+        {step: whole[step] for step in range(3, STEPS + 1)}, rel=TOLERANCE
+    )
     there, said = {data for _, data, _ in evaluations(job)}, {event["data"] for event in job.events("not_evaluated")}
     assert there | said == {"validation", "test"} and not there & said
     if name in KILLED:
         killed = resumed(patched, saved, *flags, *inject("kill:rank=3,step=4,at=backward"))
         assert_same(killed, job)
         assert evaluations(killed) == evaluations(job)
+
+
+def small(folder: Path, size: int) -> str:
+    """The prefix of a data set of so many characters."""
+    text = folder.with_suffix(".txt")
+    text.write_text(Path(os.__file__).read_text()[:size])
+    prepare(folder, [text], vocab_size=300)
+    return str(folder / "data")
+
+
+def test_all_samples_of_each_validation_set(
+    patched: CheckoutJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain training goes round and round in them, so the means are the same."""
+    one = str(patched.data / "data")
+    sets = ["--train-data-path", one, "--valid-data-path", small(tmp_path / "a", 2000), small(tmp_path / "b", 1500),
+            "--full-validation", "--multiple-validation-sets"]  # fmt: skip
+    monkeypatch.setattr(patched, "usual", [word for word in patched.usual if word not in
+                                            ("--data-path", one, "--split", "3,1,1")])  # fmt: skip
+    patched.plain(*FLAGS, *sets, "--save", str(tmp_path / "saved"), ranks=1)
+    pattern = r"validation-(\d) loss at iteration (\d)[^|]*\| lm loss value: (\S+)"
+    found = re.findall(pattern, log_of_plain(patched).read_text())
+    plain = {(int(step), f"validation-{number}"): float(loss) for number, step, loss in found}
+    assert len(plain) == 4
+    job = resumed(patched, tmp_path / "saved", *sets)
+    ours = {(step, data): loss for step, data, loss in evaluations(job)}
+    assert ours == pytest.approx(plain, rel=TOLERANCE)
+    killed = resumed(patched, tmp_path / "saved", *sets, *inject("kill:rank=3,step=5,at=data"))
+    assert_same(killed, job)
+    assert evaluations(killed) == evaluations(job)

@@ -223,7 +223,6 @@ class CheckoutTrainer(Trainer):
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """The last evaluations, if training is complete."""
-        args, batches = self.args, self.batches
-        if done >= args.train_iters and args.eval_iters:
-            evaluation.evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
-            evaluation.evaluate(self, tenure, done, "test", batches.test, 0)
+        if done >= self.args.train_iters:
+            evaluation.evaluate(self, tenure, done, "validation", done // self.args.eval_interval)
+            evaluation.evaluate(self, tenure, done, "test", 0)

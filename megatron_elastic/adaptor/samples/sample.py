@@ -2,7 +2,7 @@
 
 Whoever takes over a micro-batch has to read the same samples, and a data set that draws as it reads (Megatron-LM's for
 filling in the middle, or one of the user's) goes on from what it has drawn before. So all generators that are known are
-set by the job's seed and the number of the sample, before it is read.
+set by the job's seed and the sample's place in the job, before it is read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_elastic.adaptor.samples.order import Order, in_order
 from megatron_elastic.numerics.keyed import key
 
 _reading = threading.Lock()
@@ -24,6 +25,7 @@ class Samples(Protocol):
     """Samples by their number."""
 
     def __getitem__(self, number: int) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
 
 
 class Reader:
@@ -32,23 +34,28 @@ class Reader:
     Args:
         data: a map-style data set; sample i is a dict. A blend has others inside.
         seed: of the job.
+        order: in which they are taken.
     """
 
-    def __init__(self, data: Samples, seed: int) -> None:
+    def __init__(self, data: Samples, seed: int, order: Order = in_order) -> None:
         self._data = data
         self._seed = seed
+        self._order = order
         self._generators = list(_generators(data))
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """A sample, which depends on its number and the seed alone."""
-        drawn = key("sample", self._seed, number)
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        """The sample that comes in a place. What is drawn for it depends on that and the seed alone."""
+        drawn = key("sample", self._seed, place)
         words = [drawn & 0xFFFFFFFF, drawn >> 32]
         with _reading:
             random.seed(drawn)
             np.random.seed(words)
             for generator in self._generators:
                 generator.seed(words)
-            return self._data[number]
+            return self._data[self._order(place)]
 
 
 def _generators(data: Any, depth: int = 4) -> Iterator[np.random.RandomState]:

@@ -84,8 +84,8 @@ class TrainingLog:
         with self._as_writer(True):
             from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-            where = "" if name == "validation" else f" on {name} set"
-            line = (f" validation loss at iteration {done}{where} | lm loss value: {loss:.6E} | "
+            of, where = ("validation", " on test set") if name == "test" else (name, "")
+            line = (f" {of} loss at iteration {done}{where} | lm loss value: {loss:.6E} | "
                     f"lm loss PPL: {perplexity:.6E} | ")
             print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
             writer, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -22,6 +22,7 @@ from megatron_elastic.adaptor.layers import documents
 from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.samples import indices
 from megatron_elastic.adaptor.samples.lock import one_first
+from megatron_elastic.adaptor.samples.order import in_order, order_of
 from megatron_elastic.adaptor.samples.sample import Reader, Samples, collate
 from megatron_elastic.adaptor.training.read_ahead import ReadAhead, Wish
 from megatron_elastic.config import UsageError
@@ -32,7 +33,7 @@ from megatron_elastic.pipeline.route import Leg
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
-"""(train, validation, test) map-style data sets; sample i is a dict of tensors."""
+"""(train, validation, test) map-style data sets; sample i is a dict of tensors. Validation may be a list of them."""
 
 
 _LOOK = 0.02
@@ -57,8 +58,8 @@ class Batches:
         device: Device,
     ) -> None:
         self.training: Reader | None = None
-        self.validation: Reader | None = None
-        self.test: Reader | None = None
+        self.evaluation: dict[str, list[tuple[str, Reader]]] = {"validation": [], "test": []}
+        """What training does not see, by what it is for: data sets with their names."""
         self._args = args
         self._size = args.micro_batch_size  # while a part of one is computed, Megatron's flag may say the part's
         self._provider = provider
@@ -79,9 +80,11 @@ class Batches:
             self._making = _Making(self._make)
         self.settle()
         making, self._making = self._making, None
-        self.training, self.validation, self.test = (
-            None if data is None else Reader(data, self._args.seed) for data in making.result.result()
-        )
+        training, *others = making.result.result()
+        for kind, data in zip(self.evaluation, others, strict=True):
+            whole = kind == "validation" and whole_validation(self._args)
+            self.evaluation[kind] = [(name, self._reader(of, whole)) for name, of in _named(kind, data)]
+        self.training = None if training is None else self._reader(training)
 
     def settle(self) -> None:
         """Wait until no data set is being made: meanwhile this rank's groups are not those of a layout."""
@@ -89,6 +92,9 @@ class Batches:
             with self._odometer.through(self._making.thread):
                 while not self._making.ended.wait(_LOOK):
                     self._check()
+
+    def _reader(self, data: Samples, whole: bool = False) -> Reader:
+        return Reader(data, self._args.seed, in_order if whole else order_of(self._args, len(data)))
 
     def _make(self) -> tuple[Any, Any, Any]:
         try:
@@ -140,6 +146,18 @@ class Batches:
     def _bring(self, data: Samples, wish: Wish) -> Arrival:
         numbers = range(wish.first, wish.first + wish.samples)
         return self._device.bring(collate([documents.unpacked(data[i]) for i in numbers]))
+
+
+def whole_validation(args: argparse.Namespace) -> bool:
+    """Whether an evaluation takes all validation samples."""
+    return bool(getattr(args, "full_validation", False))
+
+
+def _named(kind: str, data: Any) -> list[tuple[str, Samples]]:
+    """Data sets of one kind; each of ``--multiple-validation-sets`` has its number."""
+    if isinstance(data, list):
+        return [(f"{kind}-{index}", each) for index, each in enumerate(data)]
+    return [] if data is None else [(kind, data)]
 
 
 class _Making:

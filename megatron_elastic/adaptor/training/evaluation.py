@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
 
 from megatron_elastic.adaptor.samples.sample import Reader
 from megatron_elastic.adaptor.training import ballots
+from megatron_elastic.adaptor.training.batches import whole_validation
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.config import UsageError
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.state.vote import Ballot, vote
 
@@ -19,35 +23,65 @@ _EVALUATION = -1
 
 def tell_of_none(trainer: Trainer) -> None:
     """Say once for each evaluation that is asked for and does not happen: there are no such data."""
-    if trainer.args.eval_iters and trainer.rank == trainer.layout.ranks[0]:
-        for name in trainer.evaluations:
-            if getattr(trainer.batches, name) is None:
-                trainer.event("not_evaluated", data=name)
+    if trainer.rank == trainer.layout.ranks[0]:
+        for kind in trainer.evaluations:
+            if wanted(trainer.args, kind) and not trainer.batches.evaluation[kind]:
+                trainer.event("not_evaluated", data=kind)
 
 
-def evaluate(
-    trainer: Trainer, tenure: Tenure, done: int, name: str, data: Reader | None, position: int
-) -> None:
-    """After ``done`` steps: mean loss over ``--eval-iters`` batches, the ``position``-th such stretch of ``data``.
+def wanted(args: argparse.Namespace, kind: str) -> bool:
+    """Whether it is to be evaluated on data of a kind, if there are any."""
+    return bool(args.eval_iters) or (kind == "validation" and whole_validation(args))
 
-    Nothing if there are none: their share of ``--split`` may be 0. Batches are full, also while those of training grow.
+
+def evaluate(trainer: Trainer, tenure: Tenure, done: int, kind: str, position: int) -> None:
+    """After ``done`` steps: the mean loss of each data set of a kind, over the ``position``-th stretch of its samples.
+
+    Nothing where there are none: their share of ``--split`` may be 0.
     """
-    if data is None:
-        return
-    iterations, batch, layout = trainer.args.eval_iters, trainer.args.global_batch_size, tenure.layout
-    tp = layout.tp_index(trainer.rank)
     for model in trainer.stage.models:
         model.eval()
     try:
-        total, tokens = 0.0, 0
-        for iteration in range(position * iterations, (position + 1) * iterations):
-            work = Work(_EVALUATION, layout, layout.num_grains, log_limit=0)
-            tenure.grains.begin(work, partial(trainer.batches.read, data, iteration * batch, layout, trainer.rank))
-            tenure.executor.run_forward(tenure.legs, tenure.grains)
-            ballot = Ballot(np.zeros(0), ballots.losses(trainer, work) if tp == 0 else {})
-            outcome = vote(tenure.vote_group, ballot)
-            total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
+        for name, data in trainer.batches.evaluation[kind] if wanted(trainer.args, kind) else ():
+            whole = kind == "validation" and whole_validation(trainer.args)
+            batches = _all(trainer, name, data) if whole else _stretch(trainer, position)
+            trainer.evaluated(done, name, _mean_loss(trainer, tenure, data, batches))
     finally:
         for model in trainer.stage.models:
             model.train()
-    trainer.evaluated(done, name, total / max(tokens, 1))
+
+
+def _stretch(trainer: Trainer, position: int) -> Iterator[tuple[int, int]]:
+    """First sample and grains of each of ``--eval-iters`` batches, which are full also while those of training grow."""
+    args = trainer.args
+    for batch in range(position * args.eval_iters, (position + 1) * args.eval_iters):
+        yield batch * args.global_batch_size, trainer.layout.num_grains
+
+
+def _all(trainer: Trainer, name: str, data: Reader) -> Iterator[tuple[int, int]]:
+    """The same of all samples, but for the last ones if they are too few for a grain.
+
+    Megatron at 0.16.1 takes as many batches as there are samples, going round: each sample counts as often there, but
+    for those that are too few for a micro-batch of every data-parallel rank.
+    """
+    ramp, left = trainer.ramp, len(data) // trainer.ramp.grain
+    if not left:
+        raise UsageError(f"--full-validation: the {name} data have {len(data)} samples, too few for one micro-batch "
+                         f"of {ramp.grain}: give them more, or use --eval-iters")
+    first = 0
+    while left:
+        grains = min(left, trainer.layout.num_grains)
+        yield first, grains
+        first, left = first + grains * ramp.grain, left - grains
+
+
+def _mean_loss(trainer: Trainer, tenure: Tenure, data: Reader, batches: Iterable[tuple[int, int]]) -> float:
+    total, tokens, layout = 0.0, 0, tenure.layout
+    for first, grains in batches:
+        work = Work(_EVALUATION, layout, grains, log_limit=0)
+        tenure.grains.begin(work, partial(trainer.batches.read, data, first, layout, trainer.rank))
+        tenure.executor.run_forward(tenure.legs_of(grains), tenure.grains)
+        ballot = Ballot(np.zeros(0), ballots.losses(trainer, work) if layout.tp_index(trainer.rank) == 0 else {})
+        outcome = vote(tenure.vote_group, ballot)
+        total, tokens = total + outcome.loss * outcome.tokens, tokens + outcome.tokens
+    return total / max(tokens, 1)

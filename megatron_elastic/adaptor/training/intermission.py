@@ -16,8 +16,8 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 def hold(trainer: Trainer, tenure: Tenure, done: int) -> None:
     """Do what is due after ``done`` steps."""
     args = trainer.args
-    if args.eval_interval and args.eval_iters and done and done % args.eval_interval == 0:
-        evaluate(trainer, tenure, done, "validation", trainer.batches.validation, done // args.eval_interval - 1)
+    if args.eval_interval and done and done % args.eval_interval == 0:
+        evaluate(trainer, tenure, done, "validation", done // args.eval_interval - 1)
     if trainer.saving.written():
         complete_save(trainer)
     if (late := trainer.saving.late(done)) is not None and trainer.rank == tenure.layout.ranks[0]:

@@ -23,7 +23,7 @@ _NAME = "megatron.core.datasets.helpers_cpp"
 
 def provide() -> None:
     """See to it that ``helpers_cpp`` can be imported. Any number of ranks may call it at once. Raises UsageError."""
-    if _importable() or _borrow():
+    if borrow():
         return
     import megatron.core.datasets as datasets
 
@@ -40,8 +40,13 @@ def _importable() -> bool:
     return _NAME in sys.modules or importlib.util.find_spec(_NAME) is not None
 
 
-def _borrow() -> bool:
-    """Import it from another megatron-core of the same version on the module search path; say whether there is one."""
+def borrow() -> bool:
+    """Where it cannot be imported, take it from another megatron-core of the same version on the module search path.
+
+    Says whether it can be imported now. It is this process's alone, and that of those it forks.
+    """
+    if _importable():
+        return True
     import megatron.core
 
     own = Path(megatron.core.__path__[0])

@@ -46,6 +46,7 @@ def install() -> None:
     if _has("megatron.training"):
         if not _has("triton"):
             _stand_in_for_triton_kernels()
+        helpers.borrow()  # Megatron has them compiled by the first rank alone
         targets.HELPERS.replace(helpers.provide)
         targets.KERNELS.replace(_nothing)
         targets.WARM_UP.replace(_nothing)
