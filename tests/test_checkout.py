@@ -458,6 +458,34 @@ def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_pat
 
 @needs_checkout
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("placement", "readers"), [("loop", {"0 0", "1 1"}), ("v", {"0 None"})])
+def test_chunks_read_only_what_they_need(
+    patched: CheckoutJobs, tmp_path: Path, placement: str, readers: set[str]
+) -> None:
+    """Those at the ends of the model, by stage and chunk."""
+    noting = f"""
+_get_batch = get_batch
+def get_batch(data_iterator, vp_stage=None):
+    batch = _get_batch(data_iterator, vp_stage)
+    if batch[0] is not None or batch[1] is not None:
+        from megatron.core import mpu
+        with open({str(tmp_path / "reads")!r}, "a") as file:
+            print(mpu.get_pipeline_model_parallel_rank(), vp_stage, file=file)
+    return batch
+"""
+    script = patched.checkout / f"pretrain_gpt_{placement}.py"
+    main = 'if __name__ == "__main__":'
+    script.write_text((patched.checkout / "pretrain_gpt.py").read_text().replace(main, noting + main))
+    flags = VIRTUAL.split() if placement == "loop" else (*PP2.split(), "--elastic-placement", "v")
+    whole = patched.run("--elastic", *flags, "--train-iters", "2", "--eval-iters", "0", ranks=4)
+    job = patched.start("--elastic", *flags, "--train-iters", "2", "--eval-iters", "0", ranks=4, script=script)
+    job.finish()
+    assert_same(job, whole)
+    assert {*(tmp_path / "reads").read_text().splitlines()} == readers
+
+
+@needs_checkout
+@pytest.mark.timeout(600)
 def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
     """The script's own batches, as Megatron gives them to the first stage, have labels where the model ends there."""
     flags = ("--elastic", *PP2.split(), "--train-iters", "3")

@@ -65,7 +65,7 @@ def test_what_becomes_of_flags() -> None:
     vision.add_argument("--num-classes", type=int)
     assert [(flag.flag, flag.kind) for flag in sort(parser)] == [
         ("--seq-length", "passed on"), ("--optimizer", "some values"), ("--exp-avg-dtype", "refused"),
-        ("--dataloader-type", "refused"), ("--no-manual-gc", "no effect"), ("--min-loss-scale", "passed on"),
+        ("--dataloader-type", "some values"), ("--no-manual-gc", "no effect"), ("--min-loss-scale", "passed on"),
         ("--num-workers", "passed on"), ("--num-classes", "of other programs"),
     ]
 

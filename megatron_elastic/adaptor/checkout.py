@@ -21,6 +21,7 @@ import torch.distributed
 from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
 from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
@@ -176,7 +177,7 @@ class CheckoutTrainer(Trainer):
         args, layout = self.args, self.layout
         size = args.micro_batch_size * self.stage.key.part.size // layout.samples
         now = {"micro_batch_size": size, "pipeline_model_parallel_size": layout.pipeline_size}
-        with _meanwhile(args, {**_ANY_SPLIT, **now}):
+        with _meanwhile(args, {**_ANY_SPLIT, **now}), groups.looped(layout):
             return forward_step(data, model)
 
     def make_rates(self) -> RatesByStep:

@@ -15,7 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "lost-hosts": ("test_lost_hosts",),
     "slurm": ("test_slurm", "test_fleet_slurm"),
     "fleet": ("test_fleet*",),
-    "namespaces": ("test_namespaces", "test_leadership", "test_failover", "test_takeover"),
+    "namespaces": ("test_namespaces", "test_caches", "test_leadership", "test_failover", "test_takeover"),
     "slow": ("test_slow", "test_silence", "test_hang"),
     "bench": ("test_bench", "test_goodput", "test_chaos"),
     "faults": ("*",),

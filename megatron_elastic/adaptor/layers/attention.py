@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -89,14 +89,16 @@ def _attending(documents: bool, original: Callable[..., torch.Tensor]) -> Callab
     return attend
 
 
+@lru_cache(maxsize=4)  # two chunks, and layers with a window and without
 def _mask(rows: range, length: int, window: tuple[int, int] | None, device: torch.device) -> torch.Tensor:
     """What tokens do not look at: what comes after them or, with a ``window``, is not within it.
 
-    [rows, columns], without the columns at the end of ``length`` that none of them looks at.
+    [rows, columns], without the columns at the end of ``length`` that none of them looks at. All layers have the same.
     """
     end = min(rows.stop + (window[1] if window else 0), length)
-    ahead = torch.arange(end, device=device) - torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
-    return ahead > 0 if window is None else (ahead < -window[0]) | (ahead > window[1])
+    columns = torch.arange(end, device=device)
+    own = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+    return columns > own if window is None else (columns < own - window[0]) | (columns > own + window[1])
 
 
 class _Gathered(torch.autograd.Function):

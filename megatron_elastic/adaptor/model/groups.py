@@ -121,6 +121,18 @@ def edit(layout: Layout, rank: int) -> None:
 
 
 @contextmanager
+def looped(layout: Layout) -> Iterator[None]:
+    """Meanwhile a chunk is known to be at an end of the model or not, where grains go round the stages: Megatron tells
+    by the number of rounds. Without that it takes all chunks of the first and of the last stage for ends.
+    """
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(layout.loops if layout.loops > 1 else None)
+    try:
+        yield
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+@contextmanager
 def alone() -> Iterator[None]:
     """Meanwhile this rank is the only member of the groups over which a model and its data are built together.
 
