@@ -293,7 +293,7 @@ def test_a_used_port_is_named(launch: Launch) -> None:
         ("plain.py", ("impossible",), ("--nproc-per-node", "3"), "3 ranks cannot do this"),
         ("plain.py", (), ("--nproc-per-node", "none"), "--nproc-per-node none"),
         ("plain.py", (), ("--nnodes", "2"), "--master-addr"),
-        ("plain.py", (), ("--nnodes", "1:2"), "range"),
+        ("plain.py", (), ("--nnodes", "1:2"), "--nnodes 1:2"),
         ("plain.py", (), ("--node-rank", "1"), "--node-rank 1"),
         ("plain.py", (), ("--nproc", "1"), "nproc"),
         ("plain.py", ("--elastic-inject", "kill:rank=1"), (), "lacks at"),

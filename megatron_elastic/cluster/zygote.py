@@ -33,7 +33,7 @@ from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.control import JobStopped, report_failure
 from megatron_elastic.cluster.deathwatch import Deathwatch
 from megatron_elastic.cluster.title import entitle
-from megatron_elastic.config import UsageError
+from megatron_elastic.config import USAGE, UsageError
 from megatron_elastic.device.names import NAMES
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
@@ -73,25 +73,31 @@ _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What a rank runs: a script file, or a module by its name, with its arguments."""
+    """What a rank runs, with its arguments: a script, a module by its name, or a program that is no Python."""
 
     target: str
     is_module: bool
     arguments: list[str]
+    is_command: bool = False
 
     @property
     def directory(self) -> str:
         """What Python puts first into the module search path when it runs the program."""
-        return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.target))
+        return os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.target))
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Agent to zygote: start a rank with these additions to the environment, writing to ``log``."""
+    """Agent to zygote: start a rank with these additions to the environment, which prints to ``log`` and ``errors``.
+
+    ``outlives``: whether it lives on when its terminal is closed, as with ``nohup``.
+    """
 
     rank: int
     env: dict[str, str]
     log: str
+    errors: str
     program: Program
+    outlives: bool
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -376,7 +382,11 @@ def _die_with_parent(parent: int) -> None:
 class _Log(io.FileIO):
     """A log that a full disk leaves with gaps: a rank must not end because it cannot print."""
 
+    last = b""
+    """The last that was written."""
+
     def write(self, data: Any, /) -> int:
+        self.last = bytes(memoryview(data)) or self.last
         try:
             return super().write(data)
         except OSError:
@@ -386,17 +396,18 @@ class _Log(io.FileIO):
 def _become_rank(request: Spawn) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
+    logs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (request.log, request.errors)]
+    for target, source in enumerate((null, *logs)):
         os.dup2(source, target)
-    os.close(log)
-    os.close(null)
+        os.close(source)
     for name, target in (("stdout", 1), ("stderr", 2)):
         stream = io.TextIOWrapper(io.BufferedWriter(_Log(target, "w", closefd=False)), line_buffering=True)
         setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if request.outlives:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ.update(request.env)
     entitle(f"rank {request.rank}", request.program.target)
 
@@ -410,24 +421,49 @@ def _run(program: Program) -> int:
     """Run the program as ``__main__`` and return its exit code; report what it raises to the coordinator."""
     sys.argv = [program.target, *program.arguments]
     try:
+        if program.is_command:
+            return _run_command(sys.argv)
         if program.is_module:
             runpy.run_module(program.target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(program.target, run_name="__main__")
+            runpy.run_path(os.path.abspath(program.target), run_name="__main__")
     except SystemExit as ending:
-        if ending.code is None or isinstance(ending.code, int):
-            return ending.code or 0
-        print(ending.code, file=sys.stderr)
-        return 1
+        return _ended_itself(ending.code)
     except JobStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 1
     except BaseException as error:
-        text = str(error) if isinstance(error, UsageError) else _own_traceback(error)
+        text, code = (str(error), USAGE) if isinstance(error, UsageError) else (_own_traceback(error), 0)
         print(text, file=sys.stderr)
-        report_failure(text)
-        return 1
+        report_failure(text, code)
+        return code or 1
     return 0
+
+
+def _ended_itself(code: Any) -> int:
+    """What a program ends with that has called ``sys.exit``; its last word goes to the coordinator."""
+    if code is None or code == 0:
+        return 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    number = code & 0xFF  # what becomes of it
+    sys.stderr.flush()
+    log = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    said = log.last.decode(errors="replace").strip() if isinstance(log, _Log) else ""
+    if number and said:
+        report_failure(said.rpartition("\n")[2], number)
+    return number
+
+
+def _run_command(command: Sequence[str]) -> int:
+    """Run a program that is no Python, as a process of this rank's group; its exit code is the rank's."""
+    try:
+        code = subprocess.run(command, check=False).returncode
+        return code if code >= 0 else 128 - code  # as a shell tells it
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def _end(code: int) -> NoReturn:
