@@ -67,6 +67,8 @@ _INSTALLED = frozenset({
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
+_KEPT = 1000
+"""Bytes of what a rank prints that it remembers, to tell the last line."""
 
 _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
@@ -382,11 +384,11 @@ def _die_with_parent(parent: int) -> None:
 class _Log(io.FileIO):
     """A log that a full disk leaves with gaps: a rank must not end because it cannot print."""
 
-    last = b""
-    """The last that was written."""
+    end = b""
+    """The last some that was written."""
 
     def write(self, data: Any, /) -> int:
-        self.last = bytes(memoryview(data)) or self.last
+        self.end = (self.end + bytes(memoryview(data)))[-_KEPT:]
         try:
             return super().write(data)
         except OSError:
@@ -450,7 +452,7 @@ def _ended_itself(code: Any) -> int:
     number = code & 0xFF  # what becomes of it
     sys.stderr.flush()
     log = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
-    said = log.last.decode(errors="replace").strip() if isinstance(log, _Log) else ""
+    said = log.end.decode(errors="replace").strip() if isinstance(log, _Log) else ""
     if number and said:
         report_failure(said.rpartition("\n")[2], number)
     return number
