@@ -318,7 +318,7 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     refused = patched.start("--yaml-cfg", str(path), "--tp-comm-overlap").finish(2)
     assert "error: --tp-comm-overlap does not work with --elastic" in refused
     path.write_text(path.read_text() + "frobnicate: 3\n")
-    assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
+    assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(2)
 
 
 @needs_checkout

@@ -41,7 +41,7 @@ def run(make: Callable[[Control], Trainer]) -> None:
     except Exception as error:
         # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
         if isinstance(error, UsageError):
-            control.fail(str(error), code=USAGE)
+            control.fail(str(error), code=USAGE if trainer is None else 0)
         elif trainer is None:
             control.fail(traceback.format_exc())
         else:
