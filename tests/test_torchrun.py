@@ -105,7 +105,7 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("flags", "message"), [
     (("--nnodes", "2:1"), "--nnodes 2:1: give a positive number, or MIN:MAX"),
     (("--nnodes", "0:1"), "--nnodes 0:1"),
-    (("--nnodes", "1:2"), "nodes can come to a job that trains if it is --elastic"),
+    (("--nnodes", "1:2"), "only to an --elastic job nodes can come while it trains; add --elastic"),
     (("--nnodes", "2"), "several nodes need --master-addr"),
     (("--nnodes", "2", "--master-addr", "192.0.2.1"), "192.0.2.1 is no address of this machine, so it is not node 0"),
     (("--nnodes", "2", "--master-addr", "h:29500"), "--master-addr h:29500 is no address of a host: give the port as "
@@ -115,6 +115,10 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
     (("--rdzv-endpoint", "::g"), "--rdzv-endpoint ::g is no address"),
     (("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "etcd:2379"), "--rdzv-backend etcd-v2 does not work here: there "
      "would be no node 0"),
+    (("--nproc", "2"), "unknown flag --nproc before SCRIPT, where the launcher's are: did you mean --nproc-per-node?"),
+    (("--bogus=1",), "unknown flag --bogus before SCRIPT, where the launcher's are: --help lists them"),
+    (("--elastic",), "--elastic is for the script: put it behind SCRIPT"),
+    (("--master-port", "65536"), "--master-port 65536 is no port: give a number up to 65535"),
     (("--nproc-per-node", "xpu"), "--nproc-per-node xpu: give a positive number, auto, cpu or gpu"),
     (("--tee", "4"), "--tee 4: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
     (("--redirects", "0:3,1"), "--redirects 0:3,1: expected"),
@@ -134,6 +138,27 @@ def test_bad_values(
     with pytest.raises(UsageError) as caught:
         launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
     assert message in str(caught.value)
+
+
+def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what happened, where, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    for command, message in (
+        ([], "there is no SCRIPT: megatron-elastic run [options] SCRIPT [ARGS ...]; --help lists the options"),
+        (["a.py"], f"there is no script a.py (looked for from {tmp_path}): give its path, or -m and a module's name"),
+        (["/"], "there is no script /: it is a directory; name a file in it"),
+        ([PLAIN, "--elastic", "--elastic-replica", "1"], "unknown flag --elastic-replica: did you mean "
+         "--elastic-replicas?"),
+        ([PLAIN, "--elastic", "--elastic-qqqqqqqqqq=1"], "unknown flag --elastic-qqqqqqqqqq: docs/flags.md lists them"),
+        ([PLAIN, "--elastic-run-dir", "/proc/x"], "--elastic-run-dir: cannot make /proc/x: No such file or directory; "
+         "name a folder that can be written to"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            launcher._make_run_dir(launcher._read_command(command))
+        assert str(caught.value) == message
+    monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--title 'a b")
+    with pytest.raises(UsageError, match=r"MEGATRON_ELASTIC_ARGS=--title 'a b: .* no closing quotation; close the quot"):
+        read()
 
 
 def test_hosts() -> None:

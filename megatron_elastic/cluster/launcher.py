@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import difflib
 import itertools
 import os
 import shlex
@@ -65,7 +66,15 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, as every other error of the launcher."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            message = "there is no SCRIPT: megatron-elastic run [options] SCRIPT [ARGS ...]; --help lists the options"
         raise UsageError(message)
+
+    def closest(self, flag: str, otherwise: str = "--help lists them") -> str:
+        """What somebody may have meant who wrote ``flag``."""
+        known = [name for action in self._actions for name in action.option_strings]
+        near = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known, n=1)
+        return f"did you mean {near[0]}?" if near else otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +118,17 @@ def make_parser() -> _Parser:
 
 def _read_command(argv: Sequence[str] | None) -> _Command:
     """Parse and check the command line. Raises UsageError."""
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(argv)
+    for flag in unknown:
+        if flag.startswith("--elastic"):
+            raise UsageError(f"{flag} is for the script: put it behind SCRIPT")
+        raise UsageError(f"unknown flag {flag.partition('=')[0]} before SCRIPT, where the launcher's are: "
+                         f"{parser.closest(flag.partition('=')[0])}")
     # First, so that the command line wins.
-    options.arguments[:0] = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
-    elastic = _Parser(add_help=False, allow_abbrev=False)
-    add_elastic_arguments(elastic)
+    options.arguments[:0] = _arguments_of_the_environment()
     options.arguments[:0] = argument_file.launcher_flags(options.arguments)
-    config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
+    config = _elastic_config(options.arguments)
     for flag, why in torchrun.look_at(options):
         complain("note", f"{flag} has no effect: {why}", config.log_format == "json")
     where = _rendezvous(options, config.elastic)
@@ -133,6 +146,27 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
                          "and some must train: raise --nproc-per-node or --nnodes")
     script.check(program, config, where.nodes * ranks - command.spares)
     return command
+
+
+def _arguments_of_the_environment() -> list[str]:
+    text = os.environ.get(ARGUMENTS_VARIABLE, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{ARGUMENTS_VARIABLE}={text}: it is split as a shell would split it, and that fails: "
+                         f"{str(error).lower()}; close the quotation") from None
+
+
+def _elastic_config(arguments: Sequence[str]) -> ElasticConfig:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_elastic_arguments(parser)
+    options, others = parser.parse_known_args(arguments)
+    config = ElasticConfig.from_args(options)
+    for flag in others:
+        if config.elastic and flag.startswith("--elastic-"):
+            name = flag.partition("=")[0]
+            raise UsageError(f"unknown flag {name}: {parser.closest(name, 'docs/flags.md lists them')}")
+    return config
 
 
 def _program(options: argparse.Namespace, config: ElasticConfig) -> Program:
@@ -180,8 +214,8 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
     """Where nodes meet, and which of them this is. Raises UsageError."""
     fewest, most = nodes_of(options.nnodes or "1")
     if most > fewest and not elastic:
-        raise UsageError(f"--nnodes {options.nnodes}: nodes can come to a job that trains if it is --elastic; add "
-                         "that, or give one number")
+        raise UsageError(f"--nnodes {options.nnodes}: only to an --elastic job nodes can come while it trains; add "
+                         "--elastic behind SCRIPT, or give one number")
     rank = options.node_rank or 0
     ranges = ":" in (options.nnodes or "")
     if rank < 0 or (rank >= most and (ranges or not elastic)):
@@ -192,6 +226,8 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
         host, port = endpoint_of(options.rdzv_endpoint)
     host = host_of("--master-addr", options.master_addr) if options.master_addr else host
     port = options.master_port if options.master_port is not None else port
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"--master-port {port} is no port: give a number up to 65535, or 0 for any free one")
     if most == 1 and rank == 0:
         return Rendezvous(1, 0, host or "127.0.0.1", port or 0)
     if not host:
@@ -213,7 +249,8 @@ def _make_run_dir(command: _Command) -> Path:
         if command.log_dir is None:
             (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}") from None
+        raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}; name a folder that can be written "
+                         "to") from None
     if command.log_dir is not None:
         _keep_logs_in(Path(command.log_dir), path / "logs", "" if command.name == "none" else f"{command.name}_")
     return path.resolve()
@@ -230,7 +267,8 @@ def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
         link.symlink_to(own)
     except OSError as error:
         if not link.exists():
-            raise UsageError(f"--log-dir {folder}: cannot keep logs there: {error.strerror}") from None
+            raise UsageError(f"--log-dir {folder}: cannot keep logs there: {error.strerror}; name a folder that can "
+                             "be written to") from None
 
 
 def _fresh(stem: Path) -> Path:

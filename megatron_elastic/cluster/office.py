@@ -117,7 +117,7 @@ class Office:
         """The first node: coordinate a job that begins. Raises AgentError if the port is in use."""
         part, config = self._part, self._config
         # To a job of one node others can come only if it was started with an address that they can reach.
-        local = part.agent.nodes == 1 and part.agent.host == "127.0.0.1"
+        local = part.agent.nodes == 1 and part.agent.host in ("127.0.0.1", "localhost")
         self.listen(part.agent.host, "127.0.0.1" if local else every_interface(part.agent.host), part.port)
         self._open_records()
         job = Job.new(_settings(config), part.agent.world_size)

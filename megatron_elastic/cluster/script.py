@@ -26,7 +26,9 @@ def check(program: Program, config: ElasticConfig, world_size: int) -> None:
     if not program.is_command:
         path = _module_file(program) if program.is_module else Path(program.target)
         if not path.is_file():
-            raise UsageError(f"there is no script {path}" + (" (it is a directory)" if path.is_dir() else ""))
+            where = f" (looked for from {Path.cwd()})" if not path.is_absolute() else ""
+            fix = "it is a directory; name a file in it" if path.is_dir() else "give its path, or -m and a module's name"
+            raise UsageError(f"there is no script {path}{where}: {fix}")
         if path.suffix in ("", ".py"):
             _check_file(program, config, path, world_size)
     if config.elastic and importlib.util.find_spec("ucxx") is None:

@@ -40,9 +40,9 @@ class Flag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All ways to write it; the last one is what it is called."""
+        """All ways to write it."""
         other = "--" + self.name.removeprefix("--").replace("-", "_")
-        return tuple(dict.fromkeys(filter(None, (self.short, other, self.name))))
+        return tuple(dict.fromkeys(filter(None, (self.short, self.name, other))))
 
     @property
     def dest(self) -> str:
