@@ -157,7 +157,7 @@ def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             launcher._make_run_dir(launcher._read_command(command))
         assert str(caught.value) == message
     monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--title 'a b")
-    with pytest.raises(UsageError, match=r"MEGATRON_ELASTIC_ARGS=--title 'a b: .* no closing quotation; close the quot"):
+    with pytest.raises(UsageError, match=r"_ARGS=--title 'a b: .* no closing quotation; close the quotation"):
         read()
 
 

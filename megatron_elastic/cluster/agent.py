@@ -51,6 +51,7 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
 )
 from megatron_elastic.cluster.output import Console, Echo
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.relay import Post
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.cluster.stack import save_stack
@@ -60,7 +61,6 @@ from megatron_elastic.cluster.zygote import (
     Continued,
     Exited,
     Kill,
-    Program,
     Ready,
     Spawn,
     Spawned,

@@ -26,13 +26,13 @@ from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, parse
 from megatron_elastic.cluster.output import ROLE, Console, streams_shown
 from megatron_elastic.cluster.part import Part
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
 from megatron_elastic.cluster.screen import Screen, as_object, complain
 from megatron_elastic.cluster.station import Station
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
-from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import visible
 
@@ -73,7 +73,8 @@ class _Parser(argparse.ArgumentParser):
     def closest(self, flag: str, otherwise: str = "--help lists them") -> str:
         """What somebody may have meant who wrote ``flag``."""
         known = [name for action in self._actions for name in action.option_strings]
-        near = [name for name in known if name.startswith(flag)] or difflib.get_close_matches(flag, known, n=1)
+        near = [name for name in known if name.startswith(flag)]
+        near += difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
         return f"did you mean {near[0]}?" if near else otherwise
 
 

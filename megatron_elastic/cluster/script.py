@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_elastic import support
-from megatron_elastic.cluster.zygote import Program
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.config import ElasticConfig, UsageError
 
 _IMPORTED = ("pydantic", "regex", "six")
@@ -27,8 +27,9 @@ def check(program: Program, config: ElasticConfig, world_size: int) -> None:
         path = _module_file(program) if program.is_module else Path(program.target)
         if not path.is_file():
             where = f" (looked for from {Path.cwd()})" if not path.is_absolute() else ""
-            fix = "it is a directory; name a file in it" if path.is_dir() else "give its path, or -m and a module's name"
-            raise UsageError(f"there is no script {path}{where}: {fix}")
+            fix = "give its path, or -m and a module's name"
+            raise UsageError(f"there is no script {path}{where}: "
+                             f"{'it is a directory; name a file in it' if path.is_dir() else fix}")
         if path.suffix in ("", ".py"):
             _check_file(program, config, path, world_size)
     if config.elastic and importlib.util.find_spec("ucxx") is None:

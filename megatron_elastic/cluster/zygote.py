@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import io
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -25,15 +24,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import JobStopped, report_failure
 from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.program import Log, Program
 from megatron_elastic.cluster.title import entitle
-from megatron_elastic.config import USAGE, UsageError
 from megatron_elastic.device.names import NAMES
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
@@ -67,25 +65,9 @@ _INSTALLED = frozenset({
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
-_KEPT = 1000
-"""Bytes of what a rank prints that it remembers, to tell the last line."""
 
 _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
-
-
-class Program(msgspec.Struct, frozen=True):
-    """What a rank runs, with its arguments: a script, a module by its name, or a program that is no Python."""
-
-    target: str
-    is_module: bool
-    arguments: list[str]
-    is_command: bool = False
-
-    @property
-    def directory(self) -> str:
-        """What Python puts first into the module search path when it runs the program."""
-        return os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.target))
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
@@ -202,7 +184,7 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     program = zygote.serve()
     if program is None:
         _end(0)
-    code = _run(program)
+    code = program.run()
     zygote.leave()
     _end(code)
 
@@ -381,20 +363,6 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-class _Log(io.FileIO):
-    """A log that a full disk leaves with gaps: a rank must not end because it cannot print."""
-
-    end = b""
-    """The last some that was written."""
-
-    def write(self, data: Any, /) -> int:
-        self.end = (self.end + bytes(memoryview(data)))[-_KEPT:]
-        try:
-            return super().write(data)
-        except OSError:
-            return len(memoryview(data))
-
-
 def _become_rank(request: Spawn) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -404,7 +372,7 @@ def _become_rank(request: Spawn) -> None:
         os.dup2(source, target)
         os.close(source)
     for name, target in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(io.BufferedWriter(_Log(target, "w", closefd=False)), line_buffering=True)
+        stream = io.TextIOWrapper(io.BufferedWriter(Log(target, "w", closefd=False)), line_buffering=True)
         setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -419,55 +387,6 @@ def _put_first(directory: str) -> None:
         sys.path[0] = directory  # instead of what `python -c` put there
 
 
-def _run(program: Program) -> int:
-    """Run the program as ``__main__`` and return its exit code; report what it raises to the coordinator."""
-    sys.argv = [program.target, *program.arguments]
-    try:
-        if program.is_command:
-            return _run_command(sys.argv)
-        if program.is_module:
-            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(os.path.abspath(program.target), run_name="__main__")
-    except SystemExit as ending:
-        return _ended_itself(ending.code)
-    except JobStopped as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
-        return 1
-    except BaseException as error:
-        text, code = (str(error), USAGE) if isinstance(error, UsageError) else (_own_traceback(error), 0)
-        print(text, file=sys.stderr)
-        report_failure(text, code)
-        return code or 1
-    return 0
-
-
-def _ended_itself(code: Any) -> int:
-    """What a program ends with that has called ``sys.exit``; its last word goes to the coordinator."""
-    if code is None or code == 0:
-        return 0
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    number = code & 0xFF  # what becomes of it
-    sys.stderr.flush()
-    log = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
-    said = log.end.decode(errors="replace").strip() if isinstance(log, _Log) else ""
-    if number and said:
-        report_failure(said.rpartition("\n")[2], number)
-    return number
-
-
-def _run_command(command: Sequence[str]) -> int:
-    """Run a program that is no Python, as a process of this rank's group; its exit code is the rank's."""
-    try:
-        code = subprocess.run(command, check=False).returncode
-        return code if code >= 0 else 128 - code  # as a shell tells it
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126
-
-
 def _end(code: int) -> NoReturn:
     """End the process as the interpreter does, but without taking down every module one by one.
 
@@ -480,14 +399,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames that started the program."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        name = frame.tb_frame.f_code.co_filename
-        if name != __file__ and "runpy" not in name:
-            break
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame))

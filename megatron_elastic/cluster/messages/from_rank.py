@@ -243,8 +243,8 @@ class Failed(Message, frozen=True):
     short: str = ""
     """Of what memory was short, for people, if that is why it raised."""
     code: int = 0
-    """What the program ended itself with, if it did not raise; ``traceback`` is its last line then. ``config.USAGE``:
-    what was asked of it cannot work.
+    """What the program ended itself with, if it did not raise; ``traceback`` says so then. ``config.USAGE``: what was
+    asked of it cannot work.
     """
 
 

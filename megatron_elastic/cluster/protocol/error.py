@@ -14,7 +14,6 @@ from megatron_elastic.cluster.messages import Failed, Fence
 from megatron_elastic.cluster.protocol import loss, membership, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.config import USAGE
 
 _ROW, _STEPS = 3, 5
 """Layouts, one after the other, in each of which some rank raises within so many steps: the program does."""
@@ -42,7 +41,7 @@ def failed(turn: Turn, message: Failed) -> None:
         _leave(turn, number, f"{what}; the rank leaves: {error.summary}", "device")
         return
     if message.step is None or job.layout is None or (job.settings.on_error == "stop" and not message.short):
-        turn.end(False, _last_word(message) or str(error), max(message.code, 1))
+        turn.end(False, message.traceback if message.code else str(error), max(message.code, 1))
         return
     turn.set(errors=(*job.errors, error))
     if _comes_again(turn.job.errors):
@@ -53,14 +52,6 @@ def failed(turn: Turn, message: Failed) -> None:
                "out of memory")
     else:
         _leave(turn, number, f"the program raised on rank {number}, which leaves: {error.summary}", "exception")
-
-
-def _last_word(message: Failed) -> str:
-    """Of a program that did not raise, but ended itself; else nothing."""
-    if message.code in (0, USAGE):
-        return message.traceback if message.code else ""
-    return (f"rank {message.rank} ended with exit code {message.code}: {message.traceback}; see "
-            f"rank{message.rank}.log")
 
 
 def _leave(turn: Turn, number: int, why: str, cause: str) -> None:
