@@ -149,7 +149,7 @@ class Office:
             raise AgentError(f"port {port} is in use by another program; {fix}") from None
         self._uplink.address = f"{host}:{port}"
         if self._part.choice.kind == "embedded":
-            self._listening = leadership.reserve()
+            self._listening = leadership.reserve(every_interface(host))
             self._uplink.member = f"{host}:{self._listening.getsockname()[1]}"
 
     def _open_records(self) -> None:
