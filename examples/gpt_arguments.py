@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from gpt_checks import check
 
+from megatron_elastic import support
 from megatron_elastic.config import UsageError, add_elastic_arguments
 
 
@@ -27,11 +28,16 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
     """Parse and check the flags; defaults come from ``sys.argv`` and ``WORLD_SIZE``.
 
+    With ``--elastic`` what ``support`` says of Megatron-LM's flags holds here, too.
+
     Besides the flags the namespace carries ``world_size``, ``data_parallel_size``, ``num_grains`` (of the global
     batch), ``vocab_size`` and ``padded_vocab_size``. Raises UsageError, whose one line names flag and fix.
     """
     parser = _build_parser()
     args, unknown = parser.parse_known_args(argv)
+    if args.elastic:
+        support.check_arguments(unknown)
+        unknown = support.not_named(unknown)
     if unknown:
         _refuse(unknown[0], parser)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -82,6 +88,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     group.add_argument("--swiglu", action="store_true")
+    group.add_argument("--apply-residual-connection-post-layernorm", action="store_true")
     group.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
     group.add_argument("--add-qkv-bias", action="store_true")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
@@ -89,6 +96,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
                        help="predict so many tokens further ahead, with a layer each (default: only the next one)")
     group.add_argument("--mtp-loss-scaling-factor", type=float, default=0.1, metavar="X",
                        help="what the mean of further predictions' losses counts")
+    group.add_argument("--calculate-per-token-loss", action="store_true",
+                       help="the loss is the mean over all tokens of a step, not over its micro-batches' means")
+    group.add_argument("--attention-softmax-in-fp32", action="store_true")
     group.add_argument("--attention-dropout", type=float, default=0.1)
     group.add_argument("--hidden-dropout", type=float, default=0.1)
     group.add_argument("--init-method-std", type=float, default=0.02)
@@ -113,6 +123,9 @@ def _add_latent_attention(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--qk-pos-emb-head-dim", type=int, default=64, help="what is rotated of them")
     group.add_argument("--v-head-dim", type=int, default=128)
     group.add_argument("--rope-type", choices=("rope", "yarn"), default="yarn", help="of latent attention")
+    group.add_argument("--rotary-scaling-factor", type=float, default=1.0, help="of YaRN")
+    group.add_argument("--mscale", type=float, default=1.0, help="of YaRN, in the rotation")
+    group.add_argument("--mscale-all-dim", type=float, default=0.0, help="of YaRN, in the softmax")
     group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys, or what makes them")
 
 
@@ -235,6 +248,16 @@ def _add_experts(group: argparse._ArgumentGroup) -> None:
                        help="how tokens get to experts of other ranks; with alltoall, and --elastic, results do not "
                        "depend on how many ranks share experts, bit for bit")
     group.add_argument("--moe-router-score-function", choices=("softmax", "sigmoid"), default="softmax")
+    group.add_argument("--moe-router-pre-softmax", action="store_true", help="softmax before experts are chosen")
+    group.add_argument("--moe-router-num-groups", type=int, metavar="N",
+                       help="experts are in so many groups, and --moe-router-group-topk of them are chosen first")
+    group.add_argument("--moe-router-group-topk", type=int, metavar="K")
+    group.add_argument("--moe-router-topk-scaling-factor", type=float, metavar="X", help="of the chosen scores")
+    group.add_argument("--moe-router-dtype", choices=("fp32", "fp64"), help="of scores (default: the model's)")
+    group.add_argument("--moe-expert-capacity-factor", type=float, metavar="X",
+                       help="tokens that an expert takes, to those of an even share; others are dropped (default: all)")
+    group.add_argument("--moe-pad-expert-input-to-capacity", action="store_true")
+    group.add_argument("--moe-token-drop-policy", choices=("probs", "position"), default="probs")
     group.add_argument("--moe-router-enable-expert-bias", action="store_true",
                        help="choose experts with a bias, which moves to those that get few tokens")
     group.add_argument("--moe-router-bias-update-rate", type=float, default=1e-3)

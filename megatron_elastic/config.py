@@ -22,6 +22,10 @@ MEASURED = "measured"
 """Value of ``--elastic-profile``: what the ranks measure."""
 
 
+USAGE = 2
+"""Exit code when the flags cannot work."""
+
+
 class UsageError(Exception):
     """The user's flags cannot work. The message names the flag and the fix; printed without a traceback."""
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 from megatron_elastic import argument_file
 from megatron_elastic.config import UsageError
+from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
 from megatron_elastic.plan.split import split
 
@@ -153,6 +157,21 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Flags that are accepted and change nothing, with the reason."""
 
 
+def not_named(words: Sequence[str]) -> list[str]:
+    """Of a command line what neither of the two tables names."""
+    patterns = [refusal.flag for refusal in REFUSALS]
+    for names in WITHOUT_EFFECT:
+        patterns += re.findall(r"--[\w*-]+", names)
+    found: list[str] = []
+    named = False
+    for word in words:
+        if word.startswith("--"):
+            named = any(fnmatch(word.partition("=")[0], pattern) for pattern in patterns)
+        if not named:
+            found.append(word)
+    return found
+
+
 def check_arguments(argv: Sequence[str]) -> None:
     """Raise UsageError if flags of a Megatron-LM script cannot work with ``--elastic``.
 
@@ -168,7 +187,10 @@ def check_arguments(argv: Sequence[str]) -> None:
             parser.add_argument(refusal.flag, dest=refusal.name)
         else:
             parser.add_argument(refusal.flag, dest=refusal.name, nargs=refusal.reads)
+    parser.add_argument("--moe-grouped-gemm", action="store_true")
+    parser.add_argument("--elastic-device")
     given = parser.parse_known_args(list(argv), argparse.Namespace(**file))[0]
+    check_grouped(given)
     for refusal, value in _values(given):
         if value not in (None, False) and refusal.applies(value):
             _refuse(refusal, value)
@@ -201,6 +223,17 @@ def check_cells(args: argparse.Namespace) -> None:
     if args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size):
         raise UsageError(f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} does not work with "
                          "--elastic: experts are cut as other layers are; leave it out")
+
+
+def check_grouped(args: argparse.Namespace) -> None:
+    """Raise UsageError if experts' products cannot be computed at once, as flags say."""
+    if not getattr(args, "moe_grouped_gemm", False):
+        return
+    on = args.elastic_device or ("cuda" if visible.count(os.environ) else "cpu")
+    engine = args.transformer_impl in (None, "transformer_engine") and engine_installed()
+    if on in ("cpu", "soft") or not (engine or importlib.util.find_spec("grouped_gemm")):
+        raise UsageError("--moe-grouped-gemm needs a GPU, and Transformer Engine or the package grouped_gemm: leave it "
+                         "out, and each expert's products are computed by themselves")
 
 
 def check_whole(args: argparse.Namespace) -> None:

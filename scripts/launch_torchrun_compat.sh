@@ -4,9 +4,8 @@
 #   - torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${MODEL_ARGS[@]}"
 #   + bash launch_torchrun_compat.sh "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${MODEL_ARGS[@]}"
 #
-# --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port, --rdzv-endpoint and --standalone mean what they
-# mean to torchrun, and are read from PET_NPROC_PER_NODE, PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and
-# PET_RDZV_ENDPOINT where the command line has none, as torchrun does. Nothing is restarted, so --max-restarts does nothing.
+# Its flags are torchrun's, and so are the variables that stand for them: PET_NNODES for --nnodes, and so on. What becomes
+# of each is in docs/launching.md.
 #
 # Environment:
 #   MEGATRON_ELASTIC_TOKEN   the job's secret, the same on every node; needed with several nodes
@@ -15,12 +14,15 @@
 set -euo pipefail
 
 launcher=()
-for name in NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ENDPOINT; do
-    variable=PET_$name
-    if [ -n "${!variable:-}" ]; then
-        flag=${name,,}
-        launcher+=("--${flag//_/-}" "${!variable}")
-    fi
+for variable in "${!PET_@}"; do
+    name=${variable#PET_}
+    flag=${name,,}
+    flag=--${flag//_/-}
+    case $name in
+        STANDALONE | MODULE | NO_PYTHON | RUN_PATH | VIRTUAL_LOCAL_RANK)  # switches; 0 is off
+            if [ "${!variable:-0}" != 0 ]; then launcher+=("$flag"); fi ;;
+        *) if [ -n "${!variable}" ]; then launcher+=("$flag" "${!variable}"); fi ;;
+    esac
 done
 
 elastic=()

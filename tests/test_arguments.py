@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from gpt_arguments import check_arguments, parse_args
 
 from megatron_elastic.config import UsageError
+from megatron_elastic.device import visible
+from megatron_elastic.support import REFUSALS, Refusal
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +65,74 @@ def test_virtual_stages(data: Path) -> None:
                           ("virtual-stages-per-pipeline-rank 2", 2)):
         args = parse_args(flags(data, f"{PP2} --num-{given} --elastic"), world_size=2)
         assert args.virtual_pipeline_model_parallel_size == chunks
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_a_refusal_of_a_checkout_is_one_here(data: Path, refusal: Refusal) -> None:
+    """In the same words; what it works with works."""
+    value = [] if refusal.reads is None else ["7"]
+    with pytest.raises(UsageError, match=rf"^{refusal.flag}( 7)? does not work with --elastic: .*; |"
+                       f"^argument {refusal.flag}: invalid choice: '7'"):
+        parse_args([*flags(data, "--elastic"), refusal.flag, *value])
+    for allowed in refusal.but:
+        if refusal.reads == 1 and allowed and not str(allowed).startswith(("torch.", "0", "transformer_")):
+            parse_args([*flags(data, "--elastic"), refusal.flag, str(allowed), "--num-experts", "2"])
+
+
+def test_what_has_no_effect_in_a_checkout_is_taken_here(data: Path) -> None:
+    given = ("--accumulate-allreduce-grads-in-fp32 --ddp-bucket-size 7 --cp-comm-type p2p p2p --no-load-rng "
+             "--ckpt-format=torch_dist --manual-gc --manual-gc-interval 5")
+    with pytest.raises(UsageError, match="unknown flag --manual-gc-interval"):
+        parse_args(flags(data, f"{given} --elastic"))
+    args = parse_args(flags(data, f"{given.removesuffix(' --manual-gc-interval 5')} --elastic --swiglu"))
+    assert args.swiglu
+    with pytest.raises(UsageError, match="unknown flag --accumulate-allreduce-grads-in-fp32"):
+        parse_args(flags(data, given))
+
+
+def test_experts_products_at_once_need_a_gpu(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible, "count", lambda _: 0)
+    with pytest.raises(UsageError, match=r"^--moe-grouped-gemm needs a GPU, .*: leave it out"):
+        parse_args(flags(data, "--num-experts 4 --moe-grouped-gemm --elastic"))
+
+
+DIFFERENCES = {
+    "--position-embedding-type": "mrope and relative are of other models",
+    "--norm-epsilon": "its dest is Megatron-LM's layernorm_epsilon",
+    "--transformer-impl": "local is the default, as the example is for CPUs; inference_optimized is refused",
+    "--rope-type": "yarn is the default of latent attention, and the flag of nothing else",
+    "--moe-router-load-balancing-type": "global_aux_loss is refused, sinkhorn is of other routers",
+    "--moe-token-dispatcher-type": "flex is refused",
+    "--use-distributed-optimizer": "is the default",
+    "--no-use-distributed-optimizer": "so that it can be switched off",
+    "--distributed-backend": "elastic besides, and no nccl",
+    "--lr-decay-style": "WSD needs further flags",
+    "--data-path": "one data set, which it needs", "--moe-aux-loss-coeff": "one number",
+    "--optimizer": "muon is refused",
+    "--split": "has a default", "--eval-interval": "has a default",
+}  # fmt: skip
+"""Flags of the example that are not as Megatron-LM's, and how."""
+
+
+@pytest.mark.checkout
+def test_flags_are_those_of_megatron(data: Path) -> None:
+    """In another process, as the checkout's ``megatron`` would stay imported."""
+    code = (
+        "import argparse, json, os, sys\n"
+        "sys.path[:0] = [os.environ['MEGATRON_LM_PATH'], 'examples']\n"
+        "from megatron_elastic.adaptor.without_cuda import stand_ins\n"
+        "stand_ins.install()\n"
+        "from gpt_arguments import _build_parser\n"
+        "from megatron.training.arguments import add_megatron_arguments\n"
+        "def rows(parser):\n"
+        "    return {name: [a.dest, a.default, a.nargs, a.choices and sorted(map(str, a.choices))] for a in "
+        "parser._actions if a.dest != 'exit_signal' for name in a.option_strings if not name.startswith('--elastic')}\n"
+        "theirs = rows(add_megatron_arguments(argparse.ArgumentParser()))\n"
+        "print(json.dumps([n for n, row in rows(_build_parser()).items() if row != theirs.get(n)], default=str))\n"
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=True)
+    assert set(json.loads(done.stdout.splitlines()[-1])) == set(DIFFERENCES)
 
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"

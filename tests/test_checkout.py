@@ -318,7 +318,7 @@ def test_arguments_from_a_yaml_file(patched: CheckoutJobs, tmp_path: Path) -> No
     refused = patched.start("--yaml-cfg", str(path), "--tp-comm-overlap").finish(2)
     assert "error: --tp-comm-overlap does not work with --elastic" in refused
     path.write_text(path.read_text() + "frobnicate: 3\n")
-    assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(1)
+    assert "unrecognized arguments: --frobnicate=3" in patched.start("--yaml-cfg", str(path)).finish(2)
 
 
 @needs_checkout
@@ -627,3 +627,45 @@ def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
     shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True).stdout
     assert "--elastic-consistency {bitwise,fast}" in shown
     assert "--tensor-model-parallel-size" in shown
+
+
+# ---- flags ----------------------------------------------------------------------------------
+
+
+@pytest.mark.job
+@needs_checkout
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--checkpoint-activations",),
+     "Megatron ends at these flags: --checkpoint-activations is no longer valid, use --recompute-activations, or, for "
+     "more control, --recompute-granularity and --recompute-method."),
+    (("--frobnicate", "3"), "unrecognized arguments: --frobnicate 3"),
+    (("--num-experts", "4", "--moe-grouped-gemm"),
+     "--moe-grouped-gemm needs a GPU, and Transformer Engine or the package grouped_gemm: leave it out, and each "
+     "expert's products are computed by themselves"),
+], ids=["old", "unknown", "device"])  # fmt: skip
+def test_a_flag_that_cannot_work_is_the_last_line(
+    patched: CheckoutJobs, flags: tuple[str, ...], message: str
+) -> None:
+    output = patched.start(*grid(1, 1, 4), *flags, ranks=2).finish(2)
+    assert output.splitlines()[-1] == f"megatron-elastic: error: {message}"
+
+
+@pytest.mark.job
+@needs_checkout
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [
+    ("--decoder-first-pipeline-num-layers", "1"), ("--decoder-last-pipeline-num-layers", "1"),
+    ("--pipeline-model-parallel-layout", "Ettt|tL"),
+    ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+], ids=["first", "last", "layout", "accounted"])  # fmt: skip
+def test_stages_that_begin_uneven_become_others(patched: CheckoutJobs, flags: tuple[str, ...]) -> None:
+    """One, and as many as there are layers: the flags say what stages begin with, and nothing later."""
+    flags = (*grid(1, 2, 48), "--eval-interval", "100", "--elastic-slow", "off", *flags)
+    job = patched.start(*flags, ranks=4)
+    job.read_until(" 1/48")
+    for stages in ("1", "4"):
+        assert cli.main(["scale", str(job.run_dir), "--pp", stages]) == 0
+        job.read_until(f"the pipeline has {stages} stages")
+    job.finish()
+    assert_same(job, patched.undisturbed(*flags, ranks=4))
+    assert {layout.pipeline_size for layout in job.layouts()} >= {2, 1, 4}

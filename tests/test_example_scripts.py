@@ -3,7 +3,7 @@
     MEGATRON_LM_PATH=$PWD/Megatron-LM bash scripts/test.sh tests/test_example_scripts.py
 
 The checkout's scripts are run as they are, with a ``torchrun`` that writes its arguments down. Then ``CHANGES``, and
-nothing else, makes small jobs for CPUs of them.
+nothing else but a port that is free, makes small jobs for CPUs of them, which ``launch_torchrun_compat.sh`` starts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import NamedTuple
 import pytest
 
 from tests.jobs import ROOT, Jobs
+from tests.launches import free_port
 from tests.test_checkout import CheckoutJobs, assert_same, checkout, inject, needs_checkout, patched
 
 __all__ = ["checkout", "patched"]
 
 STEPS = 3
 BATCH = 16
+SCRIPT = "pretrain_gpt.py"
 VOCABULARY = "--tokenizer-type NullTokenizer --vocab-size 400"
 
 
@@ -112,15 +114,19 @@ CHANGES["DeepSeek-V3"] = {
 
 
 class ScriptJobs(CheckoutJobs):
-    """Starts jobs of a checkout's ``pretrain_gpt.py`` with the flags that are given, and no others of Megatron's."""
+    """Starts jobs of a checkout's ``pretrain_gpt.py`` by ``launch_torchrun_compat.sh``, with the flags that are given,
+    and no others of Megatron's. Those up to the script's name are torchrun's.
+    """
 
     def command(
         self, *flags: str, run_dir: Path, ranks: int = 8, launcher: tuple[str, ...] = (), script: Path | None = None
     ) -> list[str]:
+        at = flags.index(SCRIPT)
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         return [
-            sys.executable, "-m", "megatron_elastic.cli", "run", "--nproc-per-node", str(ranks), *launcher,
-            str(self.checkout / "pretrain_gpt.py"), *flags, "--elastic", "--elastic-run-dir", str(run_dir),
-        ]  # fmt: skip
+            "env", f"PATH={path}", f"RUN_DIR={run_dir}", "bash", str(ROOT / "scripts" / "launch_torchrun_compat.sh"),
+            *flags[:at], str(self.checkout / SCRIPT), *flags[at + 1 :],
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +135,15 @@ def scripts(patched: CheckoutJobs, jobs: Jobs, tmp_path_factory: pytest.TempPath
 
 
 def arguments_of(script: Path, values: Sequence[str], folder: Path) -> list[str]:
-    """What a launch script gives ``pretrain_gpt.py``, of which there has to be one, if it is called with ``values``."""
+    """What a launch script gives torchrun, if it is called with ``values``. It wants a ``pretrain_gpt.py``."""
     folder.mkdir()
-    (folder / "pretrain_gpt.py").touch()
+    (folder / SCRIPT).touch()
     torchrun = folder / "torchrun"
     torchrun.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > arguments\n")
     torchrun.chmod(0o755)
     path = os.pathsep.join((str(folder), os.environ["PATH"]))
     subprocess.run(["bash", script, *values], cwd=folder, env={**os.environ, "PATH": path}, check=True)
-    words = (folder / "arguments").read_text().split("\0")[:-1]
-    return words[words.index("pretrain_gpt.py") + 1 :]
+    return (folder / "arguments").read_text().split("\0")[:-1]
 
 
 def changes_of(script: str, given: Sequence[str]) -> dict[str, Change]:
@@ -148,7 +153,7 @@ def changes_of(script: str, given: Sequence[str]) -> dict[str, Change]:
 
 
 def changed(given: Sequence[str], changes: Mapping[str, Change]) -> Iterator[str]:
-    """Flags with what takes the place of some. Every change must be of one that is given."""
+    """Words with what takes the place of some flags. Every change must be of one that is given."""
     assert set(changes) <= set(given), set(changes) - set(given)
     flag = ""
     for word in given:
@@ -163,16 +168,19 @@ def changed(given: Sequence[str], changes: Mapping[str, Change]) -> Iterator[str
 
 
 def small(script: str, scripts: ScriptJobs, folder: Path) -> list[str]:
-    """The flags of a small job that keeps its checkpoints in ``folder``."""
+    """The command line, from torchrun's flags on, of a small job that keeps its checkpoints in ``folder``."""
     checkpoints, data = str(folder / "checkpoints"), str(scripts.data / "data")
     if script == "DeepSeek-V3":
-        given = DEEPSEEK.replace("CHECKPOINTS", checkpoints).replace("DATA", data).split()
+        flags = DEEPSEEK.replace("CHECKPOINTS", checkpoints).replace("DATA", data).split()
+        words = ["--nproc-per-node", "8", SCRIPT, *flags]
     else:
         values = {"mixtral": (checkpoints, "TOKENIZER", data),
                   "gpt3": (checkpoints, str(folder / "tensorboard"), "VOCABULARY", "MERGES", data),
                   "llama": (checkpoints, str(folder / "tensorboard"))}[Path(script).parent.name]  # fmt: skip
-        given = arguments_of(scripts.checkout / "examples" / script, values, folder)
-    return list(changed(given, changes_of(script, given)))
+        words = arguments_of(scripts.checkout / "examples" / script, values, folder)
+        words[words.index("--master_port") + 1] = str(free_port())
+    launcher, given = words[: words.index(SCRIPT)], words[words.index(SCRIPT) + 1 :]
+    return [*launcher, SCRIPT, *changed(given, changes_of(script, given))]
 
 
 @pytest.mark.job

@@ -18,15 +18,21 @@ EVERYTHING = "--elastic-schedule split --overlap-grad-reduce --overlap-param-gat
 
 
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --bf16"
+ROUTER = ("--moe-router-pre-softmax --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-dtype fp32 "
+          "--moe-router-topk-scaling-factor 2.5 --moe-expert-capacity-factor 1 --moe-token-dispatcher-type alltoall "
+          "--calculate-per-token-loss --attention-softmax-in-fp32 --apply-residual-connection-post-layernorm")
+"""What else Megatron-LM's script takes that the example takes, too."""
 
 
 @pytest.mark.parametrize(("tp", "ep", "pp", "extra"), [
     (1, 2, 2, f"{EVERYTHING} {BIAS}"),
+    pytest.param(1, 2, 2, ROUTER),
     pytest.param(1, 1, 2, ""),
     pytest.param(2, 1, 2, f"--sequence-parallel {BIAS}"),
     pytest.param(2, 2, 1, f"--sequence-parallel {BIAS}"),
     pytest.param(1, 2, 1, "--elastic-replay state"),
-], ids=["EP2 x PP2, everything", "PP2", "TP2 x PP2, biased", "TP2 x EP2, biased", "EP2, states replayed"])  # fmt: skip
+], ids=["EP2 x PP2, everything", "EP2 x PP2, routed", "PP2",
+        "TP2 x PP2, biased", "TP2 x EP2, biased", "EP2, states replayed"])  # fmt: skip
 def test_killed(jobs: Jobs, tp: int, ep: int, pp: int, extra: str) -> None:
     flags = (*Grid(tp=tp, pp=pp, steps=4).flags, *EXPERTS.split(), "--expert-model-parallel-size", str(ep),
              *extra.split())  # fmt: skip

@@ -20,14 +20,16 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         yield launch
 
 
-def start(launch: Launch, *acts: str, nodes: int = 3, ranks: int = 1, shared: bool = True) -> list[Run]:
+def start(
+    launch: Launch, *acts: str, nodes: int = 3, ranks: int = 1, shared: bool = True, host: str = "127.0.0.1"
+) -> list[Run]:
     """Launchers, the first node's first, which share a run directory or have one each."""
     launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
     port = str(free_port())
     return [
         launch.start("member.py", "--elastic", *launch.member_flags(*acts, steps=STEPS),
                      flags=("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks),
-                            "--master-addr", "127.0.0.1", "--master-port", port),
+                            "--master-addr", host, "--master-port", port),
                      name="run" if shared else f"node{node}")
         for node in range(nodes)
     ]
@@ -51,6 +53,18 @@ def test_the_first_node_is_lost_and_another_coordinates(launch: Launch) -> None:
     (event,) = first.events("recovered")
     assert event["ranks"] == [0]
     assert event["epoch"] >= 1 and took["term"] == 2
+
+
+def test_the_first_node_is_lost_where_addresses_are_ipv6(launch: Launch) -> None:
+    """The store and who takes over listen there, too."""
+    first, second, third = start(launch, *(f"{rank}:3:begin:{act}" for rank in (1, 2) for act in ("tell", "wait")),
+                                 host="::1")
+    first.read_until("another node takes over")
+    launch.hear(2)
+    kill(first)
+    second.finish()
+    third.finish()
+    assert first.steps() == list(range(1, STEPS + 1))
 
 
 def test_nodes_may_keep_their_own_records(launch: Launch) -> None:

@@ -56,9 +56,10 @@ def test_local(tmp_path: Path) -> None:
 def test_torchrun_compat(tmp_path: Path) -> None:
     """torchrun's variables come first, so its command line wins; ours come last, so they are the script's."""
     given = launched("launch_torchrun_compat.sh", "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", folder=tmp_path,
-                     PET_NNODES="2", PET_NPROC_PER_NODE="4", RUN_DIR="r")
-    assert given == ["run", "--nproc-per-node", "4", "--nnodes", "2", "--nproc-per-node", "8", "pretrain_gpt.py",
-                     "--bf16", "--elastic", "--elastic-run-dir", "r"]
+                     PET_NNODES="2", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0", PET_LOG_DIR="a b",
+                     PET_ROLE="", RUN_DIR="r")
+    assert given == ["run", "--log-dir", "a b", "--nnodes", "2", "--nproc-per-node", "4", "--standalone",
+                     "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", "--elastic", "--elastic-run-dir", "r"]
     assert launched("launch_torchrun_compat.sh", "x.py", folder=tmp_path, ELASTIC="0") == ["run", "x.py"]
 
 

@@ -14,13 +14,13 @@ from megatron_elastic.cluster import agent as agents
 from megatron_elastic.cluster.agent import Agent
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import AgentHello, Members
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.protocol.events import Event, NodeCame, TookOver
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.session import Letter
 from megatron_elastic.cluster.uplink import Uplink
 from megatron_elastic.cluster.wire import AsyncWire, Credentials
-from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig
 
 CONFIG = ElasticConfig(elastic=True, suspect_timeout=1.0)

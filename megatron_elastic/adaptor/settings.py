@@ -11,6 +11,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_elastic.config import UsageError
+
 
 def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None = None) -> TransformerConfig:
     """The model's configuration; ``overrides`` are further fields of ``TransformerConfig``."""
@@ -28,6 +30,9 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
+        apply_residual_connection_post_layernorm=args.apply_residual_connection_post_layernorm,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        attention_softmax_in_fp32=args.attention_softmax_in_fp32,
         attention_dropout=args.attention_dropout,
         hidden_dropout=args.hidden_dropout,
         init_method_std=args.init_method_std,
@@ -54,6 +59,14 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
         moe_router_load_balancing_type=args.moe_router_load_balancing_type,
         moe_token_dispatcher_type=args.moe_token_dispatcher_type,
         moe_router_score_function=args.moe_router_score_function,
+        moe_router_pre_softmax=args.moe_router_pre_softmax,
+        moe_router_num_groups=args.moe_router_num_groups,
+        moe_router_group_topk=args.moe_router_group_topk,
+        moe_router_topk_scaling_factor=args.moe_router_topk_scaling_factor,
+        moe_router_dtype=args.moe_router_dtype,
+        moe_expert_capacity_factor=args.moe_expert_capacity_factor,
+        moe_pad_expert_input_to_capacity=args.moe_pad_expert_input_to_capacity,
+        moe_token_drop_policy=args.moe_token_drop_policy,
         moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
         moe_router_bias_update_rate=args.moe_router_bias_update_rate,
         moe_aux_loss_coeff=args.moe_aux_loss_coeff,
@@ -73,13 +86,22 @@ def build_config(args: argparse.Namespace, overrides: Mapping[str, Any] | None =
             account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
         )
     if not args.multi_latent_attention:
-        return TransformerConfig(**{**fields, **(overrides or {})})
+        return _accepted(TransformerConfig, {**fields, **(overrides or {})})
     fields.update(
         q_lora_rank=args.q_lora_rank, kv_lora_rank=args.kv_lora_rank, qk_head_dim=args.qk_head_dim,
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim, v_head_dim=args.v_head_dim, rope_type=args.rope_type,
-        rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base, rotary_percent=args.rotary_percent, mscale=args.mscale,
+        rotary_scaling_factor=args.rotary_scaling_factor, mscale_all_dim=args.mscale_all_dim,
     )  # fmt: skip
-    return MLATransformerConfig(**{**fields, **(overrides or {})})
+    return _accepted(MLATransformerConfig, {**fields, **(overrides or {})})
+
+
+def _accepted(kind: type[TransformerConfig], fields: Mapping[str, Any]) -> TransformerConfig:
+    """A configuration, if Megatron takes its fields together. Raises UsageError."""
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"Megatron refuses these flags: {error}") from error
 
 
 def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -50,6 +50,8 @@ from megatron_elastic.cluster.messages import (
     Stop,
     ToAgent,
 )
+from megatron_elastic.cluster.output import Console, Echo
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.relay import Post
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.cluster.stack import save_stack
@@ -59,7 +61,6 @@ from megatron_elastic.cluster.zygote import (
     Continued,
     Exited,
     Kill,
-    Program,
     Ready,
     Spawn,
     Spawned,
@@ -69,7 +70,7 @@ from megatron_elastic.power.devices import Place
 from megatron_elastic.power.regulator import Regulator
 
 END_LIMIT = 10.0
-"""Seconds that ranks of a failed job have to end, before they are killed, and that the zygote has."""
+"""Seconds that ranks of a failed job usually have to end, before they are killed, and that the zygote has."""
 _PATIENCE = 1.0
 """Seconds that ranks of a failed job have to end by themselves, before they get SIGTERM."""
 
@@ -103,6 +104,12 @@ class Job:
     """Of the ranks of all nodes, the last ones: they join when they are needed."""
     actuator: str | None = None
     """What sets clocks, if they are planned."""
+    console: Console = field(default_factory=Console)
+    """What is shown of what ranks print."""
+    name: str = "none"
+    """torchrun's run id."""
+    end_limit: float = END_LIMIT
+    """Seconds that ranks of a failed job have to end, before they are killed."""
 
     @property
     def world_size(self) -> int:
@@ -124,6 +131,10 @@ class Job:
         """Output of one rank."""
         return self.log_dir / f"rank{rank}.log"
 
+    def errors(self, rank: int, local_rank: int) -> Path:
+        """Where its stderr goes."""
+        return self.log_dir / f"rank{rank}.err.log" if self.console.splits(local_rank) else self.log(rank)
+
     def stack(self, rank: int) -> Path:
         """Where is written down what a rank did that hung."""
         return self.run_dir / "stacks" / f"rank{rank}.txt"
@@ -136,6 +147,13 @@ class Job:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_NAME": self.console.role,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "TORCHELASTIC_RUN_ID": self.name,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(torch_port),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
@@ -168,6 +186,7 @@ class Agent:
         self._gauge = Gauge(job.ranks_per_node, job.look_every)
         self._speedometer = Speedometer(self._gauge.odometers) if job.tells_paces else None
         self._instruments = Instruments(self._gauge.odometers)
+        self._echo = Echo(job.console) if job.console.streams else None
         self._regulator = None if job.actuator is None else Regulator(job.actuator, job.run_dir, self._warn)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -336,7 +355,11 @@ class Agent:
             environment = self.job.environment(rank, local_rank, self._torch_port) | {
                 AGENT_VARIABLE: self._lines.name, FIRST_HOST_VARIABLE: str(first_host or self.job.ranks_per_node),
                 **self._gauge.odometers.environment(local_rank)}
-            self._send(Spawn(rank, environment, str(self.job.log(rank)), self.job.program))
+            log, errors = self.job.log(rank), self.job.errors(rank, local_rank)
+            if self._echo is not None:
+                self._echo.follow(local_rank, rank, log, errors)
+            outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            self._send(Spawn(rank, environment, str(log), str(errors), self.job.program, outlives))
 
     def _fence(self, message: Fence) -> None:
         if message.device and message.rank in self._slots:
@@ -369,7 +392,7 @@ class Agent:
             await self._wait_idle(self.job.grace if patient else _PATIENCE)
             if not patient and self._running:
                 self.kill_all(signal.SIGTERM)
-                await self._wait_idle(END_LIMIT - _PATIENCE)
+                await self._wait_idle(max(0.0, self.job.end_limit - _PATIENCE))
         stubborn = set(self._running)
         if self._look is not None:
             self._look.cancel()
@@ -384,6 +407,8 @@ class Agent:
         if self._regulator is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._regulator.close)
         self._lines.close()
+        if self._echo is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._echo.close, END_LIMIT)
         return stubborn
 
     async def _end_process(self, process: subprocess.Popen[bytes]) -> None:

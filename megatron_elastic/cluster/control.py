@@ -175,11 +175,12 @@ class Control:
             raise JobStopped(self._over) from None
 
     def fail(
-        self, traceback: str, epoch: int = 0, step: int | None = None, device: str = "", short: str = ""
+        self, traceback: str, epoch: int = 0, step: int | None = None, device: str = "", short: str = "", code: int = 0
     ) -> None:
         """Tell that the program has raised, as in ``Failed``; nothing that this process tells of it later counts."""
         global _told
-        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step, device=device, short=short))
+        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step, device=device, short=short,
+                         code=code))
         _told = True
 
     def wait(self, types: tuple[type[M], ...], timeout: float) -> M:
@@ -277,8 +278,10 @@ class Control:
             self._arrived.notify_all()
 
 
-def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
-    """Tell the coordinator that this rank's program raised. Nothing happens if the agent cannot be reached.
+def report_failure(traceback: str, code: int = 0, env: Mapping[str, str] = os.environ) -> None:
+    """Tell the coordinator that this rank's program raised, or ended itself with ``code``.
+
+    Nothing happens if the agent cannot be reached.
 
     Uses a connection of its own, so it works before, after and without ``Control.connect``. The agent reads what a rank
     has written before it takes note of its end.
@@ -286,7 +289,7 @@ def report_failure(traceback: str, env: Mapping[str, str] = os.environ) -> None:
     if _told:
         return
     with contextlib.suppress(OSError, JobStopped), _connect(env) as sock:
-        sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback)))
+        sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback, code=code)))
 
 
 def _connect(env: Mapping[str, str]) -> socket.socket:

@@ -201,7 +201,7 @@ class Coordinator:
             case End():
                 self._timers.cancel_all()
                 if not self.outcome.done():
-                    self.outcome.set_result(Outcome(effect.ok, effect.reason))
+                    self.outcome.set_result(Outcome(effect.ok, effect.reason, effect.code))
             case (
                 WriteMetrics() | WriteEvent() | WriteLayout() | WriteProfile() | WriteScaleTable() | WriteDigest()
             ):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import contextlib
-import importlib.util
+import difflib
 import itertools
 import os
-import runpy
 import shlex
+import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -20,26 +18,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_elastic import argument_file, support, usage
+from megatron_elastic import argument_file, usage
+from megatron_elastic.cluster import script, torchrun
 from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, parse
+from megatron_elastic.cluster.output import ROLE, Console, streams_shown
 from megatron_elastic.cluster.part import Part
+from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
 from megatron_elastic.cluster.screen import Screen, as_object, complain
 from megatron_elastic.cluster.station import Station
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
-from megatron_elastic.cluster.zygote import Program
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import visible
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
-
-_IMPORTED = ("pydantic", "regex", "six")
-"""What ``megatron.training`` imports of what neither torch nor megatron-core brings along."""
 
 _EXAMPLES = """\
 examples:
@@ -60,7 +58,7 @@ examples:
 The --elastic-* flags stand among the script's arguments; the launcher reads them too. What MEGATRON_ELASTIC_ARGS has
 in the environment is put before them, for run scripts that are not to be edited; before that, what the file of
 Megatron-LM's --yaml-cfg has. Each rank's output is in RUN_DIR/logs/rank<N>.log, the records of the job are beside it.
-The exit code is 0 only if training finished.
+The exit code is 0 only if training finished, 2 if the flags cannot work, and a script's own if it ends itself with one.
 """
 
 
@@ -68,20 +66,33 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, as every other error of the launcher."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            message = "there is no SCRIPT: megatron-elastic run [options] SCRIPT [ARGS ...]; --help lists the options"
         raise UsageError(message)
+
+    def closest(self, flag: str, otherwise: str = "--help lists them") -> str:
+        """What somebody may have meant who wrote ``flag``."""
+        known = [name for action in self._actions for name in action.option_strings]
+        near = [name for name in known if name.startswith(flag)]
+        near += difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+        return f"did you mean {near[0]}?" if near else otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """The checked command line. ``port`` 0 means any free one."""
+    """The checked command line."""
 
     program: Program
-    nodes: int
-    node_rank: int
+    rendezvous: Rendezvous
     ranks_per_node: int
-    host: str
-    port: int
     config: ElasticConfig
+    console: Console
+    name: str
+    """torchrun's run id."""
+    log_dir: str | None
+    end_limit: float
+    signals: frozenset[signal.Signals]
+    """At which the job ends in order."""
     credentials: Credentials
     choice: Choice
     """Of the store that says who coordinates."""
@@ -100,24 +111,7 @@ def make_parser() -> _Parser:
         epilog=_EXAMPLES, formatter_class=usage.Formatter,
     )
 
-    def add(name: str, **keywords: Any) -> None:
-        # torchrun spells its flags both ways.
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **keywords)
-
-    add("nproc-per-node", metavar="N", default="1", help="ranks on this node: a number, auto, cpu or gpu (default: 1)")
-    add("nnodes", metavar="N", default="1", help="nodes of the job (default: 1)")
-    add("node-rank", metavar="I", type=int, default=0, help="which of them this is; node 0 coordinates, and a node "
-        "beyond --nnodes joins the running job, which must be --elastic (default: 0)")
-    add("master-addr", metavar="HOST", default=None, help="address of node 0, as every node can reach it")
-    add("master-port", metavar="PORT", type=int, default=None, help="port of the coordinator (default: any free "
-        "one; 29500 with several nodes)")
-    add("rdzv-endpoint", metavar="HOST:PORT", default=None, help="the same as --master-addr and --master-port")
-    add("rdzv-backend", metavar="NAME", default=None, help="accepted for torchrun's sake: there is one rendezvous")
-    add("rdzv-id", metavar="ID", default=None, help="accepted for torchrun's sake")
-    add("max-restarts", metavar="N", type=int, default=0, help="accepted for torchrun's sake: nothing is restarted")
-    parser.add_argument("--standalone", action="store_true", help="one node, any free port (the default)")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
-    add("no-python", action="store_true", help=argparse.SUPPRESS)
+    torchrun.add_flags(parser)
     parser.add_argument("script", metavar="SCRIPT", help="Python file that trains")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, with --elastic-*")
     return parser
@@ -125,39 +119,85 @@ def make_parser() -> _Parser:
 
 def _read_command(argv: Sequence[str] | None) -> _Command:
     """Parse and check the command line. Raises UsageError."""
-    options = make_parser().parse_args(argv)
-    if options.no_python:
-        raise UsageError("--no-python is not supported: ranks are forked from a Python process; give a Python script")
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(argv)
+    for flag in unknown:
+        if flag.startswith("--elastic"):
+            raise UsageError(f"{flag} is for the script: put it behind SCRIPT")
+        raise UsageError(f"unknown flag {flag.partition('=')[0]} before SCRIPT, where the launcher's are: "
+                         f"{parser.closest(flag.partition('=')[0])}")
     # First, so that the command line wins.
-    options.arguments[:0] = shlex.split(os.environ.get(ARGUMENTS_VARIABLE, ""))
-    elastic = _Parser(add_help=False, allow_abbrev=False)
-    add_elastic_arguments(elastic)
+    options.arguments[:0] = _arguments_of_the_environment()
     options.arguments[:0] = argument_file.launcher_flags(options.arguments)
-    config = ElasticConfig.from_args(elastic.parse_known_args(options.arguments)[0])
-    if options.max_restarts:
-        complain("note", "--max-restarts has no effect: ranks that die are never restarted, the others train on",
-                 config.log_format == "json")
-    nodes = _nodes(options.nnodes)
-    if options.node_rank < 0 or (options.node_rank >= nodes and not config.elastic):
-        raise UsageError(f"--node-rank {options.node_rank} must be from 0 to {nodes - 1}, as --nnodes is {nodes}; only "
-                         "to an --elastic job further nodes can come")
-    host, port = _endpoint(options, nodes)
-    several = nodes > 1 or options.node_rank > 0
-    token = given_token(os.environ) if several else token_of(os.environ) or make_token()
-    program = Program(options.script, options.module, options.arguments)
-    command = _Command(program, nodes, options.node_rank, _ranks_per_node(options.nproc_per_node), host, port, config,
-                       Credentials(token, certificates_of(config)), parse(config.store, nodes if config.elastic else 1))
-    if command.spares >= nodes * command.ranks_per_node:
-        raise UsageError(f"--elastic-spares {command.spares}: there are {nodes * command.ranks_per_node} ranks in all, "
+    config = _elastic_config(options.arguments)
+    for flag, why in torchrun.look_at(options):
+        complain("note", f"{flag} has no effect: {why}", config.log_format == "json")
+    where = _rendezvous(options, config.elastic)
+    token = given_token(os.environ) if where.several else token_of(os.environ) or make_token()
+    ranks = _ranks_per_node(options.nproc_per_node or "1")
+    console = Console(streams_shown(options.redirects, options.tee, options.local_ranks_filter, ranks),
+                      options.role or ROLE, config.log_format == "json")
+    program = _program(options, config)
+    command = _Command(program, where, ranks, config, console, options.rdzv_id or "none",
+                       options.log_dir, _end_limit(options.shutdown_timeout), _signals(options.signals_to_handle),
+                       Credentials(token, certificates_of(config)),
+                       parse(config.store, where.nodes if config.elastic else 1))
+    if command.spares >= where.nodes * ranks:
+        raise UsageError(f"--elastic-spares {command.spares}: there are {where.nodes * ranks} ranks in all, "
                          "and some must train: raise --nproc-per-node or --nnodes")
-    _check_script(command)
+    script.check(program, config, where.nodes * ranks - command.spares)
     return command
 
 
-def _nodes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--nnodes {text}: give one positive number; a range of nodes (MIN:MAX) is not supported")
-    return int(text)
+def _arguments_of_the_environment() -> list[str]:
+    text = os.environ.get(ARGUMENTS_VARIABLE, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{ARGUMENTS_VARIABLE}={text}: it is split as a shell would split it, and that fails: "
+                         f"{str(error).lower()}; close the quotation") from None
+
+
+def _elastic_config(arguments: Sequence[str]) -> ElasticConfig:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_elastic_arguments(parser)
+    options, others = parser.parse_known_args(arguments)
+    config = ElasticConfig.from_args(options)
+    for flag in others:
+        if config.elastic and flag.startswith("--elastic-"):
+            name = flag.partition("=")[0]
+            raise UsageError(f"unknown flag {name}: {parser.closest(name, 'docs/flags.md lists them')}")
+    return config
+
+
+def _program(options: argparse.Namespace, config: ElasticConfig) -> Program:
+    """What ranks run. Raises UsageError if there is none."""
+    if options.no_python and options.module:
+        raise UsageError("--no-python and -m exclude each other: a module is run by Python; leave one of them out")
+    if options.no_python and config.elastic:
+        raise UsageError("--no-python does not work with --elastic: a rank that trains is a process that the launcher "
+                         "has forked; give the Python script itself, or its module with -m")
+    if options.no_python and shutil.which(options.script) is None:
+        raise UsageError(f"--no-python: there is no program {options.script}, or it may not be run (chmod +x)")
+    return Program(options.script, options.module, options.arguments, options.no_python)
+
+
+def _end_limit(given: float | None) -> float:
+    if given is not None and not given > 0:
+        raise UsageError(f"--shutdown-timeout must be positive, got {given:g}")
+    return END_LIMIT if given is None else given
+
+
+def _signals(text: str | None) -> frozenset[signal.Signals]:
+    """Signals at which a job ends in order; of ``nohup`` SIGHUP stays ignored. Raises UsageError."""
+    names = "SIGINT,SIGTERM,SIGHUP" if text is None else text
+    unknown = [name for name in names.split(",") if name not in signal.Signals.__members__]
+    if unknown or {"SIGKILL", "SIGSTOP", "SIGCHLD"} & set(names.split(",")):
+        raise UsageError(f"--signals-to-handle {text}: expected names like SIGTERM,SIGUSR1, of signals that a program "
+                         "may handle")
+    chosen = frozenset(signal.Signals[name] for name in names.split(","))
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return chosen - {signal.SIGHUP} if ignored else chosen
 
 
 def _ranks_per_node(text: str) -> int:
@@ -171,85 +211,69 @@ def _ranks_per_node(text: str) -> int:
     return int(text)
 
 
-def _endpoint(options: argparse.Namespace, nodes: int) -> tuple[str, int]:
-    host, port = options.master_addr, options.master_port
+def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
+    """Where nodes meet, and which of them this is. Raises UsageError."""
+    fewest, most = nodes_of(options.nnodes or "1")
+    if most > fewest and not elastic:
+        raise UsageError(f"--nnodes {options.nnodes}: only to an --elastic job nodes can come while it trains; add "
+                         "--elastic behind SCRIPT, or give one number")
+    rank = options.node_rank or 0
+    ranges = ":" in (options.nnodes or "")
+    if rank < 0 or (rank >= most and (ranges or not elastic)):
+        raise UsageError(f"--node-rank {rank} must be from 0 to {most - 1}, as --nnodes is {options.nnodes or 1}" + (
+            "" if elastic else "; only to an --elastic job further nodes can come"))
+    host, port = None, None
     if options.rdzv_endpoint and not options.standalone:
-        given_host, _, given_port = options.rdzv_endpoint.partition(":")
-        if given_port and not given_port.isdecimal():
-            raise UsageError(f"--rdzv-endpoint {options.rdzv_endpoint}: expected HOST:PORT")
-        host = host or given_host
-        port = port if port is not None else int(given_port or 0) or None
-    if nodes == 1 and options.node_rank == 0:
-        return host or "127.0.0.1", port or 0
+        host, port = endpoint_of(options.rdzv_endpoint)
+    host = host_of("--master-addr", options.master_addr) if options.master_addr else host
+    port = options.master_port if options.master_port is not None else port
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"--master-port {port} is no port: give a number up to 65535, or 0 for any free one")
+    if most == 1 and rank == 0:
+        return Rendezvous(1, 0, host or "127.0.0.1", port or 0)
     if not host:
         raise UsageError("several nodes need --master-addr: the address of node 0, as every node can reach it")
-    return host, port or 29500
-
-
-def _check_script(command: _Command) -> None:
-    """Find the script, and let its ``check_arguments(argv, world_size)`` look at the arguments if it has one."""
-    program = command.program
-    if program.is_module:
-        if importlib.util.find_spec(program.target.partition(".")[0]) is None:
-            raise UsageError(f"there is no module {program.target}; -m takes a module's name")
-    else:
-        path = Path(program.target)
-        if not path.is_file():
-            raise UsageError(f"there is no script {path}" + (" (it is a directory)" if path.is_dir() else ""))
-        if command.config.elastic and (path.parent / "megatron" / "training").is_dir():
-            _check_checkout(path, program.arguments)
-        if _defines_check(path):
-            sys.path.insert(0, str(path.resolve().parent))
-            try:
-                check = runpy.run_path(str(path), run_name="__preflight__")["check_arguments"]
-                check(program.arguments, command.nodes * command.ranks_per_node - command.spares)
-            finally:
-                sys.path.pop(0)
-    if command.config.elastic and importlib.util.find_spec("ucxx") is None:
-        raise UsageError("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu12==0.52.*'")
-
-
-def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
-    """Check what can be checked of a Megatron-LM script without Megatron: that it is patched, its flags, and that there
-    is what it imports.
-    """
-    if "megatron_elastic" not in path.read_text(errors="replace"):
-        raise UsageError(f"{path} does not know --elastic; let it: megatron-elastic patch apply {path.parent}")
-    support.check_arguments(arguments)
-    if missing := [name for name in _IMPORTED if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"{path} imports what is not installed: pip install {' '.join(missing)}")
-
-
-def _defines_check(path: Path) -> bool:
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path} is no Python program: {error}") from None
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "check_arguments":
-            return True
-        if isinstance(node, ast.ImportFrom | ast.Import) and any(
-            (alias.asname or alias.name) == "check_arguments" for alias in node.names
-        ):
-            return True
-    return False
+    if options.node_rank is None and fewest > 1 and not is_here(host):
+        raise UsageError(f"--node-rank is missing: {host} is no address of this machine, so it is not node 0; give "
+                         f"every node its number, from 0 to {fewest - 1}")
+    return Rendezvous(fewest, rank, host, port or 29500, several=True)
 
 
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
-    path = command.config.run_dir or _fresh_run_dir()
+    path = command.config.run_dir or _fresh(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
-    if command.node_rank == 0 and taken is not None:
+    if command.rendezvous.node_rank == 0 and taken is not None:
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+        if command.log_dir is None:
+            (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}") from None
+        raise UsageError(f"--elastic-run-dir: cannot make {path}: {error.strerror}; name a folder that can be written "
+                         "to") from None
+    if command.log_dir is not None:
+        _keep_logs_in(Path(command.log_dir), path / "logs", "" if command.name == "none" else f"{command.name}_")
     return path.resolve()
 
 
-def _fresh_run_dir() -> Path:
-    stem = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
+    """Make ``link``, unless another node has, to a new folder for the logs of this job. Raises UsageError."""
+    if link.exists():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = _fresh(folder.resolve() / f"{prefix}{link.parent.resolve().name}")
+        own.mkdir()
+        link.symlink_to(own)
+    except OSError as error:
+        if not link.exists():
+            raise UsageError(f"--log-dir {folder}: cannot keep logs there: {error.strerror}; name a folder that can "
+                             "be written to") from None
+
+
+def _fresh(stem: Path) -> Path:
+    """A path that is not there yet."""
     candidates = itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
     return next(path for path in candidates if not path.exists())
 
@@ -263,7 +287,7 @@ def check(argv: Sequence[str]) -> ElasticConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a job; return the exit code: 0 training finished, 1 it did not, 2 bad flags, 130 / 143 interrupted."""
+    """Run a job; return the exit code: 0 training finished, 2 bad flags, the script's own, 1 else, 128 + N signal N."""
     try:
         command = _read_command(argv)
         run_dir = _make_run_dir(command)
@@ -275,15 +299,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_signal = ExitSignal(command.program.arguments)
     as_json, there = command.config.log_format == "json", f"records and logs are in {run_dir}"
     note = partial(complain, "note", as_json=as_json)
-    code = _run_until_signalled(_take_part(command, run_dir, exit_signal, note), exit_signal, note)
-    print(as_object("info", "said", there) if as_json else there, flush=True)
-    return code
+    say = partial(print, as_object("info", "said", there) if as_json else there, flush=True)
+    job = _take_part(command, run_dir, exit_signal, note, say)
+    return _run_until_signalled(job, exit_signal, note, command.signals)
 
 
 def _run_until_signalled(
-    job: Coroutine[Any, Any, int], exit_signal: ExitSignal, note: Callable[[str], None]
-) -> int:
-    """Run ``job``; the first SIGINT, SIGTERM or SIGHUP cancels it, so that it ends its ranks, and sets the exit code.
+    job: Coroutine[Any, Any, int], exit_signal: ExitSignal, note: Callable[[str], None],
+    signals: frozenset[signal.Signals],
+) -> int:  # fmt: skip
+    """Run ``job``; the first of ``signals`` cancels it, so that it ends its ranks, and sets the exit code.
 
     The second one cancels it again, which ends its patience with the ranks. The script's exit signal goes to the ranks.
     """
@@ -301,7 +326,7 @@ def _run_until_signalled(
             if len(received) <= 2:
                 task.cancel()
 
-        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, exit_signal.number or signal.SIGTERM}:
+        for number in signals if exit_signal.number is None else signals | {exit_signal.number}:
             loop.add_signal_handler(number, on_signal, number)
         return await task
 
@@ -314,31 +339,36 @@ def _run_until_signalled(
 
 
 async def _take_part(
-    command: _Command, run_dir: Path, exit_signal: ExitSignal, note: Callable[[str], None]
-) -> int:
-    """Run this node's part of the job to its end; returns the exit code."""
+    command: _Command, run_dir: Path, exit_signal: ExitSignal, note: Callable[[str], None],
+    say_where: Callable[[], None],
+) -> int:  # fmt: skip
+    """Run this node's part of the job to its end; returns the exit code. Why it failed is the last that it says."""
     screen = Screen(command.config.log_format == "json")
     station = Station(_part(command, run_dir), exit_signal, screen, note)
     outcome = await station.run()
     if not outcome.ok:
+        say_where()
         screen.complain(outcome.reason)
     await station.end(outcome)
     if outcome.ok:
         screen.say(outcome.reason, "finished")
     screen.close(END_LIMIT)
-    return 0 if outcome.ok else 1
+    if outcome.ok:
+        say_where()
+    return 0 if outcome.ok else outcome.code
 
 
 def _part(command: _Command, run_dir: Path) -> Part:
     config = command.config
     job = AgentsJob(
-        program=command.program, nodes=command.nodes, node_rank=command.node_rank,
-        ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.host,
+        program=command.program, nodes=command.rendezvous.nodes, node_rank=command.rendezvous.node_rank,
+        ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.rendezvous.host, console=command.console,
+        name=command.name, end_limit=command.end_limit,
         heartbeat_timeout=config.heartbeat_timeout, grace=config.end_timeout, look_every=config.suspect_timeout / 4,
         tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
         actuator=None if config.dvfs is None else "emulated" if config.emulate is not None else config.actuator,
     )  # fmt: skip
-    return Part(job, config, command.credentials, command.choice, command.port)
+    return Part(job, config, command.credentials, command.choice, command.rendezvous.port)
 
 
 def _tells_paces(config: ElasticConfig, ranks: int) -> bool:

@@ -28,6 +28,7 @@ from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
 from megatron_elastic.cluster.race import race
 from megatron_elastic.cluster.recorder import Recorder, Watcher
+from megatron_elastic.cluster.rendezvous import every_interface
 from megatron_elastic.cluster.screen import Screen
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.spans import Spans
@@ -116,8 +117,8 @@ class Office:
         """The first node: coordinate a job that begins. Raises AgentError if the port is in use."""
         part, config = self._part, self._config
         # To a job of one node others can come only if it was started with an address that they can reach.
-        local = part.agent.nodes == 1 and part.agent.host == "127.0.0.1"
-        self.listen(part.agent.host, "127.0.0.1" if local else "0.0.0.0", part.port)
+        local = part.agent.nodes == 1 and part.agent.host in ("127.0.0.1", "localhost")
+        self.listen(part.agent.host, "127.0.0.1" if local else every_interface(part.agent.host), part.port)
         self._open_records()
         job = Job.new(_settings(config), part.agent.world_size)
         coordinator = Coordinator(job, self._records, self._screen.say,
@@ -129,13 +130,14 @@ class Office:
                                name=secrets.token_hex(8), seats=self._seats()))
         return coordinator
 
-    def listen(self, host: str, interface: str = "0.0.0.0", port: int = 0) -> None:
+    def listen(self, host: str, interface: str = "", port: int = 0) -> None:
         """Listen for when this node coordinates, or is a member of an embedded store. Raises AgentError.
 
         Args:
             host: this node's address, as others can reach it.
-            interface: where to listen for agents and people; with port 0, on any free one.
+            interface: where to listen for agents and people, everywhere if empty; with port 0, on any free one.
         """
+        interface = interface or every_interface(host)
         try:
             port = self._server.listen(interface, port, self._part.agent.nodes)
         except OSError as error:
@@ -147,7 +149,7 @@ class Office:
             raise AgentError(f"port {port} is in use by another program; {fix}") from None
         self._uplink.address = f"{host}:{port}"
         if self._part.choice.kind == "embedded":
-            self._listening = leadership.reserve()
+            self._listening = leadership.reserve(every_interface(host))
             self._uplink.member = f"{host}:{self._listening.getsockname()[1]}"
 
     def _open_records(self) -> None:

@@ -88,4 +88,4 @@ def complain(level: str, line: str, as_json: bool) -> None:
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
+    print(f"{line}\n", end="", flush=True)  # at once: ranks' lines come from another thread

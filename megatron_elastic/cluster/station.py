@@ -73,7 +73,7 @@ class Station:
         if (coordinator := self._office.coordinator) is not None:
             coordinator.end(outcome.ok, outcome.reason)
         if self._agent is not None:
-            self._agent.stop(Stop(ok=outcome.ok, reason=outcome.reason))
+            self._agent.stop(Stop(ok=outcome.ok, reason=outcome.reason, code=outcome.code))
             if stubborn := await self._agent.end(patient=outcome.ok):
                 self._note(f"ranks {sorted(stubborn)} had not ended although the job was over, and were killed")
         await self._office.close()
@@ -95,7 +95,7 @@ class Station:
             if agent.over.done():
                 stop = agent.over.result()
                 if not stop.again or agent.leaving:
-                    return Outcome(stop.ok, stop.reason)
+                    return Outcome(stop.ok, stop.reason, stop.code)
                 self._note(f"{stop.reason}; it comes again with new ranks")
                 await agent.begin_again()
                 self._uplink.forget()

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import io
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -25,15 +24,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.control import JobStopped, report_failure
 from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.program import Log, Program
 from megatron_elastic.cluster.title import entitle
-from megatron_elastic.config import UsageError
 from megatron_elastic.device.names import NAMES
 
 PRELOAD_VARIABLE = "MEGATRON_ELASTIC_PRELOAD"
@@ -72,26 +70,18 @@ _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 """What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
 
 
-class Program(msgspec.Struct, frozen=True):
-    """What a rank runs: a script file, or a module by its name, with its arguments."""
-
-    target: str
-    is_module: bool
-    arguments: list[str]
-
-    @property
-    def directory(self) -> str:
-        """What Python puts first into the module search path when it runs the program."""
-        return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.target))
-
-
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Agent to zygote: start a rank with these additions to the environment, writing to ``log``."""
+    """Agent to zygote: start a rank with these additions to the environment, which prints to ``log`` and ``errors``.
+
+    ``outlives``: whether it lives on when its terminal is closed, as with ``nohup``.
+    """
 
     rank: int
     env: dict[str, str]
     log: str
+    errors: str
     program: Program
+    outlives: bool
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +184,7 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     program = zygote.serve()
     if program is None:
         _end(0)
-    code = _run(program)
+    code = program.run()
     zygote.leave()
     _end(code)
 
@@ -373,30 +363,21 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-class _Log(io.FileIO):
-    """A log that a full disk leaves with gaps: a rank must not end because it cannot print."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(memoryview(data))
-
-
 def _become_rank(request: Spawn) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
+    logs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (request.log, request.errors)]
+    for target, source in enumerate((null, *logs)):
         os.dup2(source, target)
-    os.close(log)
-    os.close(null)
+        os.close(source)
     for name, target in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(io.BufferedWriter(_Log(target, "w", closefd=False)), line_buffering=True)
+        stream = io.TextIOWrapper(io.BufferedWriter(Log(target, "w", closefd=False)), line_buffering=True)
         setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if request.outlives:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ.update(request.env)
     entitle(f"rank {request.rank}", request.program.target)
 
@@ -404,30 +385,6 @@ def _become_rank(request: Spawn) -> None:
 def _put_first(directory: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = directory  # instead of what `python -c` put there
-
-
-def _run(program: Program) -> int:
-    """Run the program as ``__main__`` and return its exit code; report what it raises to the coordinator."""
-    sys.argv = [program.target, *program.arguments]
-    try:
-        if program.is_module:
-            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program.target, run_name="__main__")
-    except SystemExit as ending:
-        if ending.code is None or isinstance(ending.code, int):
-            return ending.code or 0
-        print(ending.code, file=sys.stderr)
-        return 1
-    except JobStopped as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
-        return 1
-    except BaseException as error:
-        text = str(error) if isinstance(error, UsageError) else _own_traceback(error)
-        print(text, file=sys.stderr)
-        report_failure(text)
-        return 1
-    return 0
 
 
 def _end(code: int) -> NoReturn:
@@ -442,14 +399,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames that started the program."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        name = frame.tb_frame.f_code.co_filename
-        if name != __file__ and "runpy" not in name:
-            break
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame))

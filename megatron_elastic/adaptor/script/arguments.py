@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from megatron_elastic.support import (
     check_cells,
     check_documents,
     check_engine,
+    check_grouped,
     check_namespace,
     check_ramp,
     check_split,
@@ -81,6 +83,7 @@ def _check(args: argparse.Namespace) -> None:
                          "LM's own scripts: they give tensor-parallel ranks no labels in the first stage, where a V "
                          "ends; leave one of them out")
     check_cells(args)
+    check_grouped(args)
     check_whole(args)
     check_ramp(args)
     check_documents(args)
@@ -103,11 +106,18 @@ def install() -> None:
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Turn what Megatron does about bad flags into UsageError: failing assertions."""
+    """Turn what Megatron does about bad flags into UsageError: failing assertions, and ``exit()`` after a line."""
+    said = io.StringIO()
     try:
-        yield
+        with redirect_stdout(said):
+            yield
+    except SystemExit as ending:
+        *_, last = ["without a word", *said.getvalue().strip().splitlines()]
+        raise UsageError(f"Megatron ends at these flags: {last}") from ending
     except (AssertionError, ValueError, RuntimeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = str(error) or f"this must hold: {frame.line}"
         raise UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
                          f"{what}") from error
+    finally:
+        print(said.getvalue(), end="")

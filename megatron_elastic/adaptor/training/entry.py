@@ -12,7 +12,7 @@ from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Control, JobStopped
-from megatron_elastic.config import UsageError
+from megatron_elastic.config import USAGE, UsageError
 
 
 def pretrain(
@@ -41,7 +41,7 @@ def run(make: Callable[[Control], Trainer]) -> None:
     except Exception as error:
         # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
         if isinstance(error, UsageError):
-            control.fail(str(error))
+            control.fail(str(error), code=USAGE if trainer is None else 0)
         elif trainer is None:
             control.fail(traceback.format_exc())
         else:

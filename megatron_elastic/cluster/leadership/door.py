@@ -36,12 +36,11 @@ _FRESH = 4
 """Periods of the leader's heartbeats for which it holds what a member has said of itself."""
 
 
-def reserve(port: int = 0) -> socket.socket:
-    """Listen on ``port`` of all interfaces, or on a free one, before there is anybody to talk to.
-
-    Raises OSError if the port is in use.
-    """
-    listening = socket.create_server(("", port), backlog=_BACKLOG)
+def reserve(interface: str = "0.0.0.0") -> socket.socket:
+    """Listen on a free port, on all interfaces (``::``: of IPv6, too), before there is anybody to talk to."""
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    listening = socket.create_server((interface, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     listening.setblocking(False)
     return listening
 

@@ -81,5 +81,7 @@ class Stop(Message, frozen=True):
 
     ok: bool
     reason: str
+    code: int = 1
+    """What the launchers end with if it failed."""
     again: bool = False
     """Whether it goes on without this node, which may come again, with new ranks."""

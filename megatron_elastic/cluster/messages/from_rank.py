@@ -242,6 +242,10 @@ class Failed(Message, frozen=True):
     """What has failed, for people, if it was its device and not the program."""
     short: str = ""
     """Of what memory was short, for people, if that is why it raised."""
+    code: int = 0
+    """What the program ended itself with, if it did not raise; ``traceback`` says so then. ``config.USAGE``: what was
+    asked of it cannot work.
+    """
 
 
 class SliceDigest(msgspec.Struct, frozen=True, kw_only=True):

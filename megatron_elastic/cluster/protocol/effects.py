@@ -156,6 +156,7 @@ class End(msgspec.Struct, frozen=True):
 
     ok: bool
     reason: str
+    code: int = 1
 
 
 Effect = (

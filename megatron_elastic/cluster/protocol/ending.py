@@ -76,6 +76,6 @@ def afterwards(turn: Turn, event: Event) -> None:
     outcome = turn.job.outcome
     assert outcome is not None
     if isinstance(event, NodeCame):
-        turn.do(Tell(event.node, Stop(ok=outcome.ok, reason=outcome.reason)))
+        turn.do(Tell(event.node, Stop(ok=outcome.ok, reason=outcome.reason, code=outcome.code)))
     elif isinstance(event, Asked):
         turn.do(Reply(event.person, Answer(ok=False, text="the job is over")))

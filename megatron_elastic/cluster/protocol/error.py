@@ -41,7 +41,7 @@ def failed(turn: Turn, message: Failed) -> None:
         _leave(turn, number, f"{what}; the rank leaves: {error.summary}", "device")
         return
     if message.step is None or job.layout is None or (job.settings.on_error == "stop" and not message.short):
-        turn.end(False, str(error))
+        turn.end(False, message.traceback if message.code else str(error), max(message.code, 1))
         return
     turn.set(errors=(*job.errors, error))
     if _comes_again(turn.job.errors):

@@ -43,10 +43,11 @@ def without(table: Map[K, V], keys: Iterable[K]) -> Map[K, V]:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended; ``reason`` is for people."""
+    """How a job ended; ``reason`` is for people, ``code`` what the launchers end with if it failed."""
 
     ok: bool
     reason: str
+    code: int = 1
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

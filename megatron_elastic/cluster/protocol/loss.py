@@ -99,16 +99,16 @@ def _exited(turn: Turn, message: RankExited) -> None:
         lose(turn, [number], rank.fenced or cause_of(code), since or message.time)
         membership.respawn(turn, number)
     elif code == 0:
-        turn.end(False, f"rank {number} ended with exit code 0 before training was finished; "
-                        "the script must train through megatron_elastic when --elastic is given")
+        turn.end(False, f"rank {number} ended with exit code 0 before training was finished: the end of "
+                        f"rank{number}.log may tell why; with --elastic the script must train through megatron_elastic")
     else:
-        turn.end(False, f"rank {number} ended with exit code {code}; see rank{number}.log")
+        turn.end(False, f"rank {number} ended with exit code {code}; see rank{number}.log", code)
 
 
 def _plain_exit(turn: Turn, rank: int, code: int) -> None:
     if code:
         how = f"exit code {code}" if code > 0 else cause_of(code)
-        turn.end(False, f"rank {rank} ended with {how}; see rank{rank}.log")
+        turn.end(False, f"rank {rank} ended with {how}; see rank{rank}.log", max(code, 1))
     elif all(each.returncode == 0 for each in turn.job.ranks.values()):
         turn.end(True, "all ranks ended with exit code 0")
 

@@ -87,10 +87,11 @@ class Turn:
             self.set(timers=self.job.timers.delete(name))
             self.do(CancelTimer(name))
 
-    def end(self, ok: bool, reason: str) -> None:
+    def end(self, ok: bool, reason: str, code: int = 1) -> None:
         """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing.
 
-        If it does not end well, what ranks have raised lately is told with the reason.
+        If it does not end well, what ranks have raised lately is told with the reason, and ``code`` is what launchers
+        end with.
         """
         if self.job.outcome is not None:
             return
@@ -100,6 +101,6 @@ class Turn:
             self.do(CancelTimer(name))
         self.record("finished" if ok else "failed", reason=reason)
         for node in sorted(self.job.nodes):
-            self.tell(node, Stop(ok=ok, reason=reason))
-        self.set(outcome=Outcome(ok, reason), timers=Map())
-        self.do(End(ok, reason))
+            self.tell(node, Stop(ok=ok, reason=reason, code=code))
+        self.set(outcome=Outcome(ok, reason, code), timers=Map())
+        self.do(End(ok, reason, code))

@@ -66,7 +66,9 @@ class Door(Generic[T]):
         """Listen for about ``clients`` of them; port 0 takes a free one. Returns the port. Raises OSError."""
         self._places = min(STRANGERS, max(1, _raise_open_files() // 4))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=max(_BACKLOG, clients))
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server((host, port), family=family, backlog=max(_BACKLOG, clients),
+                                              dualstack_ipv6=both)
         self._listener.setblocking(False)
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
         return int(self._listener.getsockname()[1])

@@ -1,0 +1,244 @@
+"""torchrun's command line, flag by flag: what each of them does with ``megatron-elastic run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.cluster import launcher, torchrun
+from megatron_elastic.cluster.output import BOTH, STDERR, STDOUT, streams_shown
+from megatron_elastic.cluster.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
+from megatron_elastic.cluster.torchrun import FLAGS, Flag
+from megatron_elastic.config import UsageError
+from tests.jobs import ROOT
+from tests.launches import PROGRAMS, TOKEN
+
+PLAIN = str(PROGRAMS / "plain.py")
+
+
+def read(*flags: str, script: str = PLAIN, arguments: tuple[str, ...] = ()) -> launcher._Command:
+    return launcher._read_command([*flags, script, *arguments])
+
+
+def test_the_table_has_every_flag_of_torchrun() -> None:
+    """A flag that torch gets, or drops, is to be thought about here."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
+    ours = {option for flag in FLAGS for option in flag.spellings}
+    assert theirs - {"-h", "--help"} <= ours
+    assert {flag.name for flag in FLAGS} <= theirs
+
+
+def test_values_are_taken_as_torchrun_takes_them() -> None:
+    """A switch is a switch there, too: otherwise what follows would be another thing."""
+    from torch.distributed.run import get_args_parser
+
+    actions = get_args_parser()._actions
+    switches = {option for action in actions if action.nargs == 0 for option in action.option_strings}
+    for flag in FLAGS:
+        assert (flag.metavar is None) == (flag.name in switches), flag.name
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_what_becomes_of_each_flag(flag: Flag, capsys: pytest.CaptureFixture[str]) -> None:
+    """In all its spellings: it works, is said to have no effect, or is refused with the reason."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    torchrun.add_flags(parser)
+    value = {int: "1", float: "2.5"}.get(flag.type, "x")
+    for spelling in flag.spellings:
+        options = parser.parse_args([spelling] if flag.metavar is None else [spelling, value])
+        assert str(getattr(options, flag.dest)) == ("True" if flag.metavar is None else value)
+        if flag.kind == "refused":
+            with pytest.raises(UsageError, match=rf"^{flag.name}( x)? does not work here: .+"):
+                list(torchrun.look_at(options))
+        else:
+            idle = list(torchrun.look_at(options))
+            assert [why for _, why in idle] == ([flag.says] if flag.kind == "no effect" else [])
+    for harmless in flag.but:
+        assert not list(torchrun.look_at(parser.parse_args([flag.name, harmless])))
+
+
+def test_docs_have_the_same_table() -> None:
+    text = (ROOT / "docs" / "launching.md").read_text()
+    for flag in FLAGS:
+        names = ", ".join(f"`{name}`" for name in (flag.name, flag.short) if name)
+        but = f" (but {', '.join(f'`{value}`' for value in flag.but)})" if flag.but else ""
+        row = f"| {names} | {flag.kind}{but} | {flag.says} |"
+        assert row in text, row
+
+
+# ---- rows that work -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("flags", "nodes", "node_rank", "host", "port"), [
+    ((), 1, 0, "127.0.0.1", 0),
+    (("--nnodes", "1:1"), 1, 0, "127.0.0.1", 0),
+    (("--standalone", "--rdzv-endpoint", "elsewhere:1"), 1, 0, "127.0.0.1", 0),
+    (("--nnodes=2", "--node_rank=1", "--master_addr", "host0"), 2, 1, "host0", 29500),
+    (("--nnodes=2", "--node-rank=1", "--rdzv-endpoint", "host0:7", "--rdzv-backend", "c10d"), 2, 1, "host0", 7),
+    (("--nnodes=2", "--node-rank=1", "--rdzv-endpoint", "[fe80::1%eth0]:7"), 2, 1, "fe80::1%eth0", 7),
+    (("--nnodes=2", "--master-addr", "::1", "--master-port", "5"), 2, 0, "::1", 5),
+    (("--nnodes=2", "--master-addr", "[0:0:0:0:0:0:0:1]"), 2, 0, "::1", 29500),
+    (("--nnodes=2", "--rdzv-endpoint=127.0.0.1"), 2, 0, "127.0.0.1", 29500),
+])  # fmt: skip
+def test_where_nodes_meet(
+    flags: tuple[str, ...], nodes: int, node_rank: int, host: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
+    found = read(*flags).rendezvous
+    assert (found.nodes, found.node_rank, found.host, found.port) == (nodes, node_rank, host, port)
+
+
+def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
+    flags = ("--nnodes", "2:4", "--master-addr", "host0")
+    for node in range(4):
+        found = read(*flags, "--node-rank", str(node), arguments=("--elastic",)).rendezvous
+        assert (found.nodes, found.node_rank) == (2, node)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--nnodes", "2:1"), "--nnodes 2:1: give a positive number, or MIN:MAX"),
+    (("--nnodes", "0:1"), "--nnodes 0:1"),
+    (("--nnodes", "1:2"), "only to an --elastic job nodes can come while it trains; add --elastic"),
+    (("--nnodes", "2"), "several nodes need --master-addr"),
+    (("--nnodes", "2", "--master-addr", "192.0.2.1"), "192.0.2.1 is no address of this machine, so it is not node 0"),
+    (("--nnodes", "2", "--master-addr", "h:29500"), "--master-addr h:29500 is no address of a host: give the port as "
+     "--master-port 29500"),
+    (("--master-addr", "[::1"), "--master-addr [::1 is no address of a host: expected a name, IPv4, or IPv6"),
+    (("--rdzv-endpoint", "h:port"), "--rdzv-endpoint h:port: expected HOST:PORT"),
+    (("--rdzv-endpoint", "::g"), "--rdzv-endpoint ::g is no address"),
+    (("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "etcd:2379"), "--rdzv-backend etcd-v2 does not work here: there "
+     "would be no node 0"),
+    (("--nproc", "2"), "unknown flag --nproc before SCRIPT, where the launcher's are: did you mean --nproc-per-node?"),
+    (("--bogus=1",), "unknown flag --bogus before SCRIPT, where the launcher's are: --help lists them"),
+    (("--elastic",), "--elastic is for the script: put it behind SCRIPT"),
+    (("--master-port", "65536"), "--master-port 65536 is no port: give a number up to 65535"),
+    (("--nproc-per-node", "xpu"), "--nproc-per-node xpu: give a positive number, auto, cpu or gpu"),
+    (("--tee", "4"), "--tee 4: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
+    (("--redirects", "0:3,1"), "--redirects 0:3,1: expected"),
+    (("--local-ranks-filter", "0-3"), "--local-ranks-filter 0-3: expected local ranks, as 0,1,2"),
+    (("--signals-to-handle", "TERM"), "--signals-to-handle TERM: expected names like SIGTERM,SIGUSR1"),
+    (("--signals-to-handle", "SIGKILL"), "of signals that a program may handle"),
+    (("--shutdown-timeout", "0"), "--shutdown-timeout must be positive, got 0"),
+    (("--no-python", "-m"), "--no-python and -m exclude each other"),
+    (("--no-python",), "there is no program"),
+    (("--virtual-local-rank",), "a rank finds its device by its local rank; leave it out"),
+    (("--log-dir", __file__), f"--log-dir {__file__}: cannot keep logs there: File exists"),
+])  # fmt: skip
+def test_bad_values(
+    flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
+    with pytest.raises(UsageError) as caught:
+        launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
+    assert message in str(caught.value)
+
+
+def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what happened, where, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    for command, message in (
+        ([], "there is no SCRIPT: megatron-elastic run [options] SCRIPT [ARGS ...]; --help lists the options"),
+        (["a.py"], f"there is no script a.py (looked for from {tmp_path}): give its path, or -m and a module's name"),
+        (["/"], "there is no script /: it is a directory; name a file in it"),
+        ([PLAIN, "--elastic", "--elastic-replica", "1"], "unknown flag --elastic-replica: did you mean "
+         "--elastic-replicas?"),
+        ([PLAIN, "--elastic", "--elastic-qqqqqqqqqq=1"], "unknown flag --elastic-qqqqqqqqqq: docs/flags.md lists them"),
+        ([PLAIN, "--elastic-run-dir", "/proc/x"], "--elastic-run-dir: cannot make /proc/x: No such file or directory; "
+         "name a folder that can be written to"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            launcher._make_run_dir(launcher._read_command(command))
+        assert str(caught.value) == message
+    monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--title 'a b")
+    with pytest.raises(UsageError, match=r"_ARGS=--title 'a b: .* no closing quotation; close the quotation"):
+        read()
+
+
+def test_hosts() -> None:
+    assert host_of("", "name-of.host") == "name-of.host"
+    assert [host_of("", text) for text in ("::1", "[::1]", "10.0.0.1")] == ["::1", "::1", "10.0.0.1"]
+    assert [endpoint_of(text) for text in ("a", "a:1", "::1", "[::1]", "[::1]:2")] == [
+        ("a", None), ("a", 1), ("::1", None), ("::1", None), ("::1", 2)]
+    assert is_here("127.0.0.1")
+    assert not is_here("no.such.host.invalid")
+    assert (every_interface("127.0.0.1"), every_interface("::1")) == ("0.0.0.0", "::")
+    assert (nodes_of("3"), nodes_of("1:1"), nodes_of("2:8")) == ((3, 3), (1, 1), (2, 8))
+
+
+@pytest.mark.parametrize(("redirects", "tee", "only", "shown"), [
+    (None, None, None, {}),
+    ("3", None, None, {}),
+    ("3", "0:3", None, {0: BOTH}),
+    ("1", None, None, {0: STDERR, 1: STDERR}),
+    ("0:3", None, None, {1: BOTH}),
+    ("3", "1", None, {0: STDOUT, 1: STDOUT}),
+    (None, "3", "1", {1: BOTH}),
+    (None, None, "0", {0: BOTH}),
+    ("0", None, "0,7", {0: BOTH}),
+])  # fmt: skip
+def test_what_is_on_the_console(
+    redirects: str | None, tee: str | None, only: str | None, shown: dict[int, int]
+) -> None:
+    """What torchrun would show there of two ranks, but nothing if no flag is given."""
+    assert streams_shown(redirects, tee, only, 2) == shown
+
+
+def test_ranks_of_a_node() -> None:
+    cpus = len(os.sched_getaffinity(0))
+    assert [read("--nproc-per-node", text).ranks_per_node for text in ("3", "cpu", "auto")] == [3, cpus, cpus]
+
+
+def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    assert read().signals == usual
+    assert read("--signals-to-handle", "SIGTERM,SIGUSR2").signals == {signal.SIGTERM, signal.SIGUSR2}
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    assert read().signals == usual - {signal.SIGHUP}, "nohup"
+
+
+def test_the_rest(tmp_path: Path) -> None:
+    found = read("--role", "trainer", "--rdzv-id", "7", "--shutdown-timeout", "3.5", "--run-path")
+    assert (found.console.role, found.name, found.end_limit) == ("trainer", "7", 3.5)
+    assert read("--no-python", script="/bin/true").program.is_command
+
+
+def test_logs_are_kept_elsewhere(tmp_path: Path) -> None:
+    """In a folder for each job, also if two have the same name."""
+    for folder, name in (("a", "7_run"), ("b", "7_run-2")):
+        flags = ("--log_dir", str(tmp_path / "logs"), "--rdzv-id", "7")
+        run = launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / folder / "run"))))
+        assert (run / "logs").resolve() == tmp_path / "logs" / name
+
+
+# ---- scripts --------------------------------------------------------------------------------
+
+
+def test_a_script_is_found_as_python_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a link, by a relative path, and as a module of a package."""
+    package = tmp_path / "real" / "package"
+    (package / "inner").mkdir(parents=True)
+    (package / "inner" / "train.py").write_text("")
+    (tmp_path / "link.py").symlink_to(package / "inner" / "train.py")
+    monkeypatch.chdir(tmp_path)
+    for script in ("link.py", "real/package/inner/train.py"):
+        assert read(script=script).program.directory == str(package / "inner")
+    monkeypatch.chdir(tmp_path / "real")
+    assert read("-m", script="package.inner.train").program.directory == str(tmp_path / "real")
+    for module, message in (("package.nothing", "there is no module package.nothing"),
+                            ("package", "package is a package without a __main__ module")):
+        with pytest.raises(UsageError, match=message):
+            read("-m", script=module)
+
+
+def test_a_module_is_asked_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asked.py").write_text(Path(PLAIN).read_text())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="2 ranks cannot do this"):
+        read("-m", "--nproc-per-node", "2", script="asked", arguments=("impossible",))
