@@ -181,6 +181,10 @@ ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_track
                      ("name", "loss", "layer_number", "num_layers", "reduce_group", "avg_group", "reduce_group_has_dp"),
                      "always", "auxiliary losses belong to a grain, and go with the vote")
 
+AUXILIARY = Target(_CORE + "transformer.moe.router", "MoEAuxLossAutoScaler", "replaced", None, "always",
+                   "with --calculate-per-token-loss auxiliary losses count for all tokens of a micro-batch")
+SINKHORN = Target(_CORE + "transformer.moe.router", "sinkhorn", "wrapped", ("cost",), "always",
+                  "tokens are dealt out over all of a micro-batch, whoever has them")
 ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
                  "a router's bias is told how many tokens each expert got")
 EXPERTS = Target(_EXPERTS, "SequentialMLP.__init__", "wrapped", ("self", "num_local_experts", "config"), "always",
@@ -195,6 +199,10 @@ ATTENTION = Target(_CORE + "transformer.dot_product_attention", "DotProductAtten
 ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.forward", "wrapped",
                 ("self", "query", "key", "value", "attention_mask"), "always",
                 "with context parallelism a rank has a part of the sequence, and looks at all of it")
+
+LATENT_ATTENTION = Target(_CORE + "transformer.multi_latent_attention", "MLASelfAttention.__init__", "wrapped",
+                          ("self", "config"), "always",
+                          "gradients of the key that all heads share are added up over tensor-parallel ranks")
 
 INDICES = Target(_DATASETS + "gpt_dataset", "GPTDataset._build_document_sample_shuffle_indices", "wrapped", ("self",),
                  "always", "any rank may come first to an index, and finds one that is whole and of these data")

@@ -20,7 +20,7 @@ import torch.distributed
 
 from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.layers import attention, documents, engine, experts, linear, mtp, random, router
+from megatron_elastic.adaptor.layers import attention, documents, engine, experts, latent, linear, mtp, random, router
 from megatron_elastic.adaptor.model import groups, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
@@ -139,7 +139,8 @@ class Trainer:
         linear.install()
         if engine.used(args):
             engine.install(self.config.consistency == "bitwise")
-        router.install()
+        router.install(tokens.of_sums(args))
+        latent.install()
         attention.install(documents.kept_apart(args))
         mtp.install()
         experts.install()
