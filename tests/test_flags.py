@@ -127,6 +127,27 @@ def test_iterations_that_are_left_out(patched: CheckoutJobs, tmp_path: Path) -> 
     assert_same(resumed(patched, tmp_path, *flags, *kills), undisturbed)
 
 
+DIVERGES = ("--lr", "1e30", "--clip-grad", "0")
+"""What the first step makes of the weights is too large for anything."""
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_a_rank(patched: CheckoutJobs) -> None:
+    """Who finds it does not leave for others to find it again: the job ends, and says where it was."""
+    job = patched.start("--elastic", *FLAGS, *PP2, *DIVERGES, ranks=4)
+    job.output = job.process.communicate(timeout=200)[0]
+    assert job.process.returncode == 1
+    assert re.search(r"rank [13]: step 2, micro-batch \d+: found NaN in local forward loss calculation", job.output)
+    assert job.events("recovered") == [] and list(job.metrics()) == [1]
+
+
+def test_losses_that_are_not_finite_and_pass(patched: CheckoutJobs) -> None:
+    """With the flag that says so, such steps change nothing, whoever is lost."""
+    flags = ("--elastic", *FLAGS, *PP2, *DIVERGES, "--no-check-for-nan-in-loss-and-grad")
+    undisturbed = patched.run(*flags, ranks=4)
+    assert [event["step"] for event in undisturbed.events("skipped")] == list(range(2, STEPS + 1))
+    assert_same(patched.run(*flags, *KILLS, ranks=4), undisturbed)
+
+
 def test_checkpoints_without_optimizer_states(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Saved under a kill: weights are there, and no more; some are deleted when newer ones are there."""
     saved = tmp_path / "saved"

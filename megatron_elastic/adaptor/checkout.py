@@ -31,6 +31,7 @@ from megatron_elastic.adaptor.without_cuda import helpers
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
+from megatron_elastic.numerics.exact import Diverged
 from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.state.vote import vote
 
@@ -90,6 +91,7 @@ def _initialize(
     from megatron.core.rerun_state_machine import RerunMode
 
     targets.RERUN.find()(mode=RerunMode.DISABLED)  # results are looked at; steps are not repeated
+    targets.RESULT.wrap(_judging)
     args.iteration = args.num_floating_point_operations_so_far = 0  # whoever joins later must propose the same
     return args
 
@@ -101,6 +103,19 @@ def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
         original(self, cls, sizes, lambda: True, config)
 
     return build
+
+
+def _judging(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron raises what looks like any error of a program where it rejects a result."""
+
+    def judge(self: Any, result: Any, rejection_func: Any, message: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, result, rejection_func, message, *args, **kwargs)
+        except RuntimeError as error:
+            raise Diverged(f"{message}; the newest checkpoint is before it. With --no-check-for-nan-in-loss-and-grad "
+                           "such a step changes nothing, and training goes on") from error
+
+    return judge
 
 
 _ANY_SPLIT: dict[str, Any] = {

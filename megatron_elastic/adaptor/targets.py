@@ -249,6 +249,9 @@ LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("messa
                   "one rank logs alone, whichever it is")
 RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
                "checks losses for NaN")
+RESULT = Target(_CORE + "rerun_state_machine", "RerunStateMachine.validate_result", "wrapped",
+                ("self", "result", "rejection_func", "message"), "checkout",
+                "a loss that is not finite is no fault of the rank that finds it")
 LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
                      ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
 ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),

@@ -334,7 +334,8 @@ class Trainer:
         # An embedding gets a gradient from each of up to three uses, a norm one from each tensor-parallel rank, both
         # from each context-parallel one; and grains may be cut between any samples.
         each = max(3 if mtp_layers(self.args) else 2, layout.tp) * layout.cp * layout.samples
-        sums = self.config.consistency, each * layout.num_batches, main_grads_dtype(self.args), self.loss_scales.on
+        passes = self.loss_scales.on or not getattr(self.args, "check_for_nan_in_loss_and_grad", True)
+        sums = self.config.consistency, each * layout.num_batches, main_grads_dtype(self.args), passes
         return make_accumulator(*sums) if self.device.is_host else make_deferred(*sums, device=self.device.torch)
 
     def make_room(self, layout: Layout, partitions: Mapping[int, Partition]) -> Room:
