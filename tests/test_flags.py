@@ -15,6 +15,7 @@ from tests.test_checkout import (
     CheckoutJobs,
     assert_same,
     checkout,
+    evaluations,
     inject,
     losses_after_loading,
     needs_checkout,
@@ -164,6 +165,33 @@ def test_checkpoints_without_optimizer_states(patched: CheckoutJobs, tmp_path: P
     tuned = ("--finetune", "--load", str(saved))
     ours = {step: line["loss"] for step, line in patched.run(*flags, *tuned, ranks=4).metrics().items()}
     assert losses_after_loading(patched.plain(*FLAGS, *tuned, ranks=1)) == pytest.approx(ours, rel=TOLERANCE)
+
+
+def test_what_is_only_evaluated(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--skip-train``: the losses of plain Megatron, also when a rank is lost meanwhile, and nothing else happens."""
+    patched.plain(*FLAGS, "--save", str(tmp_path), "--train-iters", "2", ranks=1)
+    flags = ("--skip-train", "--load", str(tmp_path), "--save", str(tmp_path))
+    patched.plain(*FLAGS, *flags, ranks=1)
+    found = re.findall(r"lm loss value: (\S+) ", last_plain_log(patched).read_text())
+    job = patched.run("--elastic", *FLAGS, *PP2, *flags, *inject("kill:rank=3,at=evaluate,grain=1"), ranks=4)
+    assert [(step, name) for step, name, _ in evaluations(job)] == [(2, "test"), (2, "validation")]
+    ours = {name: loss for _, name, loss in evaluations(job)}
+    assert [ours["validation"], ours["test"]] == pytest.approx([float(loss) for loss in found], rel=TOLERANCE)
+    assert job.metrics() == {} and job.events("saved") == [] and len(job.events("recovered")) == 1
+
+
+def test_progress(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--log-progress``: whoever is lost, in the form in which plain Megatron goes on with it."""
+    flags = (*FLAGS, "--log-progress", "--override-opt_param-scheduler", "--save", str(tmp_path))
+    patched.run("--elastic", *flags, *PP2, *inject("kill:rank=0,step=3,at=backward"), ranks=4)
+    patched.plain(*flags, "--load", str(tmp_path), "--train-iters", "10", ranks=1)
+    lines = [line.split("\t") for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    assert [line[2:5] for line in lines] == [
+        ["# GPUs: 4", "Starting job"], *(["# GPUs: 4", "Saved checkpoint", f"Iteration: {i}"] for i in (2, 4, 6, 8)),
+        ["# GPUs: 1", "Starting job"], ["# GPUs: 1", "Saved checkpoint", "Iteration: 10"],
+    ]  # fmt: skip
+    operations = [float(line[7].rpartition(" ")[2]) for line in lines if line[3] == "Saved checkpoint"]
+    assert operations == pytest.approx([step / 2 * operations[0] for step in (2, 4, 6, 8, 10)], rel=0.01)
 
 
 def test_a_checkpoint_says_what_the_model_is(patched: CheckoutJobs, tmp_path: Path) -> None:

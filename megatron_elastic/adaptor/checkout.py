@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
+from megatron_elastic.adaptor.script.progress_log import ProgressLog
 from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -170,6 +171,9 @@ class CheckoutTrainer(Trainer):
         self.evaluations = ("validation", "test")
         self._begun_at = self.standing.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
+        self._progress = ProgressLog(args, self.ramp.before(self.standing.step))
+        if self.rank == 0:  # which is there at the start of a job, and never again
+            self._progress.starting()
         self._params_norm: float | None = None
         """Of all weights after the newest step, if it is to be logged."""
 
@@ -236,9 +240,14 @@ class CheckoutTrainer(Trainer):
         super().evaluated(done, name, loss)
         self._log.evaluation(done, name, loss, self._writes)
 
+    def saved(self, step: int) -> None:
+        super().saved(step)
+        self._progress.saved(step, self.ramp.before(step + 1))
+
     def conclude(self, tenure: Tenure, done: int) -> None:
-        """The last evaluations, if training is complete."""
+        """The last evaluations, if training is complete, or there is none; then on the first of the data."""
         args, batches = self.args, self.batches
-        if done >= args.train_iters and args.eval_iters:
-            evaluation.evaluate(self, tenure, done, "validation", batches.validation, done // args.eval_interval)
+        if args.eval_iters and (done >= args.train_iters or not self.trains):
+            position = done // args.eval_interval if self.trains else 0
+            evaluation.evaluate(self, tenure, done, "validation", batches.validation, position)
             evaluation.evaluate(self, tenure, done, "test", batches.test, 0)

@@ -252,6 +252,13 @@ RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", 
 RESULT = Target(_CORE + "rerun_state_machine", "RerunStateMachine.validate_result", "wrapped",
                 ("self", "result", "rejection_func", "message"), "checkout",
                 "a loss that is not finite is no fault of the rank that finds it")
+PROGRESS = Target(_TRAINING + "training", "append_to_progress_log", "replaced", ("string", "barrier"), "checkout",
+                  "--log-progress: any rank may come to write it, and alone")
+PROGRESS_SAVED = Target(_TRAINING + "training", "compute_throughputs_and_append_to_progress_log", "called",
+                        ("iteration", "num_floating_point_operations_so_far"), "checkout",
+                        "--log-progress: the line for a checkpoint")
+OPERATIONS = Target(_TRAINING + "training", "num_floating_point_operations", "called", ("args", "batch_size"),
+                    "checkout", "--log-progress: what samples cost")
 LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
                      ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
 ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),

@@ -118,7 +118,8 @@ class GrainModel:
             output = self._config.grad_scale_func(output)  # as Megatron does where the loss is that of a whole grain
         step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
         result: torch.Tensor | None
-        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):  # where layers are computed again
+        # Where layers are computed again, they measure again.
+        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
             if op.kind == "backward_input":
                 with linear.put_off() as self._work.due[op.grain, op.chunk]:
                     result = step()

@@ -265,6 +265,11 @@ class Trainer:
         return state
 
     @property
+    def trains(self) -> bool:
+        """Whether the job trains at all, or only evaluates what it has loaded (``--skip-train``)."""
+        return not getattr(self.args, "skip_train", False)
+
+    @property
     def saves_optimizer(self) -> bool:
         """Whether checkpoints have the optimizer's state."""
         return not getattr(self.args, "no_save_optim", False)
@@ -274,7 +279,7 @@ class Trainer:
 
     def goes_on(self) -> bool:
         """Whether there is another step to do. All ranks ask before each, and again after a recovery."""
-        return self.standing.step <= self.args.train_iters and not (
+        return self.trains and self.standing.step <= self.args.train_iters and not (
             self.exit_signal.listens and ending.somebody(self.exit_signal.received)
         )
 
@@ -288,6 +293,10 @@ class Trainer:
         """The mean loss of some batches of ``name``'s data after ``done`` steps is known."""
         if self.rank == self.layout.ranks[0]:
             self.event("evaluated", step=done, data=name, loss=loss)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is complete. The first rank of the layout is told."""
+        self.event("saved", step=step, directory=str(self.args.save))
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """What is due after the last step. Repeated if it is interrupted."""
