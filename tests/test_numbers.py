@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs import Job
 from tests.test_checkout import CheckoutJobs, checkout, needs_checkout, patched
-from tests.test_models import DOCUMENTS, LATENT, LLAMA, MIXTRAL, MODELS
+from tests.test_models import DOCUMENTS, LATENT, LLAMA, MIXTRAL, MODELS, further_losses
 
 __all__ = ["checkout", "patched"]
 pytestmark = [needs_checkout, pytest.mark.timeout(1200)]
@@ -23,6 +23,8 @@ FLAGS = ("--elastic", "--train-iters", "3", "--global-batch-size", "8", "--atten
          "--hidden-dropout", "0", "--eval-iters", "0")  # fmt: skip
 TOLERANCE = 1e-6
 """Relative difference of a loss and of a norm of gradients: sums over a layer's ranks are floating-point."""
+LOGGED = 2e-6
+"""The same of what Megatron logs besides, with seven digits."""
 BY_TOKEN = "--calculate-per-token-loss --eod-mask-loss --vocab-size 399"
 Z_LOSS = "--moe-z-loss-coeff 1e-1"
 """Of a size that shows in a norm."""
@@ -48,6 +50,8 @@ ROWS = {**{name: flags for name, flags in MODELS.items() if "capacity" not in fl
 TP2, CP2, EP2, PP2 = (
     f"--{name}-parallel-size 2" for name in ("tensor-model", "context", "expert-model", "pipeline-model")
 )
+TP2 += " --make-vocab-size-divisible-by 256"
+"""Megatron pads the vocabulary to a multiple of this and TP, and what it pads with is in the loss: 512 in every row."""
 LAYOUTS = {
     "TP2": TP2,
     "TP2, SP": f"{TP2} --sequence-parallel",
@@ -67,10 +71,15 @@ def layouts_of(model: str) -> dict[str, str]:
 
 
 def gap(job: Job, reference: Job) -> float:
-    """The greatest relative difference of a loss, a norm of gradients or anything else that the records measure."""
+    """The greatest relative difference of a loss or a norm of gradients."""
     theirs = reference.metrics()
     return max(abs(line[name] / theirs[step][name] - 1)
                for step, line in job.metrics().items() for name in ("loss", "grad_norm"))  # fmt: skip
+
+
+def logged(job: Job) -> dict[int, dict[str, float]]:
+    """Losses of routers and of further predictions that Megatron has logged, by step."""
+    return further_losses(*job.run_dir.glob("logs/*"))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -86,6 +95,8 @@ def test_every_layout_learns_what_one_rank_learns(
         job = patched.run(*model, "--load", str(tmp_path), *flags.split(), ranks=4 if layout == "PP4" else 2)
         assert list(job.metrics()) == [2, 3]
         gaps[layout] = gap(job, alone)
+        for step, values in logged(job).items():
+            assert values == pytest.approx(logged(alone)[step], rel=LOGGED), layout
     cells = (f"{gaps[layout]:.0e}" if layout in gaps else "" for layout in LAYOUTS)
     measured(f"| {name} | {' | '.join(cells)} |")
     assert {layout: value for layout, value in gaps.items() if value > TOLERANCE} == {}

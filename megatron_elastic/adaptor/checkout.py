@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
-from megatron_elastic.adaptor.script.progress_log import ProgressLog
+from megatron_elastic.adaptor.script.progress_log import ProgressLog, operations
 from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -207,7 +207,9 @@ class CheckoutTrainer(Trainer):
         args.no_save_rng, args.consumed_train_samples = True, self.ramp.before(step + 1)
         rounds = step // args.eval_interval
         args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0
-        return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0}
+        done = operations(self.args, self.ramp.before(step + 1))
+        return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0,
+                "num_floating_point_operations_so_far": done}  # fmt: skip
 
     def prepared(self) -> None:
         self._log.begin()

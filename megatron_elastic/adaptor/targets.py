@@ -258,7 +258,7 @@ PROGRESS_SAVED = Target(_TRAINING + "training", "compute_throughputs_and_append_
                         ("iteration", "num_floating_point_operations_so_far"), "checkout",
                         "--log-progress: the line for a checkpoint")
 OPERATIONS = Target(_TRAINING + "training", "num_floating_point_operations", "called", ("args", "batch_size"),
-                    "checkout", "--log-progress: what samples cost")
+                    "checkout", "what training has cost: for --log-progress, and in checkpoints")
 LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
                      ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
 ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),

@@ -14,13 +14,18 @@ from pathlib import Path
 from megatron_elastic.adaptor import targets
 
 
+def operations(args: argparse.Namespace, samples: int) -> int:
+    """Floating-point operations that so many samples take, as Megatron counts them."""
+    return int(targets.OPERATIONS.find()(args, samples))
+
+
 class ProgressLog:
     """What one rank writes there: nothing, if the flags do not ask for it. ``samples``: before the job's first step."""
 
     def __init__(self, args: argparse.Namespace, samples: int) -> None:
         self._args = args
         self._path = Path(args.save) / "progress.txt" if args.log_progress and args.save else None
-        self._before = self._operations(samples)
+        self._before = operations(args, samples)
         targets.PROGRESS.replace(self._append)
 
     def starting(self) -> None:
@@ -37,12 +42,9 @@ class ProgressLog:
             self._before, samples, False
         )  # fmt: skip
         try:
-            targets.PROGRESS_SAVED.find()(step, self._operations(samples))
+            targets.PROGRESS_SAVED.find()(step, operations(args, samples))
         finally:
             args.num_floating_point_operations_so_far, args.consumed_train_samples, args.async_save = known
-
-    def _operations(self, samples: int) -> float:
-        return float(targets.OPERATIONS.find()(self._args, samples)) if self._path is not None and samples else 0.0
 
     def _append(self, string: str, barrier: bool = True) -> None:
         """In place of ``append_to_progress_log``. A disk that does not take it costs a line."""
