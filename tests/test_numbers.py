@@ -97,6 +97,6 @@ def test_every_layout_learns_what_one_rank_learns(
         gaps[layout] = gap(job, alone)
         for step, values in logged(job).items():
             assert values == pytest.approx(logged(alone)[step], rel=LOGGED), layout
-    cells = (f"{gaps[layout]:.0e}" if layout in gaps else "" for layout in LAYOUTS)
+    cells = ((f"{gaps[layout]:.0e}" if gaps[layout] else "0") if layout in gaps else "" for layout in LAYOUTS)
     measured(f"| {name} | {' | '.join(cells)} |")
     assert {layout: value for layout, value in gaps.items() if value > TOLERANCE} == {}
