@@ -16,7 +16,14 @@ from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.plan.split import split
-from megatron_elastic.support import check_cells, check_engine, check_ramp, check_split, check_whole
+from megatron_elastic.support import (
+    check_cells,
+    check_engine,
+    check_expert_parallel,
+    check_ramp,
+    check_split,
+    check_whole,
+)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -44,12 +51,7 @@ def _check_parallelism(args: argparse.Namespace) -> None:
             f"not divide the world size {world}: start a multiple of {tp * pp * cp} processes, or change the sizes"
         )
     args.data_parallel_size = world // (tp * pp * cp)
-    if args.data_parallel_size * cp % ep:
-        contexts = f" x --context-parallel-size {cp}" if cp > 1 else ""
-        raise UsageError(
-            f"--expert-model-parallel-size {ep} does not divide the data-parallel size {args.data_parallel_size}"
-            f"{contexts}: start a multiple of {tp * pp * ep} processes, or change the sizes"
-        )
+    check_expert_parallel(args)
     args.sequence_parallel_asked = args.sequence_parallel  # for cells of another size, while it trains
     args.sequence_parallel = args.sequence_parallel and tp > 1
     if cp > 1 and args.seq_length % (2 * cp):

@@ -112,9 +112,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--dataloader-type", "who takes over a micro-batch must be able to ask for its samples by number",
             "use single or cyclic", but=("single", "cyclic")),
     Refusal("--phase-transition-iterations", "samples are taken in order"),
-    _switch("--skip-train", "without training there is nothing to keep going", "evaluate without --elastic"),
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
-    Refusal("--non-persistent-save-interval", "replicas in memory take their place"),
+    Refusal("--non-persistent-save-interval", "replicas in memory take their place, and are never behind",
+            "use --elastic-replicas"),
     Refusal("--ckpt-convert-format", _SAVED),
     _switch("--load-main-params-from-ckpt", "optimizer states belong to a checkpoint"),
     Refusal("--save-wgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
@@ -132,8 +132,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--run-workload-inspector-server", "the coordinator finds ranks that are slow", "see --elastic-slow"),
     _switch("--profile", _LOOP),
     _switch("--record-memory-history", _LOOP),
-    _switch("--log-progress", "progress.txt is about jobs of one number of ranks",
-            "use metrics.jsonl and events.jsonl of the run directory"),
     _switch("--log-max-attention-logit", "Transformer Engine's attention tells it, and local attention does not"),
     _switch("--log-energy", _LOOP),
 )
@@ -234,6 +232,17 @@ def check_grouped(args: argparse.Namespace) -> None:
     if on in ("cpu", "soft") or not (engine or importlib.util.find_spec("grouped_gemm")):
         raise UsageError("--moe-grouped-gemm needs a GPU, and Transformer Engine or the package grouped_gemm: leave it "
                          "out, and each expert's products are computed by themselves")
+
+
+def check_expert_parallel(args: argparse.Namespace) -> None:
+    """Raise UsageError if ranks would be left over that share no experts, which Megatron does not check."""
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    if args.data_parallel_size * cp % ep:
+        contexts = f" x --context-parallel-size {cp}" if cp > 1 else ""
+        whole = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * max(cp, ep)
+        raise UsageError(f"--expert-model-parallel-size {ep} does not divide the data-parallel size "
+                         f"{args.data_parallel_size}{contexts}: start a multiple of {whole} processes, or change the "
+                         "sizes")
 
 
 def check_whole(args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from tests.test_checkout import (
     CheckoutJobs,
     assert_same,
     checkout,
+    evaluations,
     inject,
     losses_after_loading,
     needs_checkout,
@@ -127,6 +128,27 @@ def test_iterations_that_are_left_out(patched: CheckoutJobs, tmp_path: Path) -> 
     assert_same(resumed(patched, tmp_path, *flags, *kills), undisturbed)
 
 
+DIVERGES = ("--lr", "1e30", "--clip-grad", "0")
+"""What the first step makes of the weights is too large for anything."""
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_a_rank(patched: CheckoutJobs) -> None:
+    """Who finds it does not leave for others to find it again: the job ends, and says where it was."""
+    job = patched.start("--elastic", *FLAGS, *PP2, *DIVERGES, ranks=4)
+    job.output = job.process.communicate(timeout=200)[0]
+    assert job.process.returncode == 1
+    assert re.search(r"rank [13]: step 2, micro-batch \d+: found NaN in local forward loss calculation", job.output)
+    assert job.events("recovered") == [] and list(job.metrics()) == [1]
+
+
+def test_losses_that_are_not_finite_and_pass(patched: CheckoutJobs) -> None:
+    """With the flag that says so, such steps change nothing, whoever is lost."""
+    flags = ("--elastic", *FLAGS, *PP2, *DIVERGES, "--no-check-for-nan-in-loss-and-grad")
+    undisturbed = patched.run(*flags, ranks=4)
+    assert [event["step"] for event in undisturbed.events("skipped")] == list(range(2, STEPS + 1))
+    assert_same(patched.run(*flags, *KILLS, ranks=4), undisturbed)
+
+
 def test_checkpoints_without_optimizer_states(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Saved under a kill: weights are there, and no more; some are deleted when newer ones are there."""
     saved = tmp_path / "saved"
@@ -143,6 +165,33 @@ def test_checkpoints_without_optimizer_states(patched: CheckoutJobs, tmp_path: P
     tuned = ("--finetune", "--load", str(saved))
     ours = {step: line["loss"] for step, line in patched.run(*flags, *tuned, ranks=4).metrics().items()}
     assert losses_after_loading(patched.plain(*FLAGS, *tuned, ranks=1)) == pytest.approx(ours, rel=TOLERANCE)
+
+
+def test_what_is_only_evaluated(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--skip-train``: the losses of plain Megatron, also when a rank is lost meanwhile, and nothing else happens."""
+    patched.plain(*FLAGS, "--save", str(tmp_path), "--train-iters", "2", ranks=1)
+    flags = ("--skip-train", "--load", str(tmp_path), "--save", str(tmp_path))
+    patched.plain(*FLAGS, *flags, ranks=1)
+    found = re.findall(r"lm loss value: (\S+) ", last_plain_log(patched).read_text())
+    job = patched.run("--elastic", *FLAGS, *PP2, *flags, *inject("kill:rank=3,at=evaluate,grain=1"), ranks=4)
+    assert [(step, name) for step, name, _ in evaluations(job)] == [(2, "test"), (2, "validation")]
+    ours = {name: loss for _, name, loss in evaluations(job)}
+    assert [ours["validation"], ours["test"]] == pytest.approx([float(loss) for loss in found], rel=TOLERANCE)
+    assert job.metrics() == {} and job.events("saved") == [] and len(job.events("recovered")) == 1
+
+
+def test_progress(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """``--log-progress``: whoever is lost, in the form in which plain Megatron goes on with it."""
+    flags = (*FLAGS, "--log-progress", "--override-opt_param-scheduler", "--save", str(tmp_path))
+    patched.run("--elastic", *flags, *PP2, *inject("kill:rank=0,step=3,at=backward"), ranks=4)
+    patched.plain(*flags, "--load", str(tmp_path), "--train-iters", "10", ranks=1)
+    lines = [line.split("\t") for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    assert [line[2:5] for line in lines] == [
+        ["# GPUs: 4", "Starting job"], *(["# GPUs: 4", "Saved checkpoint", f"Iteration: {i}"] for i in (2, 4, 6, 8)),
+        ["# GPUs: 1", "Starting job"], ["# GPUs: 1", "Saved checkpoint", "Iteration: 10"],
+    ]  # fmt: skip
+    operations = [float(line[7].rpartition(" ")[2]) for line in lines if line[3] == "Saved checkpoint"]
+    assert operations == pytest.approx([step / 2 * operations[0] for step in (2, 4, 6, 8, 10)], rel=0.01)
 
 
 def test_a_checkpoint_says_what_the_model_is(patched: CheckoutJobs, tmp_path: Path) -> None:

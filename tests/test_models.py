@@ -229,6 +229,16 @@ def test_documents_are_kept_apart(patched: CheckoutJobs, tmp_path: Path, model: 
     assert any(together[step]["loss"] != pytest.approx(loss, rel=10 * TOLERANCE) for step, loss in ours.items())
 
 
+def test_a_layer_that_moves_looks_at_documents_as_before(patched: CheckoutJobs) -> None:
+    """From a stage in the middle, which loses all its ranks, to another: its results do not depend on the stage."""
+    flags = ("--elastic", *FLAGS, *DOCUMENTS, *PP4)
+    kills = inject("kill:rank=2,step=2,at=backward", "kill:rank=3,step=6,at=backward")
+    job = patched.run(*flags, *kills, ranks=8)
+    first, last = job.layouts()[0], job.layouts()[-1]
+    assert (first.pipeline_size, last.pipeline_size) == (4, 3)
+    assert_same(job, patched.run(*flags, ranks=8))
+
+
 @pytest.fixture
 def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the same conversations alone, two a line, and a tokenizer of their words.

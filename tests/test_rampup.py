@@ -241,8 +241,8 @@ def test_stages_change_while_the_batch_grows(jobs: Jobs) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_checkpoint_from_the_middle(jobs: Jobs, tmp_path: Path) -> None:
-    """Under another layout, with the same bits; with other batches it is refused."""
-    flags, saves = (*grid(1, 2), *SHORT, "--elastic-slices", "4"), ("--save", str(tmp_path), "--save-interval", "3")
+    """Under another layout, with the same bits, also when the batch has grown; with other batches it is refused."""
+    flags, saves = (*grid(1, 2), *SHORT, "--elastic-slices", "4"), ("--save", str(tmp_path), "--save-interval", "1")
     whole = jobs.run(*flags, *saves)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     rest = jobs.run(*flags, *grid(1, 4), "--load", str(tmp_path), *inject("1@4:backward", "6@5:apply"))
@@ -251,6 +251,11 @@ def test_a_checkpoint_from_the_middle(jobs: Jobs, tmp_path: Path) -> None:
     for step, line in rest.metrics().items():
         for name in ("loss_hex", "grad_norm_hex", "lr", "consumed_samples"):
             assert line[name] == theirs[step][name], (step, name)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert SIZES[4] == BATCH
+    grown = jobs.run(*flags, *grid(1, 4), "--load", str(tmp_path))
+    assert {step: line["loss_hex"] for step, line in grown.metrics().items()} == {6: theirs[6]["loss_hex"]}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     other = jobs.start(*flags, "--rampup-batch-size", "4", "4", "48", "--load", str(tmp_path))
     assert "its 3 steps took 16 samples, and with these flags they would have taken 12" in other.finish(code=1)
 

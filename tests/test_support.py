@@ -10,7 +10,14 @@ import pytest
 
 from megatron_elastic.adaptor.script.flags import sort
 from megatron_elastic.config import UsageError
-from megatron_elastic.support import REFUSALS, WITHOUT_EFFECT, Refusal, check_arguments, check_namespace
+from megatron_elastic.support import (
+    REFUSALS,
+    WITHOUT_EFFECT,
+    Refusal,
+    check_arguments,
+    check_expert_parallel,
+    check_namespace,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS = (
@@ -50,6 +57,20 @@ def test_values_compare_as_text() -> None:
         check_namespace(argparse.Namespace(rerun_mode=Mode.REPORT))
     with pytest.raises(UsageError, match="--hierarchical-context-parallel-sizes 2 3 does not work"):
         check_namespace(argparse.Namespace(hierarchical_context_parallel_sizes=[2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp", "ep", "fits"), [(6, 1, 4, False), (8, 1, 4, True), (6, 2, 4, False), (4, 4, 2, True)]
+)
+def test_experts_are_shared_by_all_ranks(ranks: int, cp: int, ep: int, fits: bool) -> None:
+    """None may be left over: they would compute nothing, and their samples would be nobody's."""
+    args = argparse.Namespace(data_parallel_size=ranks // cp, context_parallel_size=cp, expert_model_parallel_size=ep,
+                              tensor_model_parallel_size=1, pipeline_model_parallel_size=1)  # fmt: skip
+    if fits:
+        check_expert_parallel(args)
+    else:
+        with pytest.raises(UsageError, match=r"does not divide the data-parallel size .* start a multiple of 4 proc"):
+            check_expert_parallel(args)
 
 
 def test_what_becomes_of_flags() -> None:

@@ -24,6 +24,7 @@ from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
+from megatron_elastic.adaptor.script.progress_log import ProgressLog, operations
 from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -32,6 +33,7 @@ from megatron_elastic.adaptor.without_cuda import helpers
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
+from megatron_elastic.numerics.exact import Diverged
 from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.state.vote import vote
 
@@ -91,6 +93,7 @@ def _initialize(
     from megatron.core.rerun_state_machine import RerunMode
 
     targets.RERUN.find()(mode=RerunMode.DISABLED)  # results are looked at; steps are not repeated
+    targets.RESULT.wrap(_judging)
     args.iteration = args.num_floating_point_operations_so_far = 0  # whoever joins later must propose the same
     return args
 
@@ -102,6 +105,19 @@ def _on_every_rank(original: Callable[..., None]) -> Callable[..., None]:
         original(self, cls, sizes, lambda: True, config)
 
     return build
+
+
+def _judging(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron raises what looks like any error of a program where it rejects a result."""
+
+    def judge(self: Any, result: Any, rejection_func: Any, message: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, result, rejection_func, message, *args, **kwargs)
+        except RuntimeError as error:
+            raise Diverged(f"{message}; the newest checkpoint is before it. With --no-check-for-nan-in-loss-and-grad "
+                           "such a step changes nothing, and training goes on") from error
+
+    return judge
 
 
 _ANY_SPLIT: dict[str, Any] = {
@@ -156,6 +172,9 @@ class CheckoutTrainer(Trainer):
         self.evaluations = ("validation", "test")
         self._begun_at = self.standing.step - 1
         self._log = log.TrainingLog(args, self._begun_at)
+        self._progress = ProgressLog(args, self.ramp.before(self.standing.step))
+        if self.rank == 0:  # which is there at the start of a job, and never again
+            self._progress.starting()
         self._params_norm: float | None = None
         """Of all weights after the newest step, if it is to be logged."""
 
@@ -189,7 +208,9 @@ class CheckoutTrainer(Trainer):
         args.no_save_rng, args.consumed_train_samples = True, self.ramp.before(step + 1)
         rounds = step // args.eval_interval
         args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0
-        return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0}
+        done = operations(self.args, self.ramp.before(step + 1))
+        return {**super().saved_besides(step), "args": args, "checkpoint_version": 3.0,
+                "num_floating_point_operations_so_far": done}  # fmt: skip
 
     def prepared(self) -> None:
         self._log.begin()
@@ -222,8 +243,13 @@ class CheckoutTrainer(Trainer):
         super().evaluated(done, name, loss)
         self._log.evaluation(done, name, loss, self._writes)
 
+    def saved(self, step: int) -> None:
+        super().saved(step)
+        self._progress.saved(step, self.ramp.before(step + 1))
+
     def conclude(self, tenure: Tenure, done: int) -> None:
-        """The last evaluations, if training is complete."""
-        if done >= self.args.train_iters:
-            evaluation.evaluate(self, tenure, done, "validation", done // self.args.eval_interval)
+        """The last evaluations, if training is complete, or there is none; then on the first of the data."""
+        if done >= self.args.train_iters or not self.trains:
+            position = done // self.args.eval_interval if self.trains else 0
+            evaluation.evaluate(self, tenure, done, "validation", position)
             evaluation.evaluate(self, tenure, done, "test", 0)

@@ -181,6 +181,10 @@ ROUTER_LOSS = Target(_CORE + "transformer.moe.router", "save_to_aux_losses_track
                      ("name", "loss", "layer_number", "num_layers", "reduce_group", "avg_group", "reduce_group_has_dp"),
                      "always", "auxiliary losses belong to a grain, and go with the vote")
 
+AUXILIARY = Target(_CORE + "transformer.moe.router", "MoEAuxLossAutoScaler", "replaced", None, "always",
+                   "with --calculate-per-token-loss auxiliary losses count for all tokens of a micro-batch")
+SINKHORN = Target(_CORE + "transformer.moe.router", "sinkhorn", "wrapped", ("cost",), "always",
+                  "tokens are dealt out over all of a micro-batch, whoever has them")
 ROUTING = Target(_CORE + "transformer.moe.router", "TopKRouter.routing", "wrapped", ("self", "logits"), "always",
                  "a router's bias is told how many tokens each expert got")
 EXPERTS = Target(_EXPERTS, "SequentialMLP.__init__", "wrapped", ("self", "num_local_experts", "config"), "always",
@@ -195,6 +199,10 @@ ATTENTION = Target(_CORE + "transformer.dot_product_attention", "DotProductAtten
 ATTEND = Target(_CORE + "transformer.dot_product_attention", "DotProductAttention.forward", "wrapped",
                 ("self", "query", "key", "value", "attention_mask"), "always",
                 "with context parallelism a rank has a part of the sequence, and looks at all of it")
+
+LATENT_ATTENTION = Target(_CORE + "transformer.multi_latent_attention", "MLASelfAttention.__init__", "wrapped",
+                          ("self", "config"), "always",
+                          "gradients of the key that all heads share are added up over tensor-parallel ranks")
 
 INDICES = Target(_DATASETS + "gpt_dataset", "GPTDataset._build_document_sample_shuffle_indices", "wrapped", ("self",),
                  "always", "any rank may come first to an index, and finds one that is whole and of these data")
@@ -241,6 +249,16 @@ LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("messa
                   "one rank logs alone, whichever it is")
 RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
                "checks losses for NaN")
+RESULT = Target(_CORE + "rerun_state_machine", "RerunStateMachine.validate_result", "wrapped",
+                ("self", "result", "rejection_func", "message"), "checkout",
+                "a loss that is not finite is no fault of the rank that finds it")
+PROGRESS = Target(_TRAINING + "training", "append_to_progress_log", "replaced", ("string", "barrier"), "checkout",
+                  "--log-progress: any rank may come to write it, and alone")
+PROGRESS_SAVED = Target(_TRAINING + "training", "compute_throughputs_and_append_to_progress_log", "called",
+                        ("iteration", "num_floating_point_operations_so_far"), "checkout",
+                        "--log-progress: the line for a checkpoint")
+OPERATIONS = Target(_TRAINING + "training", "num_floating_point_operations", "called", ("args", "batch_size"),
+                    "checkout", "what training has cost: for --log-progress, and in checkpoints")
 LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
                      ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
 ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),

@@ -18,7 +18,17 @@ from megatron_elastic.numerics.kernels import SCALE
 _RANGE = 2.0**23
 
 
-class GradientOverflow(ArithmeticError):
+class Diverged(ArithmeticError):
+    """A number of training is none that it can go on with, whoever computes it.
+
+    Attributes:
+        grain: in which it was found; None if it is not known.
+    """
+
+    grain: int | None = None
+
+
+class GradientOverflow(Diverged):
     """A gradient is not finite, or too large for the fixed-point sum."""
 
 

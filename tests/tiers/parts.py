@@ -6,8 +6,8 @@ from fnmatch import fnmatch
 
 PARTS: dict[str, tuple[str, ...]] = {
     "checkout": ("test_checkout", "test_data_forms", "test_interchange", "test_example_scripts", "test_flags"),
-    "models": ("test_models", "test_experts", "test_contexts", "test_plain", "test_optimizer", "test_mtp", "test_fp16",
-               "test_rampup", "test_memory"),
+    "models": ("test_models", "test_numbers", "test_experts", "test_contexts", "test_plain", "test_optimizer",
+               "test_mtp", "test_fp16", "test_rampup", "test_memory"),
     "devices": ("test_on_device", "test_devices", "test_soft*", "test_engine", "test_samples"),
     "schedules": ("test_search_job", "test_v_placement", "test_flextrain", "test_virtual_stages", "test_split*"),
     "changes": ("test_scale", "test_reshape*", "test_join", "test_drain", "test_resize"),

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_elastic.adaptor import targets
@@ -26,10 +28,48 @@ _TOKEN = 2.0**-24
 """What a token more than the mean counts in a gradient: sums of many are within what can be summed up exactly."""
 
 
-def install() -> None:
-    """Let routers note what their losses are, and tell their biases what they choose. Idempotent."""
+def install(by_token: bool) -> None:
+    """Let routers note what their losses are, tell their biases what they choose, and look at whole micro-batches.
+
+    ``by_token``: whether gradients are those of losses that are summed over tokens. Idempotent.
+    """
     targets.ROUTER_LOSS.replace(_note)
+    targets.AUXILIARY.replace(_OfAllTokens if by_token else MoEAuxLossAutoScaler)
+    targets.SINKHORN.wrap(_over_all_tokens)
     targets.ROUTING.wrap(_counting)
+
+
+class _OfAllTokens:
+    """In place of ``MoEAuxLossAutoScaler`` in routers, with ``--calculate-per-token-loss``.
+
+    So that an auxiliary loss is in proportion to a sum over tokens, Megatron multiplies it by the tokens that a rank
+    has; but that sum is one over the tokens of all who share a micro-batch.
+    """
+
+    @staticmethod
+    def apply(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * _sharers())
+        return scaled
+
+
+def _over_all_tokens(sinkhorn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let tokens be dealt out to experts over all that the ranks have of a micro-batch. Megatron's are a rank's own."""
+
+    def deal(cost: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _sharers() == 1:
+            return sinkhorn(cost, *args, **kwargs)
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        whole = cost.new_empty(group.size() * len(cost), *cost.shape[1:])
+        dist.all_gather_into_tensor(whole, cost.contiguous(), group=group)
+        return sinkhorn(whole, *args, **kwargs).chunk(group.size())[group.rank()]
+
+    return deal
+
+
+def _sharers() -> int:
+    """How many ranks have each a part of the tokens of a micro-batch."""
+    size: int = parallel_state.get_tensor_and_context_parallel_world_size()
+    return size
 
 
 def is_bias(name: str) -> bool:
@@ -110,9 +150,7 @@ def _note(
 ) -> None:
     """In place of ``save_to_aux_losses_tracker``. With a group the loss is the sum of what its members tell.
 
-    Without one it is what the first tensor-parallel rank tells, and the mean of that over the context-parallel ones.
+    Without one it is the mean over what those tell who have a part of the tokens; Megatron's log has what the first
+    tensor-parallel rank tells.
     """
-    if reduce_group is not None:
-        measures.note(name, layer_number, loss)
-    elif parallel_state.get_tensor_model_parallel_rank() == 0:
-        measures.note(name, layer_number, loss / parallel_state.get_context_parallel_world_size())
+    measures.note(name, layer_number, loss if reduce_group is not None else loss / _sharers())

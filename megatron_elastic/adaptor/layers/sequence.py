@@ -43,7 +43,8 @@ MARK = "sequence_parallel"
 def is_partial(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> bool:
     """Whether each rank of a cell computes a part of this parameter's gradient, of which the sum is the gradient.
 
-    Norms of queries and keys see the whole sequence, but only the rank's own heads.
+    Norms of queries and keys see the whole sequence, but only the rank's own heads. Those of latent attention come
+    before there are heads; Megatron, which adds up what is whole already, has their gradients TP times.
     """
-    of_heads = bool(config.qk_layernorm) and ("q_layernorm" in name or "k_layernorm" in name)
+    of_heads = not config.multi_latent_attention and ("q_layernorm" in name or "k_layernorm" in name)
     return of_heads or (config.sequence_parallel and bool(getattr(parameter, MARK, False)))

@@ -9,6 +9,7 @@ gradient that its backward pass begins with makes a share of the grain's mean of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_elastic.adaptor.layers import context, documents, linear, measures
 from megatron_elastic.adaptor.layers.random import GrainKey
 from megatron_elastic.layout import Part
+from megatron_elastic.numerics.exact import Diverged
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.work import Work
 
@@ -76,7 +78,7 @@ class GrainModel:
         self._key.part = part
         last = self._ends(op)
         store: list[Mapping[str, Any]] = []
-        with measures.noted(self._work.measures[op.grain, op.chunk]):
+        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
             output, _ = schedules.forward_step(
                 self._step, self._read(op.chunk, part), self._chunks[op.chunk], 1, received, store, self._config,
                 cp_group_size=1, is_last_stage=last,
@@ -116,7 +118,8 @@ class GrainModel:
             output = self._config.grad_scale_func(output)  # as Megatron does where the loss is that of a whole grain
         step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
         result: torch.Tensor | None
-        with measures.noted(self._work.measures[op.grain, op.chunk]):  # where layers are computed again
+        # Where layers are computed again, they measure again.
+        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
             if op.kind == "backward_input":
                 with linear.put_off() as self._work.due[op.grain, op.chunk]:
                     result = step()
@@ -130,5 +133,16 @@ class GrainModel:
 
     def backward_weight(self, op: Op) -> None:
         """Accumulate what a ``backward_input`` has left out."""
-        for gradient in self._work.due.pop((op.grain, op.chunk)):
-            gradient.add()
+        with _found_in(op.grain):
+            for gradient in self._work.due.pop((op.grain, op.chunk)):
+                gradient.add()
+
+
+@contextmanager
+def _found_in(grain: int) -> Iterator[None]:
+    """Let what is no number that training can go on with, say of which grain it is."""
+    try:
+        yield
+    except Diverged as error:
+        error.grain = grain
+        raise

@@ -20,6 +20,7 @@ from megatron_elastic.support import (
     check_cells,
     check_documents,
     check_engine,
+    check_expert_parallel,
     check_grouped,
     check_namespace,
     check_ramp,
@@ -82,6 +83,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--elastic-placement v with --tensor-model-parallel-size above 1 does not work with Megatron-"
                          "LM's own scripts: they give tensor-parallel ranks no labels in the first stage, where a V "
                          "ends; leave one of them out")
+    check_expert_parallel(args)
     check_cells(args)
     check_grouped(args)
     check_whole(args)

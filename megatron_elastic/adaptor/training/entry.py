@@ -13,6 +13,7 @@ from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Control, JobStopped
 from megatron_elastic.config import USAGE, UsageError
+from megatron_elastic.numerics.exact import Diverged
 
 
 def pretrain(
@@ -44,6 +45,9 @@ def run(make: Callable[[Control], Trainer]) -> None:
             control.fail(str(error), code=USAGE if trainer is None else 0)
         elif trainer is None:
             control.fail(traceback.format_exc())
+        elif isinstance(error, Diverged):  # no fault of this rank: whoever did it would find the same
+            where = "" if error.grain is None else f", micro-batch {error.grain}"
+            control.fail(f"step {trainer.standing.step}{where}: {error}")
         else:
             standing, device = trainer.standing, trainer.device
             failed = device.label if device.is_fault(error) else ""

@@ -48,8 +48,7 @@ def complete_save(trainer: Trainer) -> None:
     outcome = trainer.saving.complete()
     if outcome is None or trainer.rank != trainer.layout.ranks[0]:
         return
-    directory = str(trainer.args.save)
     if outcome.problem is None:
-        trainer.event("saved", step=outcome.step, directory=directory)
+        trainer.saved(outcome.step)
     else:
-        trainer.event("save_failed", step=outcome.step, directory=directory, reason=outcome.problem)
+        trainer.event("save_failed", step=outcome.step, directory=str(trainer.args.save), reason=outcome.problem)

@@ -82,10 +82,11 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     trainer.hooks.step = trainer.standing.step
     done, layout = trainer.standing.step - 1, tenure.layout
     step.level(trainer, tenure)
-    intermission.hold(trainer, tenure, done)
+    if trainer.trains:
+        intermission.hold(trainer, tenure, done)
     trainer.await_parameters(tenure)
     intermission.complete_save(trainer)
-    if trainer.saving.wanted(done):
+    if trainer.trains and trainer.saving.wanted(done):
         intermission.save(trainer, tenure, done)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)

@@ -20,7 +20,7 @@ import torch.distributed
 
 from megatron_elastic.adaptor.checkpoints import common, folder, writer
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
-from megatron_elastic.adaptor.layers import attention, documents, engine, experts, linear, mtp, random, router
+from megatron_elastic.adaptor.layers import attention, documents, engine, experts, latent, linear, mtp, random, router
 from megatron_elastic.adaptor.model import groups, tokens
 from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
@@ -139,7 +139,8 @@ class Trainer:
         linear.install()
         if engine.used(args):
             engine.install(self.config.consistency == "bitwise")
-        router.install()
+        router.install(tokens.of_sums(args))
+        latent.install()
         attention.install(documents.kept_apart(args))
         mtp.install()
         experts.install()
@@ -264,6 +265,11 @@ class Trainer:
         return state
 
     @property
+    def trains(self) -> bool:
+        """Whether the job trains at all, or only evaluates what it has loaded (``--skip-train``)."""
+        return not getattr(self.args, "skip_train", False)
+
+    @property
     def saves_optimizer(self) -> bool:
         """Whether checkpoints have the optimizer's state."""
         return not getattr(self.args, "no_save_optim", False)
@@ -273,7 +279,7 @@ class Trainer:
 
     def goes_on(self) -> bool:
         """Whether there is another step to do. All ranks ask before each, and again after a recovery."""
-        return self.standing.step <= self.args.train_iters and not (
+        return self.trains and self.standing.step <= self.args.train_iters and not (
             self.exit_signal.listens and ending.somebody(self.exit_signal.received)
         )
 
@@ -287,6 +293,10 @@ class Trainer:
         """The mean loss of some batches of ``name``'s data after ``done`` steps is known."""
         if self.rank == self.layout.ranks[0]:
             self.event("evaluated", step=done, data=name, loss=loss)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is complete. The first rank of the layout is told."""
+        self.event("saved", step=step, directory=str(self.args.save))
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """What is due after the last step. Repeated if it is interrupted."""
@@ -333,7 +343,8 @@ class Trainer:
         # An embedding gets a gradient from each of up to three uses, a norm one from each tensor-parallel rank, both
         # from each context-parallel one; and grains may be cut between any samples.
         each = max(3 if mtp_layers(self.args) else 2, layout.tp) * layout.cp * layout.samples
-        sums = self.config.consistency, each * layout.num_batches, main_grads_dtype(self.args), self.loss_scales.on
+        passes = self.loss_scales.on or not getattr(self.args, "check_for_nan_in_loss_and_grad", True)
+        sums = self.config.consistency, each * layout.num_batches, main_grads_dtype(self.args), passes
         return make_accumulator(*sums) if self.device.is_host else make_deferred(*sums, device=self.device.torch)
 
     def make_room(self, layout: Layout, partitions: Mapping[int, Partition]) -> Room:
