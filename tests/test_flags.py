@@ -108,7 +108,7 @@ def test_learning_rate_and_optimizer_that_begin_anew(patched: CheckoutJobs, tmp_
     joined = elastic("killed", "--elastic-respawn", "--elastic-replicas", "0", *kills)
     assert_same(joined, whole)
     assert [event["step"] for event in joined.events("fallback")] == [4, 24]
-    # Without the flag both counts go on, each from its own field: learning rate and optimizer have done 16 steps, not 20.
+    # Without the flag both counts go on, each from its own field: the optimizer has done 16 steps, and not 20.
     again = patched.run("--elastic", *flags, "--train-iters", "30", *PP2, "--ckpt-step", "20",
                         "--load", str(tmp_path / "undisturbed"), ranks=4)  # fmt: skip
     hexes = {step: line["loss_hex"] for step, line in whole.metrics().items() if step > 20}

@@ -58,7 +58,7 @@ def test_there_and_back(
 
 
 def test_models_that_were_converted(patched: CheckoutJobs, tmp_path: Path) -> None:
-    """As ``tools/checkpoint/convert.py`` names them, and others: training begins with their weights, and its first step."""
+    """As ``tools/checkpoint/convert.py`` names them, and others: training begins with their weights."""
     plain, release, zero = (tmp_path / name for name in ("plain", "release", "zero"))
     flags = (*FLAGS, "--train-iters", "4")
     patched.plain(*FLAGS, "--train-iters", "2", "--save", str(plain), ranks=1)
