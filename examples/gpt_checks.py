@@ -10,7 +10,7 @@ import math
 import os
 from pathlib import Path
 
-from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newest, step_folder
+from megatron_elastic.adaptor.checkpoints.folder import COMPLETE, TRACKER, newest_folder, older
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.emulation import profile as emulation
@@ -338,19 +338,14 @@ def _check_split(split: str) -> None:
 
 
 def _check_checkpoint(load: Path) -> None:
-    tracker = load / TRACKER
-    try:
-        iteration = newest(load)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--load {load}: {tracker} cannot be read ({error}); it should hold a step number") from None
-    if iteration is None:
+    tracker, folder = load / TRACKER, newest_folder(load)
+    if folder is None:
         if load.is_dir() and all(".partial" in path.name for path in load.iterdir()):
             return  # a job that is started again and again finds it empty the first time
         raise UsageError(f"--load {load}: {tracker} does not exist, and there is no checkpoint; leave --load out to "
                          "start from the beginning")
-    if not has_step(load, iteration):
-        raise UsageError(f"--load {load}: {step_folder(load, iteration)} is no complete checkpoint (no metadata.json); "
-                         f"write the number of an older one into {tracker}")
+    if not (folder / COMPLETE).is_file():
+        raise UsageError(f"--load {load}: {folder} is no complete checkpoint (no {COMPLETE}); {older(folder)}")
 
 
 def _check_elastic(args: argparse.Namespace) -> None:

@@ -113,8 +113,8 @@ REFUSALS: tuple[Refusal, ...] = (
             "use single or cyclic", but=("single", "cyclic")),
     Refusal("--phase-transition-iterations", "samples are taken in order"),
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
-    Refusal("--non-persistent-save-interval", "replicas in memory take their place, and are never behind",
-            "use --elastic-replicas"),
+    *(Refusal(flag, "replicas in memory take their place, and are never behind", "use --elastic-replicas")
+      for flag in ("--non-persistent-save-interval", "--non-persistent-ckpt-type")),
     Refusal("--ckpt-convert-format", _SAVED),
     _switch("--load-main-params-from-ckpt", "optimizer states belong to a checkpoint"),
     Refusal("--save-wgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
@@ -145,6 +145,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--head-lr-mult`": "nothing in Megatron-LM reads it",
     "`--check-weight-hash-across-dp-replicas-interval`": "`--elastic-verify-every` compares copies, and heals them",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by all ranks, each its own slices",
+    "`--ckpt-fully-parallel-*`, `--ckpt-assume-constant-structure`, `--use-persistent-ckpt-worker`, "
+    "`--distrib-optim-fully-reshardable-mem-efficient`": "ranks write what they own, and read what they compute with",
+    "`--auto-detect-ckpt-format`, `--use-dist-ckpt`": "what lies in a folder says what it is",
+    "`--no-strict-fsdp-dtensor-load`, `--ckpt-convert-*`, `--non-persistent-global-ckpt-dir`, "
+    "`--non-persistent-local-*`, `--replication*`": "they say more about checkpoints that are refused",
     "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
     "`--cp-comm-type`": "keys and values of all context-parallel ranks are gathered",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
@@ -186,9 +191,11 @@ def check_arguments(argv: Sequence[str]) -> None:
         else:
             parser.add_argument(refusal.flag, dest=refusal.name, nargs=refusal.reads)
     parser.add_argument("--moe-grouped-gemm", action="store_true")
-    parser.add_argument("--elastic-device")
+    for flag in ("--elastic-device", *_PLACES):
+        parser.add_argument(flag)
     given = parser.parse_known_args(list(argv), argparse.Namespace(**file))[0]
     check_grouped(given)
+    _check_places(given)
     for refusal, value in _values(given):
         if value not in (None, False) and refusal.applies(value):
             _refuse(refusal, value)
@@ -196,6 +203,7 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 def check_namespace(args: argparse.Namespace) -> None:
     """The same for arguments that Megatron has parsed, with its defaults."""
+    _check_places(args)
     for refusal, value in _values(args):
         if refusal.applies(value):
             _refuse(refusal, value)
@@ -328,6 +336,19 @@ def check_engine(args: argparse.Namespace) -> None:
     if args.num_experts and args.elastic_schedule != "1f1b":
         raise UsageError(f"--elastic-schedule {args.elastic_schedule} with --num-experts and {own} does not work: "
                          f"experts' gradients are not put off; use --elastic-schedule 1f1b, or {local}")
+
+
+_PLACES = ("--load", "--save", "--pretrained-checkpoint")
+"""Where checkpoints are."""
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """Raise UsageError if checkpoints are to be in an object store, which Megatron's MultiStorageClient reads."""
+    for flag in _PLACES:
+        place = str(getattr(args, flag.removeprefix("--").replace("-", "_"), None) or "")
+        if place.startswith("msc://"):
+            raise UsageError(f"{flag} {place} does not work with --elastic: a checkpoint gets its name once it is "
+                             "whole, which object stores cannot do; name a folder that all nodes share, and copy")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -247,7 +247,7 @@ def test_checkpoint_that_cannot_be_loaded(data: Path, tmp_path: Path) -> None:
     check_arguments(flags(data, load), 1)  # a job was killed before its first checkpoint was complete
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.write_text("soon")
-    with pytest.raises(UsageError, match="should hold a step number"):
+    with pytest.raises(UsageError, match="should hold the number of a checkpoint, or release"):
         check_arguments(flags(data, load), 1)
     tracker.write_text("7")
     with pytest.raises(UsageError, match="iter_0000007 is no complete checkpoint"):

@@ -410,8 +410,7 @@ def test_optimizers_as_megatron_saves_them(
 ) -> None:
     """Not sharded, and sharded in the default format: two steps plain, two elastic, two plain.
 
-    What is compared with is saved by parameter, which Megatron does wrong where a rank has several buckets. What we
-    save it loads where experts are not divided, for which it has another optimizer.
+    What is compared with is saved by parameter, which Megatron does wrong where a rank has several buckets.
     """
     plain, elastic, reference = (tmp_path / name for name in ("plain", "elastic", "reference"))
     flags = (*model.split(), "--train-iters", "6", "--attention-dropout", "0", "--hidden-dropout", "0",
@@ -431,8 +430,7 @@ def test_optimizers_as_megatron_saves_them(
         assert found[name].dtype == tensor.dtype, name
         assert found[name].float() == pytest.approx(tensor.float(), rel=tolerance, abs=tolerance), name
     (elastic / "latest_checkpointed_iteration.txt").write_text("4")
-    alone = () if EXPERTS not in model else ("--expert-model-parallel-size", "1")
-    rest = losses_after_loading(patched.plain(*flags, *layout.split(), *alone, "--load", str(elastic), ranks=4))
+    rest = losses_after_loading(patched.plain(*flags, *layout.split(), "--load", str(elastic), ranks=4))
     assert rest == pytest.approx({step: whole[step] for step in (5, 6)}, rel=tolerance)
 
 

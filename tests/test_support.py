@@ -91,6 +91,12 @@ def test_what_becomes_of_flags() -> None:
     ]
 
 
+@pytest.mark.parametrize("flag", ["--load", "--save", "--pretrained-checkpoint"])
+def test_object_stores_are_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{flag} msc://bucket/dir does not work with --elastic: .* copy$"):
+        check_arguments([flag, "msc://bucket/dir"])
+
+
 def test_docs_have_the_same_table() -> None:
     text = (DOCS / "megatron.md").read_text()
     for refusal in REFUSALS:

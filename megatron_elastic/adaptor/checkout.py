@@ -200,7 +200,7 @@ class CheckoutTrainer(Trainer):
             return forward_step(data, model)
 
     def make_rates(self) -> RatesByStep:
-        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups, self.ramp)
+        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """With Megatron's flags, which say what can be loaded: random numbers are no state."""
@@ -230,11 +230,11 @@ class CheckoutTrainer(Trainer):
             self._params_norm = vote(tenure.vote_group, ballots.of_weights(self, squares)).grad_norm
 
     def committed(self, result: VoteResult) -> None:
-        if self.skips(result.step):
+        if self.counts.skips(result.step):
             return
         # Megatron logs rate and scale as the step leaves them.
         scaling = self.loss_scales.at(result.step + 1)
-        rate = self.rates.at(result.step + 1, self.uncounted(result.step + 1))[0].lr
+        rate = self.rates.at(self.counted(result.step + 1))[0].lr
         self._log.step(result.step, result.loss, None if result.skipped else result.grad_norm, rate, scaling.scale,
                        self.ramp.before(result.step), result.consumed_samples, len(self.layout.ranks), self._writes,
                        result.measures, self._params_norm)

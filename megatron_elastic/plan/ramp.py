@@ -61,6 +61,19 @@ class Ramp:
             phases.append(Phase(first + grown, before + grown * size, after(before + grown * size)))
         return cls(grain, tuple(phases), span)
 
+    def since(self, done: int, samples: int) -> Ramp | None:
+        """The same for a job that goes on after ``done`` steps which took ``samples``.
+
+        None if they would have taken fewer by this, or batches still grow and they took others.
+        """
+        natural = self.before(done + 1)
+        if samples == natural:
+            return self
+        if samples > natural or samples <= self.span:
+            return None
+        full = self.phases[-1].size
+        return Ramp(self.grain, (Phase(1, samples - done * full, full),))
+
     def samples(self, step: int) -> int:
         """Samples of the step."""
         return self._phase(step).size

@@ -112,7 +112,6 @@ class _Slices:
         from megatron_elastic.adaptor.training.rates import RatesByStep
         from megatron_elastic.layout import Layout, gpt_units
         from megatron_elastic.numerics.exact import ExactAccumulator
-        from megatron_elastic.plan.ramp import Ramp
         from megatron_elastic.state.buffer import UnitBuffer
         from megatron_elastic.state.partition import Partition
         from megatron_elastic.state.slice import SliceState
@@ -125,7 +124,7 @@ class _Slices:
         self.accumulator = ExactAccumulator(args.num_grains, main_grads_dtype(args))
         config = build_optimizer_config(args)
         groups = ParameterGroups(config)
-        self.rates = RatesByStep(args, partial(build_scheduler, args), groups, Ramp.of(args))
+        self.rates = RatesByStep(args, partial(build_scheduler, args), groups)
         self.model = Float16Module(self.bare.config, self.bare) if args.bf16 else self.bare
         self.units: dict[int, UnitBuffer] = {}
         bind_stage([self.bare], layout, 0, groups, {}, self.units, lambda _, shape: Partition(shape, SLICES, 0, 1),
@@ -152,9 +151,10 @@ class _Slices:
             squares.append(block_squares(state.counted(buffer.partition.segments(k))).sum())
         norm = math.sqrt(sum(squares))
         clip = min(1.0, self.args.clip_grad / (norm + 1e-6)) if self.args.clip_grad else 1.0
+        rates = self.rates.at((step - 1) * self.args.global_batch_size)
         for (unit, k), state in self.states.items():
             buffer = self.units[unit]
-            state.apply(Update(step, clip, self.rates.at(step)), buffer.partition.segments(k))
+            state.apply(Update(step, clip, rates), buffer.partition.segments(k))
             buffer.slice_of(buffer.params, k).copy_(state.master)
         return norm
 

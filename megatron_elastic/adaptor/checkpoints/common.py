@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 
 SAMPLES = "consumed_train_samples"
@@ -45,6 +46,36 @@ def sharded(model: GPTModel) -> dict[str, Any]:
     return entries
 
 
+def told(folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint says besides tensors."""
+    found: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    return found
+
+
+def iteration(told: Mapping[str, Any]) -> int:
+    """Steps done."""
+    return int(told["iteration"])
+
+
+def updates(told: Mapping[str, Any], done: int) -> int:
+    """Adam's step; ``done`` if the optimizer counts none.
+
+    torch's Adam says it in each group of parameters with Megatron's distributed optimizer, and else beside the states.
+    """
+    optimizer = _first(told)
+    inner = optimizer.get("optimizer", optimizer)
+    steps = [group["step"] for group in inner.get("param_groups", ()) if group.get("step") is not None]
+    steps += [step] if (step := inner.get("state", {}).get("common_step")) is not None else []
+    return int(max(steps, default=done))
+
+
+def _first(told: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of the optimizer; of the first where experts have one of their own."""
+    optimizer = told.get("optimizer", {})
+    first: Mapping[str, Any] = optimizer.get(0, optimizer)
+    return first
+
+
 def scheduled(common: Mapping[str, Any], samples: int) -> int:
     """How many samples of a checkpoint's steps the schedule counts; ``samples`` if it does not say."""
     return int(common.get("opt_param_scheduler", {}).get("num_steps", samples))
@@ -52,8 +83,7 @@ def scheduled(common: Mapping[str, Any], samples: int) -> int:
 
 def scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The state of the loss scaler in a checkpoint; None, or an empty one, if there is none."""
-    optimizer = common.get("optimizer", {})
-    found: Mapping[str, Any] | None = optimizer.get("grad_scaler", optimizer.get(0, {}).get("grad_scaler"))
+    found: Mapping[str, Any] | None = _first(common).get("grad_scaler")
     return found
 
 

@@ -8,18 +8,18 @@ its name before the tracker says it: at every moment the tracker on disk names a
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_elastic.config import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMPLETE = "metadata.json"
+RELEASE = "release"
+"""What the tracker says, and the checkpoint is called, where a model was converted: it has no number."""
+COMPLETE = "metadata.json"
 """Megatron writes it last."""
 
 
@@ -68,66 +68,58 @@ def mark_newest(folder: Path, iteration: int) -> None:
 
 
 def newest(folder: Path) -> int | None:
-    """Steps done in the newest complete checkpoint; None without one.
+    """Steps done in the newest complete checkpoint; None without one, and 0 in one that was converted (``RELEASE``).
 
     It is the one that the tracker names. Without a tracker, or with an empty one, some program was cut off before it
     had written that: then it is the newest that is complete. Raises ValueError if the tracker holds anything else.
     """
-    tracker = folder / TRACKER
-    text = tracker.read_text().strip() if tracker.is_file() else ""
+    text = _tracked(folder)
     if text:
-        return int(text)
-    names = [re.fullmatch(r"iter_(\d{7,})", path.parent.name) for path in folder.glob(f"iter_*/{_COMPLETE}")]
-    return max((int(name[1]) for name in names if name is not None), default=None)
+        return 0 if text == RELEASE else int(text)
+    return max(whole_steps(folder), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a job's first weights come from.
-
-    Attributes:
-        directory: of a checkpoint; None: they are drawn.
-        step: the checkpoint's; 0 without one.
-        anew: nothing else is taken from it: training begins with its first step, and fresh optimizer states.
-    """
-
-    directory: str | None
-    step: int
-    anew: bool
-
-    @property
-    def done(self) -> int:
-        """Steps that the job has behind it when it begins."""
-        return 0 if self.anew else self.step
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Origin:
-        """As Megatron's flags say: ``--load``, ``--ckpt-step``, ``--finetune``, ``--pretrained-checkpoint``.
-
-        Raises UsageError if a checkpoint that is named is not there.
-        """
-        wanted, pretrained = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
-        step = wanted or latest_step(args.load)
-        if args.load and wanted and not has_step(args.load, wanted):
-            raise UsageError(f"--ckpt-step {wanted}: there is no {step_folder(Path(args.load), wanted)}, or it is not "
-                             "complete; give the number of another one, or leave it out for the newest")
-        if args.load and step:
-            return cls(args.load, step, bool(getattr(args, "finetune", False)))
-        if not pretrained:
-            return cls(None, 0, False)
-        if not latest_step(pretrained):
-            raise UsageError(f"--pretrained-checkpoint {pretrained}: there is no checkpoint")
-        return cls(pretrained, latest_step(pretrained), True)
+def newest_folder(folder: Path) -> Path | None:
+    """Where the newest complete checkpoint is; None without one. Raises UsageError for a tracker that names none."""
+    try:
+        step = newest(folder)
+    except ValueError:
+        raise UsageError(
+            f"{folder / TRACKER} says {_tracked(folder)!r}: it should hold the number of a checkpoint, or "
+            f"{RELEASE}; write that of one that is there into it"
+        ) from None
+    if step is None:
+        return None
+    return folder / RELEASE if is_release(folder) else step_folder(folder, step)
 
 
-def latest_step(directory: str | Path | None) -> int:
-    """Steps done in the newest checkpoint under ``directory``; 0 without one to load."""
-    return (newest(Path(directory)) or 0) if directory is not None else 0
+def older(folder: Path) -> str:
+    """What to do if a checkpoint cannot be used: with which one training could go on instead."""
+    steps = [step for step in whole_steps(folder.parent) if step_folder(folder.parent, step).name < folder.name]
+    if not steps:
+        return "there is no older one beside it"
+    return f"to go on from the one before, write {steps[-1]} into {folder.parent / TRACKER}"
+
+
+def is_release(folder: Path) -> bool:
+    """Whether the tracker names a checkpoint that was converted from something else, and so has weights alone."""
+    return _tracked(folder) == RELEASE
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder that are complete, by their names, whatever the tracker says."""
+    names = [re.fullmatch(r"iter_(\d{7,})", path.parent.name) for path in folder.glob(f"iter_*/{COMPLETE}")]
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def _tracked(folder: Path) -> str:
+    tracker = folder / TRACKER
+    return tracker.read_text().strip() if tracker.is_file() else ""
 
 
 def has_step(directory: str | Path, step: int) -> bool:
     """Whether there is a complete checkpoint of ``step`` steps under ``directory``."""
-    return (step_folder(Path(directory), step) / _COMPLETE).is_file()
+    return (step_folder(Path(directory), step) / COMPLETE).is_file()
 
 
 def _sync(path: Path) -> None:

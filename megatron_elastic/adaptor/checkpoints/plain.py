@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_elastic.adaptor.checkpoints import common
-from megatron_elastic.adaptor.checkpoints.folder import latest_step, mark_newest, step_folder, sync
+from megatron_elastic.adaptor.checkpoints.folder import RELEASE, mark_newest, newest_folder, step_folder, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,15 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     """Load the newest checkpoint into ``model``, ``optimizer``, ``scheduler`` and the random generators.
 
     The parallel sizes may differ from those of the job that saved; then the generators' states, which
-    belong to its ranks, are left as they are.
+    belong to its ranks, are left as they are. Of one that was converted only weights are taken.
     """
-    path = step_folder(folder, latest_step(folder))
+    path = newest_folder(folder)
+    assert path is not None, "there is one to load"
     template = _sharded_state(model, optimizer, is_loading=True)
+    if path.name == RELEASE:
+        model.load_state_dict(dist_checkpointing.load({"model": template["model"]}, str(path))["model"])
+        optimizer.reload_model_params()
+        return Progress(0, 0)
     saved = dist_checkpointing.load_common_state_dict(str(path))
     if saved.get("grid") != _grid():  # or --elastic has saved it: then random numbers are no state
         del template["random"]

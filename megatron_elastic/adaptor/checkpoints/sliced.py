@@ -7,8 +7,8 @@ loaded here: any layout can load what lies there by parameter, a stage's own ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +19,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_elastic.adaptor.checkpoints import buckets, common
+from megatron_elastic.adaptor.checkpoints import buckets, common, norms
 from megatron_elastic.adaptor.checkpoints.buckets import Place
-from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.share import share
+from megatron_elastic.adaptor.checkpoints.whole import reading
 from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
-from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.state.buffer import UnitBuffer
@@ -75,20 +73,20 @@ def prepare(
 
 
 def load(
-    directory: str | Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
-    optimizer: Optimizer, step: int, samples: int,
+    folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
+    optimizer: Optimizer, samples: int,
 ) -> tuple[FlatStates, Mapping[str, Any]]:  # fmt: skip
-    """Load the checkpoint of ``step`` steps: weights into the models; returns the state of the units homed here, and
-    what the checkpoint says besides tensors.
+    """Load a checkpoint: weights into the models; returns the state of the units homed here, and what the checkpoint
+    says besides tensors.
 
     Raises UsageError when it is damaged, is another model's, or its steps did not take ``samples``.
     """
-    with _reading(directory, step) as folder:
-        told = _told(directory, folder, step, samples)
+    with _reading(folder):
+        told = _told(folder, samples)
         saved = _saved(folder, models, layout, rank, optimizer, told.get("args"))
         homed = _homed(layout, rank, units)
         empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in saved.names) for unit, buffer in homed}
-        loaded = _loaded(_sharded(models, saved, units, empty), folder, len(models))
+        loaded = _loaded(models, saved, units, empty, folder)
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
         with torch.no_grad():
@@ -101,26 +99,29 @@ def load(
     return empty, told
 
 
-def load_weights(directory: str | Path, models: Sequence[GPTModel], step: int, samples: int | None = None) -> None:
+def load_weights(folder: Path, models: Sequence[GPTModel], samples: int | None = None) -> None:
     """Load the weights of a checkpoint into the models, and nothing else. Raises UsageError as ``load``.
 
     ``samples``: which its steps must have taken, if training goes on with the next one.
     """
-    with _reading(directory, step) as folder:
+    with _reading(folder):
         if samples is not None:
-            _told(directory, folder, step, samples)
-        loaded = _loaded(_sharded(models, _Saved((), None), {}, {}), folder, len(models))
+            _told(folder, samples)
+        loaded = _loaded(models, _Saved((), None), {}, {}, folder)
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
 
 
-def _loaded(state: dict[str, Any], folder: Path, chunks: int) -> dict[str, Any]:
-    """What a checkpoint has of a state. What modules keep besides tensors stays as it is where it has none of theirs:
-    layers of Transformer Engine keep something, and others' do not, or not for the same modules.
+def _loaded(
+    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates, folder: Path
+) -> dict[str, Any]:
+    """What a checkpoint has of weights and states. What modules keep besides tensors stays as it is where it has none
+    of theirs: layers of Transformer Engine keep something, and others' do not, or not for the same modules.
     """
     there = load_sharded_metadata(str(folder))
+    state = _sharded(models, saved, units, whole, {entry.key for entry in there.values()})
     kept: dict[str, dict[str, Any]] = {}
-    for model in (f"model{chunk}" for chunk in range(chunks)):
+    for model in (f"model{chunk}" for chunk in range(len(models))):
         kept[model] = {name: entry.data for name, entry in state[model].items()
                        if isinstance(entry, ShardedObject) and entry.unique_key not in there}  # fmt: skip
         state[model] = {name: entry for name, entry in state[model].items() if name not in kept[model]}
@@ -130,28 +131,19 @@ def _loaded(state: dict[str, Any], folder: Path, chunks: int) -> dict[str, Any]:
     return loaded
 
 
-@contextmanager
-def _reading(directory: str | Path, step: int) -> Iterator[Path]:
-    """The folder of a checkpoint that is read. Raises UsageError for all that goes wrong with it."""
-    folder = step_folder(Path(directory), step)
-    try:
-        yield folder
-    except (Interrupted, JobStopped, UsageError):
-        raise
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(
-            f"--load {directory}: {folder} cannot be loaded; give the flags of the model that was saved, or write the "
-            f"number of an older checkpoint into {Path(directory) / TRACKER} ({why})"
-        ) from error
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    return reading(folder, f"--load {folder.parent}")
 
 
-def _told(directory: str | Path, folder: Path, step: int, samples: int) -> Mapping[str, Any]:
+def _told(folder: Path, samples: int) -> Mapping[str, Any]:
     """What a checkpoint says besides tensors. Raises UsageError if its steps did not take ``samples``."""
-    told: Mapping[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    told = common.told(folder)
     saved = common.samples(told)
     if saved not in (None, samples):
-        raise _other_batch(directory, step, saved, samples)
+        raise UsageError(
+            f"--load {folder.parent}: {folder} says that {saved} samples were taken, and this job has taken "
+            f"{samples} until there: another job has saved it; name a --save of its own for each"
+        )
     return told
 
 
@@ -176,20 +168,6 @@ def _saved(
         f"--load {folder.parent}: {folder} has no state of this optimizer: begin with the optimizer and the precision "
         "of the job that saved it (and without --no-save-optim), or with fresh states (--no-load-optim, --finetune)"
     )
-
-
-def _other_batch(directory: str | Path, step: int, saved: int, samples: int) -> UsageError:
-    """Going on from the sample that follows from the steps would skip some, or take them twice."""
-    return UsageError(f"--load {directory}: its {step} steps took {saved} samples, and with these flags they would "
-                      f"have taken {samples}: give --global-batch-size {saved // step}, or the --rampup-batch-size "
-                      "that it was made with")
-
-
-def other_count(directory: str | Path, samples: int, found: int, counted: int) -> UsageError:
-    """The learning rate would go on from elsewhere."""
-    return UsageError(f"--load {directory}: of its {samples} samples the learning rate has counted {found}, and with "
-                      f"these flags it would {counted}: give the --iterations-to-skip that it was made with, or begin "
-                      "learning rate and optimizer anew with --no-load-optim")
 
 
 def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates, step: int) -> None:
@@ -224,12 +202,16 @@ def _views(
 
 
 def _sharded(
-    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates
-) -> dict[str, Any]:
-    """Weights and optimizer state of each chunk. In a checkpoint tensors have names of their own, in any chunk."""
+    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates,
+    names: Collection[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Weights and optimizer state of each chunk. In a checkpoint tensors have names of their own, in any chunk.
+
+    ``names``: those that are there.
+    """
     state: dict[str, Any] = {}
     for chunk, model in enumerate(models):
-        weights = state[f"model{chunk}"] = common.sharded(model)
+        weights = state[f"model{chunk}"] = norms.named_as_saved(common.sharded(model), names)
         states = state[f"optimizer{chunk}"] = {}
         for name, view in _views(model, saved.names, units, whole):
             part, _, parameter = name.partition(".")

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic.adaptor import targets
+from megatron_elastic.adaptor.checkpoints import whole
 from megatron_elastic.adaptor.checkpoints.common import allow_enums
-from megatron_elastic.adaptor.checkpoints.folder import newest
+from megatron_elastic.adaptor.checkpoints.folder import newest_folder
+from megatron_elastic.adaptor.checkpoints.origin import Origin
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.support import (
@@ -58,13 +60,16 @@ def parse(
 def _take_over(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     """Let a checkpoint say what the model is, if that is asked for (``--use-checkpoint-args``)."""
     # Without that flag a job begins anew; queued again with the same flags, it finds what it saved.
-    if args.exit_on_missing_checkpoint and args.load and newest(Path(args.load)) is None:
+    if args.exit_on_missing_checkpoint and args.load and newest_folder(Path(args.load)) is None:
         raise UsageError(f"--load {args.load}: there is no checkpoint, and --exit-on-missing-checkpoint is given")
     if not (args.use_checkpoint_args or defaults.get("use_checkpoint_args")):
         return
     if not (args.load or args.pretrained_checkpoint):
         raise UsageError("--use-checkpoint-args needs a checkpoint: add --load or --pretrained-checkpoint")
     allow_enums()
+    origin = Origin.of(args)
+    if origin.folder is not None:
+        whole.check(origin.folder, origin.flag)
     for load in ("pretrained_checkpoint", "load"):
         targets.CHECKPOINT_ARGS.find()(args, load_arg=load)
 

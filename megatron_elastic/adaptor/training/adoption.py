@@ -115,7 +115,7 @@ def reload(trainer: Trainer, decision: Reload) -> None:
         done = decision.step - 1
         trainer.agree()
         with trainer.odometer.patient():
-            building.load(trainer, edit.store, done, building.checkpoint_of(trainer, done))
+            building.load(trainer, edit.store, done)
         building.tell(trainer)  # all who knew it of some may be dead
         trainer.saving.go_back(done)
     _copy(trainer, edit, decision.step - 1)

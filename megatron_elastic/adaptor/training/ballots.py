@@ -21,7 +21,7 @@ def of_step(trainer: Trainer, tenure: Tenure, work: Work, finite: bool) -> Ballo
     Raises GradientOverflow if one was too large, Interrupted if what the device has computed means nothing.
     """
     owned, first = tenure.layout.owned(trainer.rank), tenure.layout.tp_index(trainer.rank) == 0
-    accumulator, skips = trainer.accumulator, trainer.skips(work.step)
+    accumulator, skips = trainer.accumulator, trainer.counts.skips(work.step)
     measured = {name: work.measured(name) for name in trainer.measures}
     if trainer.counts_zeros:
         measured[NUM_ZEROS] = tenure.store.zeros(owned)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_elastic.adaptor.checkpoints import common, folder, sliced
+from pathlib import Path
+
+from megatron_elastic.adaptor.checkpoints import common, sliced
+from megatron_elastic.adaptor.checkpoints.folder import has_step, step_folder
 from megatron_elastic.adaptor.training.evaluation import tell_of_none
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
@@ -19,7 +22,7 @@ def build(trainer: Trainer) -> None:
     trainer.batches.open()
     tell_of_none(trainer)
     store = trainer.make_store(trainer.stage.partitions)
-    load(trainer, store, trainer.standing.step - 1, trainer.args.load)
+    load(trainer, store, trainer.standing.step - 1)
     tenure = trainer.begin_tenure(layout, store, program=None)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
     trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
@@ -54,35 +57,38 @@ def prepare(trainer: Trainer, invite: Invite) -> None:
     trainer.prepared()
 
 
-def load(trainer: Trainer, store: StateStore, step: int, directory: str) -> None:
-    """Model and optimizer state as after ``step`` steps: those of the checkpoint in ``directory``, or fresh ones."""
-    stage, layout, origin = trainer.stage, trainer.layout, trainer.origin
-    if step == 0:
-        trainer.loss_scales.begin(1)
-        if origin.directory is not None:
-            sliced.load_weights(origin.directory, stage.models, origin.step)
-        store.create(layout, stage.units)
-        return
-    following, samples = step + 1, trainer.ramp.before(step + 1)
-    expected = samples - trainer.uncounted(following, scaled=False)
-    if not expected:
+def load(trainer: Trainer, store: StateStore, step: int) -> None:
+    """Model and optimizer state as after ``step`` steps: those of a checkpoint, or fresh ones."""
+    stage, layout, origin, counts = trainer.stage, trainer.layout, trainer.origin, trainer.counts
+    following, begins = step + 1, step == counts.start.done
+    if begins and (origin.folder is None or origin.anew or trainer.begins_optimizer):
         trainer.loss_scales.begin(following)
-        sliced.load_weights(directory, stage.models, step, samples)
+        if not origin.anew and (origin.folder is not None or step):
+            sliced.load_weights(_checkpoint_of(trainer, step), stage.models, counts.start.samples)
+        elif origin.folder is not None:
+            sliced.load_weights(origin.folder, stage.models)
         store.create(layout, stage.units, step)
         return
     states, told = sliced.load(
-        directory, stage.models, layout, trainer.rank, stage.units, trainer.optimizer, step, samples
-    )
-    left_out = expected - common.scheduled(told, expected)
-    if left_out < 0 or (left_out and not trainer.loss_scales.on):
-        raise sliced.other_count(directory, samples, samples - left_out, expected)
-    # Scales are found by the first steps, so that those are the ones that were skipped, if batches grow.
-    trainer.loss_scales.begin(following, left_out // trainer.ramp.samples(1), left_out, common.scaler(told))
+        _checkpoint_of(trainer, step), stage.models, layout, trainer.rank, stage.units, trainer.optimizer,
+        trainer.ramp.before(following),
+    )  # fmt: skip
+    # What it has counted less than the flags say was skipped, for the sake of the loss scale, since the job began.
+    samples = counts.counted(following, trainer.ramp, scaled=False)
+    skipped_samples = samples - common.scheduled(told, samples)
+    updates = counts.number(following, scaled=False) - 1
+    skipped = updates - common.updates(told, updates - skipped_samples // trainer.ramp.samples(1))
+    trainer.loss_scales.begin(following, skipped, skipped_samples, common.scaler(told))
     store.create(layout, stage.units)
     sliced.fill(store, stage.units, states, step)
 
 
-def checkpoint_of(trainer: Trainer, step: int) -> str:
-    """The directory to go back to for the checkpoint of a step: where this job saves, or where it was loaded from."""
-    save = trainer.args.save
-    return save if save and folder.has_step(save, step) else trainer.args.load
+def _checkpoint_of(trainer: Trainer, step: int) -> Path:
+    """The checkpoint of so many steps: the one that the job began with, or one that it has saved."""
+    args, origin = trainer.args, trainer.origin.folder
+    if step != trainer.counts.start.done and args.save and has_step(args.save, step):
+        return step_folder(Path(args.save), step)
+    # Its folder may have any name. And who came later may have found another one.
+    if origin is not None and origin.is_dir() and common.iteration(common.told(origin)) == step:
+        return origin
+    return step_folder(Path(args.load), step)

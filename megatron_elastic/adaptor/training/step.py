@@ -41,7 +41,7 @@ def take(trainer: Trainer, tenure: Tenure) -> None:
     trainer.batches.expect(layout, trainer.rank, _to_read(trainer, tenure), tenure.grains.asking)
     tenure.grains.begin(work, partial(trainer.batches.take, first, layout, trainer.rank))
     with trainer.stage.meter.pipeline():
-        if trainer.skips(step):
+        if trainer.counts.skips(step):
             tenure.executor.run((), tenure.grains, work)
         elif remainder is None:
             tenure.executor.run(tenure.legs_of(grains), tenure.grains, work)
@@ -79,7 +79,7 @@ def level(trainer: Trainer, tenure: Tenure) -> None:
 def _to_read(trainer: Trainer, tenure: Tenure) -> Iterator[tuple[int, Sequence[Leg]]]:
     """This step and the next one: the first sample of each, and what this rank does of it."""
     for step in (trainer.standing.step, trainer.standing.step + 1):
-        if step <= trainer.args.train_iters and not trainer.skips(step):
+        if step <= trainer.args.train_iters and not trainer.counts.skips(step):
             again = tenure.remainder if step == trainer.standing.step else None
             legs = tenure.legs_of(trainer.ramp.grains(step)) if again is None else again.legs
             yield trainer.ramp.before(step), legs
@@ -190,13 +190,13 @@ def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:
         trainer.reach(decode(plan.layout))
     ballot = ballots.of_step(trainer, tenure, work, all(unit.finite for unit in _computed(trainer, tenure)))
     outcome = vote(tenure.vote_group, ballot)
-    ramp, batches = trainer.ramp, work.grains * layout.batches
+    ramp, batches, counted = trainer.ramp, work.grains * layout.batches, trainer.counted(step)
     norm = outcome.grad_norm * tokens.weight(trainer.args, ramp.samples(step), outcome.tokens)
     result = VoteResult(
-        step=step, loss=outcome.loss, grad_norm=norm, lr=trainer.rates.at(step, trainer.uncounted(step))[0].lr,
+        step=step, loss=outcome.loss, grad_norm=norm, lr=trainer.rates.at(counted)[0].lr,
         consumed_samples=ramp.before(step + 1), tokens=outcome.tokens,
         measures={name: total / (1 if name == NUM_ZEROS else batches) for name, total in outcome.measures.items()},
-        skips=step - trainer.number(step), scaling=trainer.loss_scales.at(step),
+        counted=counted, skips=step - trainer.counts.number(step), scaling=trainer.loss_scales.at(step),
     )  # fmt: skip
     trainer.standing = standing.voted(trainer.standing, result, outcome.switch)
     return result

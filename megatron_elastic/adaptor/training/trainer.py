@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megatron_elastic.adaptor.checkpoints import common, folder, writer
+from megatron_elastic.adaptor.checkpoints import common, writer
+from megatron_elastic.adaptor.checkpoints.origin import Origin
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
 from megatron_elastic.adaptor.layers import attention, documents, engine, experts, latent, linear, mtp, random, router
 from megatron_elastic.adaptor.model import groups, tokens
@@ -29,6 +30,7 @@ from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype, params_dtype
 from megatron_elastic.adaptor.training import ending
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
+from megatron_elastic.adaptor.training.counts import Counts
 from megatron_elastic.adaptor.training.rates import RatesByStep
 from megatron_elastic.adaptor.training.recutting import Recutting, Room
 from megatron_elastic.adaptor.training.scales import LossScales, Rule
@@ -37,7 +39,7 @@ from megatron_elastic.adaptor.without_cuda import stand_ins
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Control
 from megatron_elastic.cluster.line import FIRST_HOST_VARIABLE
-from megatron_elastic.cluster.messages import UNSCALED, Event, Injected, Reachable, Scaling, VoteResult
+from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.cluster.title import entitle
 from megatron_elastic.comm.communicators import Communicators
@@ -154,10 +156,15 @@ class Trainer:
         optimizer_config = build_optimizer_config(args)
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
-        self.ramp = Ramp.of(args)
+        self.loss_scales = LossScales(Rule.of(optimizer_config))
+        self.origin = Origin.of(args)
+        tuned = bool(getattr(args, "finetune", False))
+        # Who comes later may find a newer checkpoint, and is told by the others.
+        start = self.origin.start(Ramp.of(args), tuned, self.begins_optimizer) if self.rank < world_size else None
+        self.counts = Counts(args, self.loss_scales, start)
+        self.ramp = self.counts.ramp(args)
         """How large the batch of each step is. Its grains are those of the layout."""
         self.rates = self.make_rates()
-        self.loss_scales = LossScales(Rule.of(optimizer_config))
         self.measures = (*router.names(args), *mtp.names(args))
         """What is measured besides losses and norms."""
         self.counts_zeros: bool = getattr(args, "log_num_zeros_in_grad", False)
@@ -168,14 +175,10 @@ class Trainer:
         self.take_shape(self.layout)
         self.recut: Recutting | None = None
         """What this rank is to have in cells of another shape, while nobody knows whether they will be."""
-        self.origin = folder.Origin.of(args)
-        first = self.origin.done + 1
+        first = (self.origin.step if start is None else start.done) + 1
         member = self.rank in self.layout.ranks
         self.standing = Standing(rank=self.rank, step=first, epoch=self.layout.epoch, member=member)
         retain = getattr(args, "save_retain_interval", None)
-        self._left_out = frozenset(getattr(args, "iterations_to_skip", ()))
-        # Who comes later may find a newer checkpoint, and is told by the others.
-        self._skips = (self.origin.done if self.rank < world_size else None) if self.begins_optimizer else 0
         self.saving = Saving(args.save, args.save_interval, retain, self.rank, first - 1, limit, self.odometer,
                              control.interrupt.check)
         self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check, self.device)
@@ -252,16 +255,18 @@ class Trainer:
 
     def make_rates(self) -> RatesByStep:
         """What learning rate and weight decay are in each step."""
-        return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups, self.ramp)
+        return RatesByStep(self.args, partial(build_scheduler, self.args), self.parameter_groups)
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """What a checkpoint says for plain training only, which needs more than samples and tensors."""
         if not self.saves_optimizer:
             return {}
         following = step + 1
-        state = self.rates.state(self.number(following) - 1, following, self.uncounted(following))
+        apart = self.layout.ep > 1  # as in Megatron
+        state = self.rates.state(self.counts.number(following) - 1, self.counted(following), apart)
         if self.loss_scales.on:
-            state["optimizer"]["grad_scaler"] = self.loss_scales.saved(following)
+            for optimizer in state["optimizer"].values() if apart else (state["optimizer"],):
+                optimizer["grad_scaler"] = self.loss_scales.saved(following)
         return state
 
     @property
@@ -330,7 +335,7 @@ class Trainer:
         args.context_parallel_size, args.expert_model_parallel_size = layout.cp, layout.ep
         # As Megatron: a rank alone has the whole sequence.
         args.sequence_parallel = getattr(args, "sequence_parallel_asked", args.sequence_parallel) and layout.tp > 1
-        self.ramp = Ramp.of(args)
+        self.ramp = self.counts.ramp(args)
         self.accumulator = accumulator or self._make_accumulator(layout)
         self.loss_factor = LossFactor(args, layout, self.accumulator, self.loss_scales.on)
         self.stage = Stage(
@@ -432,12 +437,11 @@ class Trainer:
 
     def update(self, result: VoteResult) -> Update:
         """What a vote says about every state; the scale of the next step follows from it, too."""
-        self.loss_scales.follow(result, self.ramp.samples(result.step), counts=not self.skips(result.step))
+        self.loss_scales.follow(result, self.ramp.samples(result.step), counts=not self.counts.skips(result.step))
         limit = self.args.clip_grad
         clip = min(1.0, limit / (result.grad_norm + 1e-6)) if limit > 0 else 1.0
         factor = clip * tokens.weight(self.args, self.ramp.samples(result.step), result.tokens)
-        rates = self.rates.at(result.step, self._samples_of(result.skips - result.scaling.skipped, result.scaling))
-        return Update(result.step, factor, rates, result.skipped, result.skips)
+        return Update(result.step, factor, self.rates.at(result.counted), result.skipped, result.skips)
 
     # ---- which steps count -------------------------------------------------------------------
 
@@ -448,36 +452,14 @@ class Trainer:
         """
         return bool(getattr(self.args, "no_load_optim", False))
 
-    def skips(self, step: int) -> bool:
-        """Whether a step only takes its samples (``--iterations-to-skip``, which Megatron counts from 0)."""
-        return step - 1 in self._left_out
-
-    def number(self, step: int) -> int:
-        """Which of the steps that learning rate and optimizer count a step is, from 1, if it is one."""
-        return step - self._by_flags(step) - self.loss_scales.at(step).skipped
-
-    def uncounted(self, step: int, scaled: bool = True) -> int:
-        """Samples before a step that the learning rate does not count. ``scaled``: those of steps that were skipped for
-        the sake of the loss scale, too.
-        """
-        return self._samples_of(self._by_flags(step), self.loss_scales.at(step) if scaled else UNSCALED)
+    def counted(self, step: int) -> int:
+        """Samples before a step that the learning rate counts."""
+        return self.counts.counted(step, self.ramp)
 
     def agree(self) -> None:
-        """Let all ranks of the layout know which steps count by the flags, as some of them do. All of them call it."""
-        if self.begins_optimizer:
-            told = torch.tensor([-1 if self._skips is None else self._skips])
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            assert told >= 0, "nobody knows which steps count"
-            self._skips = int(told.item())
-
-    def _by_flags(self, step: int) -> int:
-        """Steps before this one that the flags leave out."""
-        assert self._skips is not None, f"rank {self.rank} does not know which steps count"
-        return self._skips + sum(self._skips <= iteration < step - 1 for iteration in self._left_out)
-
-    def _samples_of(self, left_out: int, scaling: Scaling) -> int:
-        """Of the steps that flags leave out, where batches do not grow, and of those that were skipped."""
-        return left_out * self.args.global_batch_size + scaling.samples
+        """Let all ranks of the layout know what lay behind the job when it began. All of them call it."""
+        self.counts.agree()
+        self.ramp = self.counts.ramp(self.args)
 
     # ---- what it shows and tells -----------------------------------------------------------------------
 

@@ -43,8 +43,10 @@ class VoteResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     measures: dict[str, float] = {}
     """What else was measured: means over the grains, summed over the layers; and how many gradients are 0."""
+    counted: int = 0
+    """Samples before this step that the learning rate counts."""
     skips: int = 0
-    """Steps before this one that neither the learning rate nor the optimizer counts."""
+    """Steps before this one that the optimizer does not count. Below 0 if it has counted more."""
     scaling: Scaling = UNSCALED
     """Of this step."""
 

@@ -1,0 +1,90 @@
+"""Checkpoints of plain Megatron-LM and of elastic jobs, there and back, and models that were converted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_checkout import (
+    CheckoutJobs,
+    assert_same,
+    checkout,
+    losses_after_loading,
+    losses_of,
+    needs_checkout,
+    patched,
+)
+from tests.test_interchange import tensors
+from tests.test_models import EP2, FLAGS, MODELS, PP2, TOLERANCE
+
+__all__ = ["checkout", "patched"]
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SAVED, LEFT_OUT, LAST = 2, 3, 13
+"""Steps that plain training saves; the one that is left out, so that what is saved after it is what was loaded."""
+
+
+@pytest.mark.parametrize(("model", "ranks", "plain"), [
+    ("", 2, ()),
+    (MODELS["experts"], 2, (*EP2, "--moe-token-dispatcher-type", "allgather")),  # gloo lacks what the other takes
+    (MODELS["latent attention"], 1, ()),
+], ids=["dense", "experts, EP2", "latent attention"])  # fmt: skip
+def test_there_and_back(
+    patched: CheckoutJobs, tmp_path: Path, model: str, ranks: int, plain: tuple[str, ...]
+) -> None:
+    """Weights and moments bit for bit, Adam's step, and the losses of ten steps."""
+    usual = (*model.split(), *plain, *FLAGS[2:], "--save-interval", "1", "--lr-decay-iters", str(LAST),
+             "--override-opt_param-scheduler")  # fmt: skip
+    saves, back = tmp_path / "plain", tmp_path / "back"
+    patched.plain(*usual, "--train-iters", str(SAVED), "--save", str(saves), ranks=ranks)
+    rest = (*usual, "--train-iters", str(LAST), "--iterations-to-skip", str(LEFT_OUT - 1), "--load", str(saves))
+    expected = patched.plain(*rest, ranks=ranks)
+    job = patched.run("--elastic", *rest, *PP2, "--save", str(back), ranks=4)
+    ours, theirs = tensors(back / f"iter_{LEFT_OUT:07d}"), tensors(saves / f"iter_{SAVED:07d}")
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+    first, second, *others = losses_of(expected)
+    whole = losses_after_loading(expected)
+    found = {step: line["loss"] for step, line in job.metrics().items()}
+    assert (first, others[-1]) == (LEFT_OUT + 1, LAST)
+    # The second is known from a mean, to fewer digits.
+    assert {step: found[step] for step in (first, *others)} == pytest.approx(
+        {step: whole[step] for step in (first, *others)}, rel=1e-6)  # fmt: skip
+    assert found[second] == pytest.approx(whole[second], rel=TOLERANCE)
+    (back / TRACKER).write_text(str(LEFT_OUT))
+    again = patched.plain(*rest[:-1], str(back), ranks=ranks)
+    assert losses_of(again) == pytest.approx(losses_of(expected), rel=1e-6)
+
+
+def test_models_that_were_converted(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """As ``tools/checkpoint/convert.py`` names them, and others: training begins with their weights."""
+    plain, release, zero = (tmp_path / name for name in ("plain", "release", "zero"))
+    flags = (*FLAGS, "--train-iters", "4")
+    patched.plain(*FLAGS, "--train-iters", "2", "--save", str(plain), ranks=1)
+    for directory, name, tracker in ((release, "release", "release"), (zero, "iter_0000000", "0")):
+        shutil.copytree(plain / "iter_0000002", directory / name)
+        said = torch.load(directory / name / "common.pt", weights_only=False)
+        said["args"].consumed_train_samples = said["iteration"] = 0
+        torch.save(said, directory / name / "common.pt")
+        (directory / TRACKER).write_text(tracker)
+    expected = losses_after_loading(patched.plain(*flags, "--load", str(release), ranks=1))
+    job = patched.run("--elastic", *flags, *PP2, "--load", str(release), "--exit-on-missing-checkpoint", ranks=4)
+    assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(expected, rel=TOLERANCE)
+    for loads in (("--load", str(zero), "--finetune", "--exit-on-missing-checkpoint"),
+                  ("--pretrained-checkpoint", str(release), "--load", str(tmp_path / "none"))):  # fmt: skip
+        assert_same(patched.run("--elastic", *flags, *PP2, *loads, ranks=4), job)
+
+
+def test_after_a_batch_that_grew(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """A job goes on without ``--rampup-batch-size``, from the sample and the learning rate where it ended."""
+    flags = (*FLAGS[2:], "--lr-decay-samples", "600", "--eval-iters", "0")
+    patched.plain(*flags, "--rampup-batch-size", "4", "4", "24", "--train-samples", "76", "--save", str(tmp_path),
+                  ranks=1)  # fmt: skip
+    rest = (*flags, "--train-samples", "160", "--load", str(tmp_path), "--override-opt_param-scheduler")
+    expected = losses_after_loading(patched.plain(*rest, ranks=1))
+    job = patched.run("--elastic", *rest, *PP2, ranks=4)
+    assert {step: line["loss"] for step, line in job.metrics().items()} == pytest.approx(expected, rel=TOLERANCE)
