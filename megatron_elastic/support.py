@@ -63,6 +63,7 @@ def _switch(flag: str, why: str, fix: str = _LEAVE, dest: str = "") -> Refusal:
 
 _PRECISION = "the state of a slice is fp32 weights and fp32 moments, and gradients are summed exactly"
 _LOOP = "it belongs to Megatron's own training loop, which --elastic replaces"
+_SOURCES = "whether an index is of the present data is told by the sizes and times of their files"
 _SAVED = "checkpoints are written from slices, as torch_dist"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -112,6 +113,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--dataloader-type", "who takes over a micro-batch must be able to ask for its samples by number",
             "use single or cyclic", but=("single", "cyclic")),
     Refusal("--phase-transition-iterations", "samples are taken in order"),
+    Refusal("--object-storage-cache-path", _SOURCES, "copy them to a folder"),
     Refusal("--ckpt-format", _SAVED, "use torch_dist", but=("torch_dist",)),
     *(Refusal(flag, "replicas in memory take their place, and are never behind", "use --elastic-replicas")
       for flag in ("--non-persistent-save-interval", "--non-persistent-ckpt-type")),
@@ -191,8 +193,9 @@ def check_arguments(argv: Sequence[str]) -> None:
         else:
             parser.add_argument(refusal.flag, dest=refusal.name, nargs=refusal.reads)
     parser.add_argument("--moe-grouped-gemm", action="store_true")
-    for flag in ("--elastic-device", *_PLACES):
-        parser.add_argument(flag)
+    parser.add_argument("--elastic-device")
+    for flag in _PLACES:
+        parser.add_argument(flag, nargs="*")
     given = parser.parse_known_args(list(argv), argparse.Namespace(**file))[0]
     check_grouped(given)
     _check_places(given)
@@ -338,17 +341,22 @@ def check_engine(args: argparse.Namespace) -> None:
                          f"experts' gradients are not put off; use --elastic-schedule 1f1b, or {local}")
 
 
-_PLACES = ("--load", "--save", "--pretrained-checkpoint")
-"""Where checkpoints are."""
+_PLACES = {
+    **dict.fromkeys(("--load", "--save", "--pretrained-checkpoint"),
+                    "a checkpoint gets its name once it is whole, which object stores cannot do"),
+    **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"), _SOURCES),
+}  # fmt: skip
+"""Where checkpoints and data are, and why not in an object store."""
 
 
 def _check_places(args: argparse.Namespace) -> None:
-    """Raise UsageError if checkpoints are to be in an object store, which Megatron's MultiStorageClient reads."""
-    for flag in _PLACES:
-        place = str(getattr(args, flag.removeprefix("--").replace("-", "_"), None) or "")
-        if place.startswith("msc://"):
-            raise UsageError(f"{flag} {place} does not work with --elastic: a checkpoint gets its name once it is "
-                             "whole, which object stores cannot do; name a folder that all nodes share, and copy")
+    """Raise UsageError if something is to be in an object store, which Megatron reads through clients of its own."""
+    for flag, why in _PLACES.items():
+        given = getattr(args, flag.removeprefix("--").replace("-", "_"), None) or ()
+        for place in map(str, given if isinstance(given, list) else (given,)):
+            if place.startswith(("msc://", "s3://")):
+                raise UsageError(f"{flag} {place} does not work with --elastic: {why}; name a folder that all nodes "
+                                 "share, and copy")
 
 
 class _Parser(argparse.ArgumentParser):

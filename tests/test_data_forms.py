@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -145,3 +147,33 @@ def test_all_samples_of_each_validation_set(
     killed = resumed(patched, tmp_path / "saved", *sets, *inject("kill:rank=3,step=5,at=data"))
     assert_same(killed, job)
     assert evaluations(killed) == evaluations(job)
+
+
+SLOW = """
+import time
+from megatron.core.datasets.gpt_dataset import GPTDataset
+_get = GPTDataset.__getitem__
+def slow(self, number):
+    time.sleep(0.02)
+    return _get(self, number)
+GPTDataset.__getitem__ = slow
+"""
+
+
+def test_reading_ahead_beside_plain_training(patched: CheckoutJobs, measured: Callable[[object], None]) -> None:
+    """Data of which each sample takes 20 ms, in turns: plain training and ours, with so many workers."""
+    main, script = 'if __name__ == "__main__":', patched.checkout / "pretrain_gpt.py"
+    before, losses = script.read_text(), set()
+    try:
+        script.write_text(before.replace(main, SLOW + main))
+        for workers in ("0", "1", "4"):
+            flags = ("--train-iters", "8", "--eval-iters", "0", "--num-workers", workers)
+            patched.plain(*flags, ranks=2)
+            plain = re.findall(r"elapsed time per iteration \(ms\): (\S+)", log_of_plain(patched).read_text())
+            ours = patched.run("--elastic", *flags, ranks=2).metrics().values()
+            losses.add(tuple(line["loss_hex"] for line in ours))
+            measured(f"--num-workers {workers}: plain {median(map(float, plain[2:])):.0f} ms a step, "
+                     f"elastic {median([line['step_ms'] for line in ours][2:]):.0f} ms")
+    finally:
+        script.write_text(before)
+    assert len(losses) == 1

@@ -91,10 +91,12 @@ def test_what_becomes_of_flags() -> None:
     ]
 
 
-@pytest.mark.parametrize("flag", ["--load", "--save", "--pretrained-checkpoint"])
-def test_object_stores_are_refused(flag: str) -> None:
-    with pytest.raises(UsageError, match=rf"^{flag} msc://bucket/dir does not work with --elastic: .* copy$"):
-        check_arguments([flag, "msc://bucket/dir"])
+@pytest.mark.parametrize("given", ["--load msc://bucket/dir", "--save msc://bucket/dir", "--data-path s3://bucket/data",
+                                   "--pretrained-checkpoint msc://bucket/dir", "--train-data-path 0.5 a 0.5 s3://b/c"])
+def test_object_stores_are_refused(given: str) -> None:
+    flag, *_, place = given.split()
+    with pytest.raises(UsageError, match=rf"^{flag} {place} does not work with --elastic: .* copy$"):
+        check_arguments(given.split())
 
 
 def test_docs_have_the_same_table() -> None:
