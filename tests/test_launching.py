@@ -134,7 +134,7 @@ def test_a_module_of_the_working_directory(launch: Launch, tmp_path: Path) -> No
 def test_a_program_that_is_no_python(launch: Launch, tmp_path: Path, code: int) -> None:
     flags = ("--no-python", "--nproc-per-node", "2", "--tee", "3")
     run = started(launch, *RUN, *flags, "sh", "-c", f"echo rank $RANK of $WORLD_SIZE; exit {code}",
-                  folder=tmp_path)
+                  "--elastic-run-dir", "run", folder=tmp_path)
     output = run.finish(code).splitlines()
     assert {"[default0]:rank 0 of 2", "[default1]:rank 1 of 2"} <= set(output)
 
@@ -156,7 +156,9 @@ def test_a_job_outlives_its_terminal(launch: Launch, tmp_path: Path, before: str
 
 
 def test_a_hangup_ends_a_job_else(launch: Launch, tmp_path: Path) -> None:
-    run = launch.start("plain.py", "hang", flags=("--tee", "3"))
+    """Whatever the tests were started with."""
+    run = started(launch, "env", "--default-signal=HUP", *RUN, "--tee", "3", str(PLAIN), "hang",
+                  "--elastic-run-dir", "run", folder=tmp_path)
     run.read_until("waiting")
     run.process.send_signal(signal.SIGHUP)
     run.finish(code=129)

@@ -197,6 +197,7 @@ def test_ranks_of_a_node() -> None:
 
 def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
     assert read().signals == usual
     assert read("--signals-to-handle", "SIGTERM,SIGUSR2").signals == {signal.SIGTERM, signal.SIGUSR2}
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
