@@ -19,16 +19,17 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def fails(
-    jobs: Jobs, *flags: str, code: int = 2, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None
+    jobs: Jobs, *flags: str, code: int = 2, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None,
+    begins: bool = False,
 ) -> str:
-    """Run a job that must fail; returns the one error of the launcher."""
+    """Run a job that must fail; returns the one error of the launcher. ``begins``: ranks are started to find out."""
     job = jobs.start(*GRID.flags, *flags, launcher=launcher, env=env)
     output = job.finish(code)
     errors = re.findall(r"^megatron-elastic: error: (.*?)(?=^records and logs|\Z)", output, re.MULTILINE | re.DOTALL)
     assert len(errors) == 1, output
     if code == 2:
         assert "Traceback" not in output
-        assert not job.run_dir.exists()  # nothing was begun
+        assert job.run_dir.exists() == begins
         assert len(errors[0].splitlines()) == 1
     return str(errors[0]).rstrip()
 
@@ -119,7 +120,7 @@ def test_checkpoint_missing(jobs: Jobs, damaged: Path) -> None:
 def test_checkpoint_damaged(jobs: Jobs, damaged: Path, name: str) -> None:
     path = damaged / "iter_0000004" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    message = fails(jobs, "--load", str(damaged), "--train-iters", "6", code=1)
+    message = fails(jobs, "--load", str(damaged), "--train-iters", "6", begins=True)
     assert f"--load {damaged}: {damaged / 'iter_0000004'}" in message
     assert ("was cut short: it has" if name.startswith("__") else "cannot be loaded; give the flags") in message
     assert "there is no older one beside it" in message
@@ -133,7 +134,7 @@ def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
 
 
 def test_checkpoint_of_another_batch(jobs: Jobs, checkpoint: Path) -> None:
-    message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--global-batch-size", "8", code=1)
+    message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--global-batch-size", "8", begins=True)
     assert "its 4 steps took 64 samples" in message
     assert "give --global-batch-size 16, or the --rampup-batch-size" in message
 

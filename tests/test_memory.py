@@ -132,4 +132,4 @@ def test_the_command_prints_a_table(flags: str, capsys: pytest.CaptureFixture[st
 
 def test_a_job_that_does_not_fit_ends_at_once(jobs: Jobs) -> None:
     job = jobs.start("--num-layers", "80", "--hidden-size", "8192", "--train-iters", "2", ranks=2)
-    assert "the 2 ranks of this machine need " in job.finish(code=1)
+    assert "the 2 ranks of this machine need " in job.finish(code=2)

@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be(jobs: Jobs, tmp_path: Path) -> None:
     """Known before anything starts."""
     (tmp_path / "file").touch()
     job = jobs.start(*PP2_DP2.flags, *saving(tmp_path / "file" / "checkpoints", 2), ranks=4)
-    assert f"--save {tmp_path}/file/checkpoints: Not a directory" in job.finish(1)
+    assert f"--save {tmp_path}/file/checkpoints: Not a directory" in job.finish(2)
     assert not (job.run_dir / "metrics.jsonl").exists() or job.metrics() == {}
 
 
