@@ -82,7 +82,7 @@ class Batches:
         making, self._making = self._making, None
         training, *others = making.result.result()
         for kind, data in zip(self.evaluation, others, strict=True):
-            whole = kind == "validation" and whole_validation(self._args)
+            whole = takes_all(self._args, kind)
             self.evaluation[kind] = [(name, self._reader(of, whole)) for name, of in _named(kind, data)]
         self.training = None if training is None else self._reader(training)
 
@@ -148,9 +148,9 @@ class Batches:
         return self._device.bring(collate([documents.unpacked(data[i]) for i in numbers]))
 
 
-def whole_validation(args: argparse.Namespace) -> bool:
-    """Whether an evaluation takes all validation samples."""
-    return bool(getattr(args, "full_validation", False))
+def takes_all(args: argparse.Namespace, kind: str) -> bool:
+    """Whether an evaluation takes all samples of this kind."""
+    return kind == "validation" and bool(getattr(args, "full_validation", False))
 
 
 def _named(kind: str, data: Any) -> list[tuple[str, Samples]]:

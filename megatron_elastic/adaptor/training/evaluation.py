@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_elastic.adaptor.samples.sample import Reader
 from megatron_elastic.adaptor.training import ballots
-from megatron_elastic.adaptor.training.batches import whole_validation
+from megatron_elastic.adaptor.training.batches import takes_all
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.config import UsageError
@@ -31,7 +31,7 @@ def tell_of_none(trainer: Trainer) -> None:
 
 def wanted(args: argparse.Namespace, kind: str) -> bool:
     """Whether it is to be evaluated on data of a kind, if there are any."""
-    return bool(args.eval_iters) or (kind == "validation" and whole_validation(args))
+    return bool(args.eval_iters) or takes_all(args, kind)
 
 
 def evaluate(trainer: Trainer, tenure: Tenure, done: int, kind: str, position: int) -> None:
@@ -43,8 +43,7 @@ def evaluate(trainer: Trainer, tenure: Tenure, done: int, kind: str, position: i
         model.eval()
     try:
         for name, data in trainer.batches.evaluation[kind] if wanted(trainer.args, kind) else ():
-            whole = kind == "validation" and whole_validation(trainer.args)
-            batches = _all(trainer, name, data) if whole else _stretch(trainer, position)
+            batches = _all(trainer, name, data) if takes_all(trainer.args, kind) else _stretch(trainer, position)
             trainer.evaluated(done, name, _mean_loss(trainer, tenure, data, batches))
     finally:
         for model in trainer.stage.models:

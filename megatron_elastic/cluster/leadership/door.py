@@ -23,6 +23,8 @@ from pysyncobj.poller import POLL_EVENT_TYPE
 from pysyncobj.tcp_connection import TcpConnection
 from pysyncobj.transport import TCPTransport
 
+from megatron_elastic.cluster import wire
+
 _STRANGERS = 64
 """Connections whose other ends have not said who they are; the oldest makes room. Introducing oneself takes
 milliseconds."""
@@ -38,11 +40,7 @@ _FRESH = 4
 
 def reserve(interface: str = "0.0.0.0") -> socket.socket:
     """Listen on a free port, on all interfaces (``::``: of IPv6, too), before there is anybody to talk to."""
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    listening = socket.create_server((interface, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    listening.setblocking(False)
-    return listening
+    return wire.listen(interface, 0, _BACKLOG)
 
 
 class _Caller(socket.socket):

@@ -13,7 +13,7 @@ from megatron_elastic.cluster.wire.framing import (
     read_frame,
     receive_frame,
 )
-from megatron_elastic.cluster.wire.tcp import tune
+from megatron_elastic.cluster.wire.tcp import listen, tune
 from megatron_elastic.cluster.wire.tls import Certificates, Credentials
 from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE
 
@@ -30,6 +30,7 @@ __all__ = [
     "decode",
     "encode",
     "frame",
+    "listen",
     "pack",
     "read_frame",
     "receive_frame",

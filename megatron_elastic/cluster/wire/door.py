@@ -14,6 +14,7 @@ import msgspec
 from megatron_elastic.cluster.wire.certificate import self_signed
 from megatron_elastic.cluster.wire.connection import AsyncWire
 from megatron_elastic.cluster.wire.tally import Tally
+from megatron_elastic.cluster.wire.tcp import listen
 from megatron_elastic.cluster.wire.tls import Credentials, server_side, server_side_of
 
 STRANGERS = 32
@@ -65,11 +66,7 @@ class Door(Generic[T]):
     def open(self, host: str, port: int, clients: int = 0) -> int:
         """Listen for about ``clients`` of them; port 0 takes a free one. Returns the port. Raises OSError."""
         self._places = min(STRANGERS, max(1, _raise_open_files() // 4))
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._listener = socket.create_server((host, port), family=family, backlog=max(_BACKLOG, clients),
-                                              dualstack_ipv6=both)
-        self._listener.setblocking(False)
+        self._listener = listen(host, port, max(_BACKLOG, clients))
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
         return int(self._listener.getsockname()[1])
 

@@ -1,8 +1,17 @@
-"""TCP: what is set on every control connection."""
+"""TCP: how control connections are listened for, and what is set on every one."""
 
 from __future__ import annotations
 
 import socket
+
+
+def listen(interface: str, port: int, backlog: int) -> socket.socket:
+    """Listen, without blocking; port 0 takes a free one. ``::`` is all interfaces, of IPv4, too. Raises OSError."""
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    listener = socket.create_server((interface, port), family=family, backlog=backlog, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
 
 
 def tune(sock: socket.socket, silence: float) -> None:
