@@ -142,7 +142,7 @@ def test_standard_library_is_text_without_tests() -> None:
 def test_what_is_read_of_a_grain_does_not_depend_on_the_flag_at_that_time() -> None:
     """While a part of a micro-batch is computed, Megatron's flag says the part's size."""
     args = Namespace(micro_batch_size=2, global_batch_size=8)
-    batches = Batches(args, lambda args: ((), (), ()), Odometer.alone(), lambda: None, Cpu())
+    batches = Batches(args, lambda args: ((), (), ()), Odometer.alone(), lambda: None, Cpu(), 0)
     layout = Layout.grid(tp=1, pp=1, dp=2, stage_units=((0,),), units=["layer.0"], num_grains=4, num_slices=2,
                          replicas=1, samples=2)  # fmt: skip
     args.micro_batch_size = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elastic.adaptor.training.read_ahead import ReadAhead, Wish
+from megatron_elastic.adaptor.samples.read_ahead import ReadAhead
+from megatron_elastic.adaptor.samples.worker import Batch, Wish, Worker
 from megatron_elastic.device.cpu import Cpu
 from megatron_elastic.device.device import Arrival
 
@@ -30,7 +32,7 @@ class Shelf:
         self._begins = threading.Condition()
         self._at_once = threading.Lock()
 
-    def read(self, wish: Wish) -> Arrival:
+    def read(self, wish: Wish) -> Batch:
         assert self._at_once.acquire(blocking=False), "two read at once"
         try:
             with self._begins:
@@ -40,7 +42,7 @@ class Shelf:
                 assert self.slow[wish.first].wait(LIMIT)
             if wish.first in self.bad:
                 raise OSError(f"sample {wish.first} cannot be read")
-            return Cpu().bring({"tokens": torch.arange(wish.first, wish.first + wish.samples)})
+            return {"tokens": torch.arange(wish.first, wish.first + wish.samples), "by": os.getpid()}
         finally:
             self._at_once.release()
 
@@ -54,12 +56,12 @@ class Interruption(Exception):
 
 
 @contextmanager
-def reader(shelf: Shelf, depth: int, interrupted: threading.Event | None = None) -> Iterator[ReadAhead]:
+def reader(shelf: Shelf, most: int, interrupted: threading.Event | None = None) -> Iterator[ReadAhead]:
     def check() -> None:
         if interrupted is not None and interrupted.is_set():
             raise Interruption
 
-    ahead = ReadAhead(shelf.read, depth, check)
+    ahead = ReadAhead(shelf.read, Cpu().bring, most, lambda: Worker(shelf.read, lambda: None), check)
     try:
         yield ahead
     finally:
@@ -78,7 +80,7 @@ def tokens(arrival: Arrival) -> list[int]:
 
 def test_it_reads_as_far_ahead_as_it_may() -> None:
     shelf = Shelf()
-    with reader(shelf, depth=2) as ahead:
+    with reader(shelf, 1) as ahead:
         ahead.want(wishes(0, 2, 4, 6, 8), {0})
         shelf.await_begun(2)
         assert tokens(ahead.take(Wish(0, 0, 2))) == [0, 1]
@@ -91,7 +93,7 @@ def test_it_reads_as_far_ahead_as_it_may() -> None:
 
 def test_without_workers_there_is_no_thread() -> None:
     shelf = Shelf()
-    with reader(shelf, depth=0) as ahead:
+    with reader(shelf, 0) as ahead:
         ahead.want(wishes(0, 2), {0})
         assert tokens(ahead.take(Wish(0, 2, 2))) == [2, 3]
         assert "samples" not in [thread.name for thread in threading.enumerate()]
@@ -101,7 +103,7 @@ def test_without_workers_there_is_no_thread() -> None:
 def test_nothing_is_read_for_who_does_not_ask() -> None:
     """A chunk in the middle of the model; from when it has asked once, it is read for, too."""
     shelf, asking = Shelf(), {1}
-    with reader(shelf, depth=4) as ahead:
+    with reader(shelf, 2) as ahead:
         ahead.want([*wishes(0, 2), *wishes(20, chunk=1)], asking)
         shelf.await_begun(20)
         asking.add(0)
@@ -114,7 +116,7 @@ def test_what_another_layout_wants_is_read_in_its_place() -> None:
     """What both want is not read again; what is under way and not wanted any more is not kept."""
     shelf = Shelf()
     shelf.slow[2] = threading.Event()
-    with reader(shelf, depth=2) as ahead:
+    with reader(shelf, 1) as ahead:
         ahead.want(wishes(0, 2, 4), {0})
         shelf.await_begun(2)
         ahead.want(wishes(6, 0, 8), {0})
@@ -129,7 +131,7 @@ def test_who_waits_for_what_is_being_read_can_be_interrupted() -> None:
     """And gets it afterwards."""
     shelf, interrupted = Shelf(), threading.Event()
     shelf.slow[0] = threading.Event()
-    with reader(shelf, 2, interrupted) as ahead:
+    with reader(shelf, 1, interrupted) as ahead:
         ahead.want(wishes(0), {0})
         shelf.await_begun(0)
         interrupted.set()
@@ -142,12 +144,12 @@ def test_who_waits_for_what_is_being_read_can_be_interrupted() -> None:
     assert [first for first, _ in shelf.begun] == [0]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_error_is_of_who_asks(depth: int) -> None:
+@pytest.mark.parametrize("most", [0, 1])
+def test_an_error_is_of_who_asks(most: int) -> None:
     """Nobody hears of what is read in vain; and it is tried again."""
     shelf = Shelf()
     shelf.bad = {2, 4}
-    with reader(shelf, depth) as ahead:
+    with reader(shelf, most) as ahead:
         ahead.want(wishes(0, 2, 4), {0})
         assert tokens(ahead.take(Wish(0, 0, 2))) == [0, 1]
         with pytest.raises(OSError, match="sample 2 cannot be read"):
@@ -156,12 +158,74 @@ def test_an_error_is_of_who_asks(depth: int) -> None:
         assert tokens(ahead.take(Wish(0, 2, 2))) == [2, 3]
 
 
-@given(st.integers(0, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30))
-def test_whoever_reads_what_when_it_is_the_same(depth: int, course: list[tuple[bool, int]]) -> None:
+@given(st.integers(0, 2), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30))
+def test_whoever_reads_what_when_it_is_the_same(most: int, course: list[tuple[bool, int]]) -> None:
     shelf = Shelf()
-    with reader(shelf, depth) as ahead:
+    with reader(shelf, most) as ahead:
         for wants, first in course:
             if wants:
                 ahead.want(wishes(*range(first, first + 5)), {0})
             else:
                 assert tokens(ahead.take(Wish(0, first, 2))) == [first, first + 1]
+
+
+def test_where_a_step_waits_a_process_reads_as_well() -> None:
+    """One more with each such step, as many as may be; and what it cannot read is read here."""
+    shelf = Shelf()
+    shelf.bad = {20}
+    begun: list[Worker] = []
+
+    def begin() -> Worker:
+        begun.append(Worker(shelf.read, lambda: None))
+        shelf.bad = set()  # here, and not there
+        return begun[-1]
+
+    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
+    try:
+        wait_for_one(ahead, shelf, 0)
+        assert not begun
+        shelf.slow[20] = threading.Event()
+        ahead.want(wishes(20), {0})
+        assert len(begun) == 1
+        shelf.await_begun(20)
+        ahead.want(wishes(20, 22, 24), {0})
+        there = [ahead.take(wish).wait() for wish in wishes(24, 22)]
+        assert [int(batch["tokens"][0]) for batch in there] == [24, 22]
+        assert os.getpid() not in [batch["by"] for batch in there]
+        assert ahead.take(Wish(0, 20, 2)).wait()["by"] == os.getpid()
+        ahead.want(wishes(30), {0})
+        assert len(begun) == 1
+    finally:
+        ahead.close()
+
+
+def release(shelf: Shelf) -> None:
+    for held in shelf.slow.values():
+        held.set()
+
+
+def wait_for_one(ahead: ReadAhead, shelf: Shelf, first: int) -> None:
+    """A step that has to wait for what it could have had; ``release`` is who checks whether it must wait on."""
+    shelf.slow[first] = threading.Event()
+    for _ in range(2):
+        ahead.want(wishes(first), {0})
+        shelf.await_begun(first)
+    assert tokens(ahead.take(Wish(0, first, 2))) == [first, first + 1]
+
+
+def test_who_has_lost_the_process_reads_on() -> None:
+    shelf = Shelf()
+    begun: list[Worker] = []
+
+    def begin() -> Worker:
+        begun.append(Worker(shelf.read, lambda: None))
+        begun[-1].kill()
+        return begun[-1]
+
+    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
+    wait_for_one(ahead, shelf, 0)
+    for first in range(2, 40, 2):
+        ahead.want(wishes(first, first + 2), {0})
+        assert ahead.take(Wish(0, first, 2)).wait()["by"] == os.getpid()
+    ahead.close()
+    assert len(begun) == 1

@@ -7,5 +7,5 @@
     interruption   unwind, report, wait for the decision; ``adoption``: make a new layout true
     trainer        what a rank keeps whatever the layout
     tenure         what one layout makes of a member: made anew with each, so that nothing in it outlives the layout
-    batches        which samples; ``read_ahead``: a thread that reads them before they are asked for
+    batches        which samples
 """

@@ -23,10 +23,12 @@ from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.samples import indices
 from megatron_elastic.adaptor.samples.lock import one_first
 from megatron_elastic.adaptor.samples.order import in_order, order_of
+from megatron_elastic.adaptor.samples.read_ahead import ReadAhead
 from megatron_elastic.adaptor.samples.sample import Reader, Samples, collate
-from megatron_elastic.adaptor.training.read_ahead import ReadAhead, Wish
+from megatron_elastic.adaptor.samples.worker import Batch, Wish, Worker
+from megatron_elastic.cluster.title import entitle
 from megatron_elastic.config import UsageError
-from megatron_elastic.device.device import Arrival, Device
+from megatron_elastic.device.device import Device
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.layout import Layout, Part
 from megatron_elastic.pipeline.route import Leg
@@ -38,8 +40,6 @@ DatasetsProvider = Callable[[argparse.Namespace], tuple[Any, Any, Any]]
 
 _LOOK = 0.02
 """Seconds between two looks whether data sets are made."""
-_EACH = 2
-"""Micro-batches ahead for each of ``--num-workers``, as torch's ``DataLoader`` has it."""
 
 
 class Batches:
@@ -51,11 +51,12 @@ class Batches:
         odometer: notes that it comes further.
         check: raises if a wait must end.
         device: where batches are needed.
+        rank: this one.
     """
 
     def __init__(
         self, args: argparse.Namespace, provider: DatasetsProvider, odometer: Odometer, check: Callable[[], None],
-        device: Device,
+        device: Device, rank: int,
     ) -> None:
         self.training: Reader | None = None
         self.evaluation: dict[str, list[tuple[str, Reader]]] = {"validation": [], "test": []}
@@ -66,8 +67,9 @@ class Batches:
         self._odometer = odometer
         self._check = check
         self._device = device
+        self._rank = rank
         self._making: _Making | None = None
-        self._ahead = ReadAhead(self._wished, _EACH * getattr(args, "num_workers", 0), check)
+        self._ahead = ReadAhead(self._training, device.bring, getattr(args, "num_workers", 0), self._begin, check)
 
     def open(self) -> None:
         """Have the data sets. Idempotent. Raises UsageError if there is no room for their indices.
@@ -129,7 +131,7 @@ class Batches:
         self, data: Samples, first: int, layout: Layout, rank: int, chunk: int, part: Part
     ) -> Mapping[str, torch.Tensor]:
         """The same of other data, read at once."""
-        return self._bring(data, self._wish(first, layout, rank, chunk, part)).wait()
+        return self._device.bring(_read(data, self._wish(first, layout, rank, chunk, part))).wait()
 
     def close(self) -> None:
         """Read nothing more."""
@@ -139,13 +141,16 @@ class Batches:
         piece, number = self._size // layout.samples, part.grain * layout.batches + layout.batch_of(rank)
         return Wish(chunk, begin + number * self._size + part.start * piece, part.size * piece)
 
-    def _wished(self, wish: Wish) -> Arrival:
+    def _training(self, wish: Wish) -> Batch:
         assert self.training is not None
-        return self._bring(self.training, wish)
+        return _read(self.training, wish)
 
-    def _bring(self, data: Samples, wish: Wish) -> Arrival:
-        numbers = range(wish.first, wish.first + wish.samples)
-        return self._device.bring(collate([documents.unpacked(data[i]) for i in numbers]))
+    def _begin(self) -> Worker:
+        return Worker(self._training, lambda: entitle(f"rank {self._rank} (reads samples)"))
+
+
+def _read(data: Samples, wish: Wish) -> Batch:
+    return collate([documents.unpacked(data[number]) for number in range(wish.first, wish.first + wish.samples)])
 
 
 def takes_all(args: argparse.Namespace, kind: str) -> bool:

@@ -181,7 +181,7 @@ class Trainer:
         retain = getattr(args, "save_retain_interval", None)
         self.saving = Saving(args.save, args.save_interval, retain, self.rank, first - 1, limit, self.odometer,
                              control.interrupt.check)
-        self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check, self.device)
+        self.batches = Batches(args, datasets_provider, self.odometer, control.interrupt.check, self.device, self.rank)
         self.store: StateStore | None = None
         """None until the model is built; from then on training can only go on, not begin anew."""
         self.tenure: Tenure | None = None
