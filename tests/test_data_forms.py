@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -149,6 +150,39 @@ def test_all_samples_of_each_validation_set(
     assert evaluations(killed) == evaluations(job)
 
 
+@contextmanager
+def beginning_with(patched: CheckoutJobs, code: str) -> Iterator[None]:
+    """Meanwhile the checkout's script does this, before anything else."""
+    main, script = 'if __name__ == "__main__":', patched.checkout / "pretrain_gpt.py"
+    before = script.read_text()
+    try:
+        script.write_text(before.replace(main, code + main))
+        yield
+    finally:
+        script.write_text(before)
+
+
+BLANKS = """
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+NullTokenizer.text_to_ids = lambda self, text: [int(word) for word in text.split()]
+"""
+"""What is cut out of a text may begin or end with a blank, which this tokenizer does not take."""
+FILLED_IN = ("--fim-data", "--fim-rate", "0.7", "--fim-prefix-token", "1", "--fim-middle-token", "2",
+             "--fim-suffix-token", "3", "--fim-pad-token", "4", "--fim-eod-token", "5")  # fmt: skip
+
+
+def test_what_is_drawn_as_samples_are_read(patched: CheckoutJobs) -> None:
+    """Filling in the middle: whoever reads, ahead or not, draws the same."""
+    flags = ("--elastic", *FLAGS, "--pipeline-model-parallel-size", "2")
+    with beginning_with(patched, BLANKS):
+        whole = patched.run(*flags, *FILLED_IN, ranks=4)
+        killed = patched.run(*flags, *FILLED_IN, "--num-workers", "4", *inject("kill:rank=3,step=3,at=data"), ranks=4)
+        other = patched.run(*flags, ranks=4)
+    assert_same(killed, whole)
+    ours, others = ([job.metrics()[step]["loss_hex"] for step in range(1, STEPS + 1)] for job in (whole, other))
+    assert all(one != two for one, two in zip(ours, others, strict=True))
+
+
 SLOW = """
 import time
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -162,19 +196,15 @@ GPTDataset.__getitem__ = slow
 
 def test_reading_ahead_beside_plain_training(patched: CheckoutJobs, measured: Callable[[object], None]) -> None:
     """Data of which each sample takes 20 ms, in turns: plain training and ours, with so many workers."""
-    main, script = 'if __name__ == "__main__":', patched.checkout / "pretrain_gpt.py"
-    before, losses = script.read_text(), set()
-    try:
-        script.write_text(before.replace(main, SLOW + main))
+    losses = set()
+    with beginning_with(patched, SLOW):
         for workers in ("0", "1", "4"):
-            flags = ("--train-iters", "8", "--eval-iters", "0", "--num-workers", workers)
+            flags = ("--train-iters", "12", "--eval-iters", "0", "--num-workers", workers)
             patched.plain(*flags, ranks=2)
             logs = "".join(log.read_text() for log in log_of_plain(patched).parent.glob("rank*.log"))
             plain = re.findall(r"elapsed time per iteration \(ms\): (\S+)", logs)
             ours = patched.run("--elastic", *flags, ranks=2).metrics().values()
             losses.add(tuple(line["loss_hex"] for line in ours))
-            measured(f"--num-workers {workers}: plain {median(map(float, plain[2:])):.0f} ms a step, "
-                     f"elastic {median([line['step_ms'] for line in ours][2:]):.0f} ms")
-    finally:
-        script.write_text(before)
+            measured(f"--num-workers {workers}: plain {median(map(float, plain[5:])):.0f} ms a step, "
+                     f"elastic {median([line['step_ms'] for line in ours][5:]):.0f} ms")
     assert len(losses) == 1
