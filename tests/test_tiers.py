@@ -30,10 +30,10 @@ DRAWS = {"betavariate", "choice", "choices", "gauss", "randbytes", "randint", "r
 
 def _trees() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every function of modules with tests, and its name as ``gate.txt`` has names."""
-    for path in sorted(TESTS.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                yield f"tests/{path.name}::{node.name}", node
+                yield f"{path.relative_to(ROOT)}::{node.name}", node
 
 
 def _is_clock(node: ast.AST) -> bool:
@@ -115,7 +115,7 @@ def test_nothing_in_the_gate_decides_by_the_clock_or_by_chance() -> None:
 
 
 def test_every_module_has_a_part() -> None:
-    for path in TESTS.glob("test_*.py"):
+    for path in TESTS.rglob("test_*.py"):
         assert part_of(path.stem) in PARTS
 
 
