@@ -37,7 +37,7 @@ from megatron_elastic.cluster.uplink import Uplink
 from megatron_elastic.cluster.weights_and_biases import WeightsAndBiases, project_of
 from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.config import ElasticConfig
-from megatron_elastic.observe.records import RecordsError, read_metrics
+from megatron_elastic.observe.records import newest_step
 
 if TYPE_CHECKING:
     from megatron_elastic.observe.metrics import Metrics
@@ -285,13 +285,15 @@ class Office:
 
     async def _take_over(self, store: Store, term: int, agent: Agent) -> None:
         durable = await store.recall()
+        # In a thread: the lease is renewed meanwhile, and the disk may be shared, and slow.
+        written = await asyncio.to_thread(newest_step, self._part.agent.run_dir)
         before = await self._let_go()
         self._open_records()
         coordinator = Coordinator(Job.new(_settings(self._config), self._part.agent.world_size), self._records,
                                   self._screen.say, self._record.put_nowait)
         coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
                                   epoch=0 if durable is None else durable.epoch,
-                                  written=_written(self._part.agent.run_dir), before=before,
+                                  written=written, before=before,
                                   limit=self._patience(), name=agent.members.result().name,
                                   members=tuple(store.members()) if isinstance(store, Member) else ()))
         self._coordinate(coordinator)
@@ -354,14 +356,6 @@ def _settings(config: ElasticConfig) -> Settings:
 
 def _defect(what: object) -> str:
     return f"error in the launcher, please report it: {what!r}"
-
-
-def _written(run_dir: Path) -> int:
-    """The last step on record in a run directory that all nodes share; -1 if this one has no records."""
-    try:
-        return max(read_metrics(run_dir), default=-1)
-    except RecordsError:
-        return -1
 
 
 def _free_port() -> int:
