@@ -92,6 +92,8 @@ class RankExited(Message, frozen=True):
     rank: int
     returncode: int
     time: float
+    cause: str = ""
+    """Why, for people, if ``returncode`` does not say: it could not be started, or what starts ranks has ended."""
 
 
 class RankStopped(Message, frozen=True):

@@ -78,25 +78,26 @@ def _died(turn: Turn, number: int, cause: str, since: float) -> None:
 
 def _exited(turn: Turn, message: RankExited) -> None:
     number, code = message.rank, message.returncode
+    cause = message.cause or cause_of(code)
     before = turn.job.ranks[number]
     rank = turn.set_rank(number, returncode=code, dying=None)
     for name in ("leaving", "dying"):
         turn.cancel_timer(f"{name} {number}")
     if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
-        start.again(turn, number, cause_of(code))
+        start.again(turn, number, cause)
         return
     if before.dying is not None and (code < 0 or rank.standby):
-        _died(turn, number, cause_of(code), before.dying)
+        _died(turn, number, cause, before.dying)
         membership.respawn(turn, number)
         return
     if before.dying is None and rank.lost:
         membership.respawn(turn, number)
         return
     if not turn.job.settings.elastic:
-        _plain_exit(turn, number, code)
+        _plain_exit(turn, message)
     elif code < 0 or rank.standby:
         since = rank.stopped if rank.fenced else None
-        lose(turn, [number], rank.fenced or cause_of(code), since or message.time)
+        lose(turn, [number], rank.fenced or cause, since or message.time)
         membership.respawn(turn, number)
     elif code == 0:
         turn.end(False, f"rank {number} ended with exit code 0 before training was finished: the end of "
@@ -105,10 +106,11 @@ def _exited(turn: Turn, message: RankExited) -> None:
         turn.end(False, f"rank {number} ended with exit code {code}; see rank{number}.log", code)
 
 
-def _plain_exit(turn: Turn, rank: int, code: int) -> None:
+def _plain_exit(turn: Turn, message: RankExited) -> None:
+    rank, code = message.rank, message.returncode
     if code:
-        how = f"exit code {code}" if code > 0 else cause_of(code)
-        turn.end(False, f"rank {rank} ended with {how}; see rank{rank}.log", max(code, 1))
+        how = f": {message.cause}" if message.cause else f" with {cause_of(code)}"
+        turn.end(False, f"rank {rank} ended{how}; see rank{rank}.log", max(code, 1))
     elif all(each.returncode == 0 for each in turn.job.ranks.values()):
         turn.end(True, "all ranks ended with exit code 0")
 
