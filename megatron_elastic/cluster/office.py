@@ -239,7 +239,15 @@ class Office:
                 self.coordinator.trouble(f"--elastic-store: {error}", fatal=True)
             return
         while True:
-            term = await store.lead(self._uplink.address)
+            try:
+                term = await store.lead(self._uplink.address)
+            except StoreError as error:
+                if self.coordinator is not None:  # nobody has led yet: it was never set up so that anybody can
+                    self.coordinator.trouble(f"--elastic-store: {error}", fatal=True)
+                    return
+                self._note(f"--elastic-store: {error}; this node cannot coordinate now, and tries again")
+                await asyncio.sleep(self._limit)
+                continue
             if self.coordinator is None:
                 self._record = asyncio.Queue()  # what was to be written down before is another coordinator's
             remembering = asyncio.create_task(self._remember(store, term, self._record))
@@ -260,7 +268,7 @@ class Office:
         if part.choice.kind == "embedded":
             me = self._uplink.member
             place = Place(tuple(members), part.credentials.token, me, self._listening if me in members else None)
-        store = leadership.make(part.choice, name, self._limit, place=place)
+        store = leadership.make(part.choice, name, self._limit, place=place, note=self._note)
         self._opened.append(store)
         await store.open()
         if self.store.done():
@@ -330,13 +338,9 @@ class Office:
             record = await records.get()
             while not records.empty():
                 record = records.get_nowait()
-            layout = "" if record.layout is None else record.layout.to_json()
             try:
-                await store.record(Durable(term, record.epoch, record.step, layout))
+                await store.record(Durable(term, record.epoch, record.step))
             except Deposed:
-                return
-            except StoreError as error:
-                self._trouble(f"--elastic-store: {error}", fatal=True)
                 return
             if self.coordinator is not None:
                 self.coordinator.post(Recorded(now=time.time(), epoch=record.epoch))
