@@ -147,6 +147,10 @@ def test_others_are_waited_for_until_the_limit() -> None:
     (told,) = late
     assert isinstance(told, Tell)
     assert isinstance(told.message, Stop)
+    assert not told.message.ok
+    # But if it was to leave, that is what was wanted: the word that it may go was lost.
+    _, late = advance(job, events.NodeCame(now=13.0, node=4, hello=replace(hello(0), leaving=True)))
+    assert [each.message.ok for each in late if isinstance(each, Tell) and isinstance(each.message, Stop)] == [True]
 
 
 def test_what_is_said_meanwhile_is_heard() -> None:

@@ -129,7 +129,6 @@ class _Run:
         """A node is lost."""
         self._nodes.pop(number).vanish()
         name = self._names.pop(number)
-        self.coordinator.forget(name)
         self.coordinator.post(NodeLost(now=time.time(), node=name, cause="lost", since=time.time()))
 
     def commit(self) -> None:

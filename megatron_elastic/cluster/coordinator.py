@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megatron_elastic.cluster.messages import Answer, Decision, Start, ToAgent
+from megatron_elastic.cluster.messages import Answer, Decision, Start, Stop, ToAgent
 from megatron_elastic.cluster.outgoing import Outgoing
 from megatron_elastic.cluster.protocol import Job, Outcome, advance
 from megatron_elastic.cluster.protocol.effects import (
@@ -67,10 +67,10 @@ from megatron_elastic.plan.predict.outlook import around, outlook
 
 
 class Agent(Protocol):
-    """How an agent is reached; neither method raises."""
+    """How an agent is reached."""
 
     def obey(self, message: ToAgent) -> None:
-        """Send it a message, or have it act on it."""
+        """Send it a message, or have it act on it; ``Stop`` is the last. Does not raise."""
 
 
 class Coordinator:
@@ -121,11 +121,6 @@ class Coordinator:
         self._agents[self._names] = agent
         return self._names
 
-    def forget(self, node: int) -> None:
-        """An agent is not reached any more."""
-        self._agents.pop(node, None)
-        self._told.pop(node, None)
-
     def asking(self) -> tuple[int, asyncio.Future[Answer]]:
         """A number for a person, and where the answer will be."""
         self._names += 1
@@ -174,6 +169,9 @@ class Coordinator:
             case Tell():
                 if (agent := self._agents.get(effect.node)) is not None:
                     agent.obey(effect.message)
+                if isinstance(effect.message, Stop):  # the last that an agent is told
+                    self._agents.pop(effect.node, None)
+                    self._told.pop(effect.node, None)
             case SetTimer():
                 expired = effect
                 self._timers.set(effect.name, effect.delay, lambda: self.post(

@@ -156,7 +156,8 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     # Should it be there after all, it must end its ranks, whose part in the job others take over.
     turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job",
                                again=job.settings.elastic))
-    turn.set(nodes=job.nodes.delete(event.node), early=tuple(each for each in job.early if each[0] != event.node))
+    turn.set(nodes=job.nodes.delete(event.node), leaving=job.leaving - {event.node},
+             early=tuple(each for each in job.early if each[0] != event.node))
     if job.gathering is not None:
         running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
         turn.set(gathering=replace(job.gathering, running=Map(running)))

@@ -173,7 +173,7 @@ def _send_away(turn: Turn, layout: Layout) -> None:
         cut_off = [rank for rank in node.ranks if rank in layout.lost]
         if cut_off and len(cut_off) == len(node.ranks):
             turn.tell(number, Stop(ok=False, reason="its ranks are no longer part of the job", again=True))
-            turn.set(nodes=turn.job.nodes.delete(number))
+            turn.set(nodes=turn.job.nodes.delete(number), leaving=turn.job.leaving - {number})
         else:
             for rank in cut_off:
                 turn.tell(number, Fence(rank=rank))
