@@ -24,6 +24,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: bytes
     """The newest one that its ranks have been in."""
+    in_force: int
+    """Its epoch."""
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
     newest: int

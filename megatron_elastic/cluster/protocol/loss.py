@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
@@ -159,8 +158,10 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     turn.set(nodes=job.nodes.delete(event.node), leaving=job.leaving - {event.node},
              early=tuple(each for each in job.early if each[0] != event.node))
     if job.gathering is not None:
-        running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
-        turn.set(gathering=replace(job.gathering, running=Map(running)))
+        # A node that has come again has another number, and its ranks are that one's.
+        running = job.gathering.running
+        mine = [rank for rank in node.ranks if rank in running and running[rank].node == event.node]
+        turn.set(gathering=job.gathering.went(mine))
         return
     # A node that has come again has another number, and its ranks are that one's.
     there = [rank for rank in node.ranks

@@ -84,9 +84,10 @@ def given(turn: Turn, newest: int) -> None:
 
 def tell_given(turn: Turn, without: int | None = None) -> None:
     """All agents but that of node ``without`` are to know which ids were given."""
+    newest = max(turn.job.ranks)
     for node in turn.job.nodes:
         if node != without:
-            turn.tell(node, Given(newest=max(turn.job.ranks)))
+            turn.tell(node, Given(newest=newest))
 
 
 def tell_members(turn: Turn, node: int) -> None:
