@@ -35,12 +35,11 @@ class Node:
         number: its rank among the nodes.
         ranks: has those of this node, too.
         world_size: ranks of the beginning.
-        tell: tells the coordinator.
     """
 
-    def __init__(self, number: int, ranks: Ranks, world_size: int, tell: Callable[[FromAgent], object]) -> None:
+    def __init__(self, number: int, ranks: Ranks, world_size: int) -> None:
         self.number = number
-        self.tell = tell
+        self.tell: Callable[[FromAgent], object] = lambda message: None
         """Tells whoever coordinates."""
         self.running: set[int] = set()
         self._started: set[int] = set()

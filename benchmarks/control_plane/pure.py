@@ -141,15 +141,17 @@ class _Run:
 
     def come(self, number: int) -> None:
         """A node comes."""
-        def tell(message: FromAgent) -> None:
-            hear(self.coordinator, self._names[number], message)
-
-        self._nodes[number] = Node(number, self.ranks, self.size, tell)
+        self._nodes[number] = Node(number, self.ranks, self.size)
         self._introduce(number)
 
     def _introduce(self, number: int) -> None:
-        node = self._nodes[number]
-        name = self._names[number] = self.coordinator.name(node)
+        coordinator, node = self.coordinator, self._nodes[number]
+        name = self._names[number] = coordinator.name(node)
+
+        def tell(message: FromAgent) -> None:
+            hear(coordinator, name, message)
+
+        node.tell = tell
         self.coordinator.post(NodeCame(now=time.time(), node=name, hello=node.hello(SETTINGS.heartbeat_timeout)))
 
     def take_over(self) -> None:
