@@ -70,7 +70,8 @@ async def begin(world_size: int, port: int, credentials: Credentials) -> Guests:
     """A process for nodes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    setattr(relay, "restored", lru_cache(4)(relay.restored))  # noqa: B010 - what each node would do for itself
+    for name in ("decode", "restored"):  # what each node would do for itself
+        setattr(relay, name, lru_cache(4)(getattr(relay, name)))
     return Guests(world_size, port, credentials)
 
 

@@ -21,7 +21,6 @@ from megatron_elastic.cluster.messages import FromAgent, FromRank
 from megatron_elastic.cluster.protocol import Job, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost, TookOver
-from megatron_elastic.cluster.relay import restored
 from megatron_elastic.cluster.server import hear
 
 # Heartbeats are rarer than by default: a thousand nodes that share a core may not be heard for some seconds.
@@ -198,14 +197,15 @@ def measure(ranks: int) -> dict[str, Any]:
     """Processor time of ``advance`` in each phase, with about so many ranks."""
 
     async def all_of_it() -> dict[str, Any]:
-        run = _Run(ranks)
+        run, shared = _Run(ranks), [(name, getattr(relay, name)) for name in ("decode", "restored")]
         setattr(shell, "advance", run.clock.advance)  # noqa: B010
-        setattr(relay, "restored", shared := lru_cache(4)(restored))  # noqa: B010 - what each node would do for itself
+        for name, real in shared:  # what each node would do for itself
+            setattr(relay, name, lru_cache(4)(real))
         try:
             return run.run()
         finally:
-            shared.cache_clear()
             setattr(shell, "advance", advance)  # noqa: B010
-            setattr(relay, "restored", restored)  # noqa: B010
+            for name, real in shared:
+                setattr(relay, name, real)
 
     return asyncio.run(all_of_it())
