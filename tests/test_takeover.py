@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Committed,
@@ -21,16 +24,18 @@ from megatron_elastic.cluster.messages import (
     Past,
     RankExited,
     Recall,
+    Relay,
     Reload,
     Report,
     Running,
     Stop,
+    ToAgent,
     VoteResult,
 )
 from megatron_elastic.cluster.protocol import Job, Settings, advance, decision, events, takeover
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
 from megatron_elastic.cluster.protocol.job import Decided
-from megatron_elastic.layout import Layout, decode, encode
+from megatron_elastic.layout import Layout, changed, decode, encode
 
 SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
                     report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
@@ -42,13 +47,13 @@ def vote(step: int) -> VoteResult:
     return VoteResult(step=step, loss=1 / step, grad_norm=1.0, lr=0.1, consumed_samples=step, tokens=8)
 
 
-def hello(rank: int, resigned: bool = False, layout: Layout = LAYOUT) -> AgentHello:
+def hello(rank: int, resigned: bool = False, layout: Layout = LAYOUT, told: bool = True) -> AgentHello:
     """The agent of a node whose one rank has done five steps, two of which are on record."""
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
-    past = Past(layout=encode(layout), in_force=layout.epoch, epoch=4, newest=max(layout.ranks), torch_port=1, key=b"k",
-                shapes={}, recorded=2, committed=committed, alone_since=10.0, resigned=resigned)
+    past = Past(layout=encode(layout), in_force=layout.epoch, told=told, epoch=4, newest=max(layout.ranks),
+                torch_port=1, key=b"k", shapes={}, recorded=2, committed=committed, alone_since=10.0, resigned=resigned)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
 
@@ -107,6 +112,40 @@ def opcodes(nodes: int) -> int:
 def test_the_work_of_a_takeover_grows_with_the_nodes_and_not_with_their_square() -> None:
     small, large = opcodes(16), opcodes(160)
     assert large < 12 * small
+
+
+class Agent:
+    """What an agent is told."""
+
+    def __init__(self) -> None:
+        self.told: list[ToAgent] = []
+
+    def obey(self, message: ToAgent) -> None:
+        self.told.append(message)
+
+
+def test_who_has_the_layout_in_force_is_told_the_next_one_as_the_difference() -> None:
+    async def test() -> None:
+        coordinator = Coordinator(Job.new(SETTINGS, 3), None, lambda line, tells: None)
+        coordinator.post(events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1,
+                                         before="h:0", limit=1.0))
+        agents = {rank: Agent() for rank in (1, 2)}
+        for rank, agent in agents.items():  # something else was sent to that of rank 2
+            coordinator.post(events.NodeCame(now=11.1, node=coordinator.name(agent), hello=hello(rank, told=rank == 1)))
+        for rank in agents:
+            report = Report(rank=rank, epoch=5, member=True, step=6, vote=None, last=vote(5),
+                            held=[(0, k, 0) for k in range(3)], interrupted_at=11.3)
+            coordinator.post(events.Said(now=11.3, node=rank, message=report))
+        await asyncio.sleep(0)
+        new = coordinator.job.layout
+        assert new is not None and new.epoch == 5
+        relays = {rank: next(each for each in agent.told if isinstance(each, Relay) and b"Back" in bytes(each.message))
+                  for rank, agent in agents.items()}
+        assert {rank: each.differs for rank, each in relays.items()} == {1: True, 2: False}
+        sent = {rank: msgspec.msgpack.decode(each.message)["layout"] for rank, each in relays.items()}
+        assert changed(LAYOUT, sent[1]) == decode(sent[2]) == new
+
+    asyncio.run(test())
 
 
 def test_a_layout_that_many_have_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ from megatron_elastic.cluster.protocol.events import (
     Event,
     Expired,
     Found,
+    NodeCame,
     Recorded,
     Sent,
     Troubled,
@@ -96,6 +97,8 @@ class Coordinator:
         self._agents: dict[int, Agent] = {}
         self._told: dict[int, Layout] = {}
         """The layout that each node was sent last."""
+        self._had: dict[int, int] = {}
+        """Epoch of the one that another coordinator has sent last to each node that has come meanwhile."""
         self._people: dict[int, asyncio.Future[Answer]] = {}
         self._names = 0
         self._events: deque[Event] = deque()
@@ -141,11 +144,14 @@ class Coordinator:
     # ---- what is to be done ------------------------------------------------------------------
 
     def _work(self, event: Event) -> None:
+        gathering = self.job.gathering is not None
         try:
             self.job, effects = advance(self.job, event)
         except Exception:
             self._broken()
             return
+        if gathering:
+            self._learn(event)
         for effect in effects:
             try:
                 self._do(effect)
@@ -153,6 +159,14 @@ class Coordinator:
                 self.trouble(str(error), fatal=True)
             except Exception:
                 self._broken()
+
+    def _learn(self, event: Event) -> None:
+        """What agents have of the layout that a coordinator before has sent them need not be sent again."""
+        if isinstance(event, NodeCame) and (past := event.hello.past) is not None and past.told:
+            self._had[event.node] = past.in_force
+        if self.job.gathering is None and (layout := self.job.layout) is not None:
+            self._told.update((node, layout) for node, epoch in self._had.items() if epoch == layout.epoch)
+            self._had.clear()
 
     def _broken(self) -> None:
         """A defect of ours: the job ends, with what is known."""

@@ -94,8 +94,9 @@ class Post:
     def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
         newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
+        layout = self._layouts.get(self._in_force, b"")
         return Past(
-            layout=self._layouts.get(self._in_force, b""), in_force=self._in_force, epoch=self._epoch, newest=newest,
+            layout=layout, in_force=self._in_force, told=layout == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since, resigned=resigned,
         )  # fmt: skip

@@ -26,6 +26,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """The newest one that its ranks have been in."""
     in_force: int
     """Its epoch."""
+    told: bool
+    """Whether no other was sent there since: what comes after it can be told as the difference."""
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
     newest: int
