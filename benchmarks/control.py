@@ -5,10 +5,12 @@ few others: each has its agent's part in messages and a connection, and its rank
 training. Then the coordinator's function alone, with more ranks (``--pure``).
 
 Phases: ``start`` (from the first connection until all ranks train and all is settled), ``rank_lost`` and ``node_lost``
-(until a step commits again), ``..._even`` (until the layout is as good as it can be), ``node_joins`` (until it has its
-even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats). ``own_...`` is what comes in besides the
-heartbeats of the time that a phase takes on a machine that emulates all ranks besides. Each size is measured
-``--repeat`` times in alternation; a figure is the median.
+(until a step commits again, which is done again), ``..._even`` (until the layout is as good as it can be),
+``node_joins`` (until it has its even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats), ``resume``
+(a rank is lost in the middle of a step, of which is kept what others have done, until it commits), ``takeover`` (in the
+middle of a step another process coordinates, from the first connection to it until that step commits). ``own_...`` is
+what comes in besides the heartbeats of the time that a phase takes on a machine that emulates all ranks besides. Each
+size is measured ``--repeat`` times in alternation; a figure is the median.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ class Bench:
         self.size = len(grid(ranks).ranks)
         self.phases: dict[str, dict[str, float]] = {}
         self._nodes = self.size // NODE
-        credentials = Credentials(make_token())
-        self._coordinator = Process(coordinating.begin, run_dir, self.size, self._nodes, credentials)
+        self._arguments = run_dir, self.size, self._nodes, Credentials(make_token())
+        self._coordinator = Process(coordinating.begin, *self._arguments)
         port = self._coordinator.ask("port")
-        self._guests = [Process(guests.begin, self.size, port, credentials) for _ in range(processes)]
+        self._guests = [Process(guests.begin, self.size, port, self._arguments[-1]) for _ in range(processes)]
 
     def run(self) -> dict[str, Any]:
         """All phases."""
@@ -81,6 +83,21 @@ class Bench:
                 self._commit(None)
         with self._phase("idle"):
             time.sleep(IDLE)
+        with self._phase("resume"):
+            self._everywhere("work", [()] * len(self._guests))
+            self._recover("kill", 3 * NODE + 5)
+            self._resumed()
+        self._until_even()
+        epoch = self._state()["epoch"]
+        self._everywhere("work", [()] * len(self._guests))
+        self._everywhere("forsaken", [()] * len(self._guests))
+        self._coordinator.kill()
+        self._coordinator = Process(coordinating.succeed, *self._arguments)
+        port = self._coordinator.ask("port")
+        with self._phase("takeover"):
+            self._everywhere("follow", [[port]] * len(self._guests))
+            self._recovered(epoch)
+            self._resumed()
         return {"ranks": self.size, "nodes": self._nodes, **self.phases}
 
     def close(self) -> None:
@@ -93,10 +110,18 @@ class Bench:
     def _recover(self, order: str, what: int) -> None:
         before = self._state()["epoch"]
         self._everywhere(order, [[what]] * len(self._guests))
-        self._until("a layout is decided", lambda: self._state()["epoch"] != before)
+        self._recovered(before)
+
+    def _recovered(self, before: int) -> None:
+        """There is a layout after that of epoch ``before``, and a step has committed in it."""
+        self._until("a layout is decided", lambda: self._state()["epoch"] not in (None, before))
         self._until("everybody is back", lambda: self._sum("back") == self._state()["members"])
         self._commit(None)
         self._until("it is recovered", lambda: not self._state()["recovering"])
+
+    def _resumed(self) -> None:
+        if self._sum("resumed") < len(self._guests):
+            raise JobFailed(f"{self.size} ranks: what was done of the step was not kept; {self._state()}")
 
     def _until_even(self) -> None:
         while not (state := self._state())["settled"]:

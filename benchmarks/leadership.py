@@ -1,7 +1,7 @@
 """Elections and records. ``megatron-elastic bench leadership``.
 
 Candidates are processes on this machine. The leader records, and is killed (SIGKILL); the time is taken until another
-leads, that is, until its claim is in the store. Anew, so many times. A record is ``--bytes`` of random text.
+leads, that is, until its claim is in the store. Anew, so many times.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _FORK = multiprocessing.get_context("fork")
 _PATIENCE = 60.0
 
 
-async def campaign(choice: Choice, job: str, limit: float, place: Place | None, records: int, size: int,
-                   to: Connection) -> None:
+async def campaign(
+    choice: Choice, job: str, limit: float, place: Place | None, records: int, to: Connection
+) -> None:
     """Lead, record, tell how long each took, and go on until killed."""
     store = make(choice, job, limit, place=place)
     await store.open()
@@ -35,7 +36,7 @@ async def campaign(choice: Choice, job: str, limit: float, place: Place | None, 
     led_at = time.monotonic()
     times = []
     for epoch in range(records):
-        durable = Durable(term, epoch, 0, secrets.token_hex(size // 2))
+        durable = Durable(term, epoch, 0)
         start = time.monotonic()
         await store.record(durable)
         times.append((time.monotonic() - start) * 1e3)
@@ -71,7 +72,7 @@ def once(options: argparse.Namespace, choice: Choice) -> tuple[float, list[float
     try:
         for me, place in enumerate(places):
             here, there = _FORK.Pipe(duplex=False)
-            arguments = (choice, job, options.limit, place, options.records, options.bytes, there)
+            arguments = (choice, job, options.limit, place, options.records, there)
             process = _FORK.Process(target=live, args=(sockets, me, arguments), daemon=True)
             process.start()
             there.close()
@@ -99,7 +100,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=float, default=1.0, help="seconds without a leader until others may lead")
     parser.add_argument("--repeat", type=int, default=10, help="elections")
     parser.add_argument("--records", type=int, default=200, help="of each leader")
-    parser.add_argument("--bytes", type=int, default=10_000, help="of a record")
     options = parser.parse_args(argv)
     try:
         choice = parse(options.store, options.nodes)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         progress(f"{i + 1} of {options.repeat}: another led after {election:.2f} s; "
                  f"a record took {statistics.median(times):.1f} ms")
     emit("leadership", argv, {
-        "store": options.store, "nodes": options.nodes, "limit_s": options.limit, "record_bytes": options.bytes,
+        "store": options.store, "nodes": options.nodes, "limit_s": options.limit,
         "election_s": {"median": round(statistics.median(elections), 3), "worst": round(max(elections), 3)},
         "record_ms": {"median": round(statistics.median(records), 2), "worst": round(max(records), 2)}})
     return 0

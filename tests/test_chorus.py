@@ -150,6 +150,10 @@ def test_what_ranks_are_compared_with_is_told() -> None:
         for rank, likeness in ((1, b"x"), (0, b"x"), (2, b"x"), (3, b"y")):
             post.heard(rank, msgspec.structs.replace(hello(rank, grid()), flags=flags, likeness=likeness))
         assert [each.message.flags for each in told] == [flags, flags, {}, flags]
+        # A later coordinator is told no more.
+        running = [each.hello for each in post.running({rank: rank for rank in (1, 0, 2, 3)}) if each.hello is not None]
+        assert sorted((each.rank, each.flags, each.layout) for each in running if each.flags) == [
+            (1, flags, b""), (3, flags, b"")]
 
     run(body)
 

@@ -126,6 +126,36 @@ def test_damaged_metrics_are_named_by_line(tmp_path: Path, text: str, message: s
         records.read_metrics(tmp_path)
 
 
+def bytes_read() -> int:
+    """By this process, so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_who_goes_on_with_records_reads_their_end_however_long_they_are(tmp_path: Path) -> None:
+    """A node that takes over has a lease to renew meanwhile. A writer that was killed has left half a line."""
+    path = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps(line(step, 0.5)) + "\n" for step in range(1, 101)) * 1000
+    path.write_text(whole + json.dumps(line(101, 0.5))[:-9])
+    before = bytes_read()
+    assert records.newest_step(tmp_path) == 100
+    run = RunRecords(tmp_path)
+    assert bytes_read() - before < 1_000_000 < len(whole)
+    run.metrics(line(101, 0.5))
+    run.close()
+    assert path.read_text() == whole + json.dumps({name: line(101, 0.5)[name] for name in records.METRICS}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [("", -1), ('{"st', -1), ('{"step": 3}\n', 3), ("\n", -1), ('{"step": 4}\nno line\n', -1), ("[]\n", -1),
+     ('{"step": 5, "what": "' + 9_000 * "x" + '"}\n', 5)],
+)  # fmt: skip
+def test_the_newest_step_of_short_and_of_damaged_records(tmp_path: Path, text: str, step: int) -> None:
+    assert records.newest_step(tmp_path) == -1, "there are none"
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert records.newest_step(tmp_path) == step
+
+
 # ---- digest --------------------------------------------------------------------------------
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import msgspec
+import pytest
 from msgspec.structs import replace
 
+from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Committed,
@@ -17,16 +24,18 @@ from megatron_elastic.cluster.messages import (
     Past,
     RankExited,
     Recall,
+    Relay,
     Reload,
     Report,
     Running,
     Stop,
+    ToAgent,
     VoteResult,
 )
-from megatron_elastic.cluster.protocol import Job, Settings, advance, decision, events
+from megatron_elastic.cluster.protocol import Job, Settings, advance, decision, events, takeover
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
 from megatron_elastic.cluster.protocol.job import Decided
-from megatron_elastic.layout import Layout, encode
+from megatron_elastic.layout import Layout, changed, decode, encode
 
 SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
                     report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
@@ -38,13 +47,13 @@ def vote(step: int) -> VoteResult:
     return VoteResult(step=step, loss=1 / step, grad_norm=1.0, lr=0.1, consumed_samples=step, tokens=8)
 
 
-def hello(rank: int, resigned: bool = False) -> AgentHello:
+def hello(rank: int, resigned: bool = False, layout: Layout = LAYOUT, told: bool = True) -> AgentHello:
     """The agent of a node whose one rank has done five steps, two of which are on record."""
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
-    past = Past(layout=encode(LAYOUT), epoch=4, newest=2, torch_port=1, key=b"k", shapes={}, recorded=2,
-                committed=committed, alone_since=10.0, resigned=resigned)
+    past = Past(layout=encode(layout), in_force=layout.epoch, told=told, epoch=4, newest=max(layout.ranks),
+                torch_port=1, key=b"k", shapes={}, recorded=2, committed=committed, alone_since=10.0, resigned=resigned)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
 
@@ -71,15 +80,109 @@ def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
     return job, effects
 
 
+def opcodes(nodes: int) -> int:
+    """What the protocol does in a takeover with so many nodes, of a rank each: operations of the interpreter."""
+    count, folder = 0, str(Path(advance.__code__.co_filename).parent)
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal count
+        if what == "call":
+            frame.f_trace_opcodes = frame.f_code.co_filename.startswith(folder)
+            return trace if frame.f_trace_opcodes else None
+        count += what == "opcode"
+        return trace
+
+    layout = Layout.grid(tp=1, pp=1, dp=nodes, stage_units=[[0]], units=["a"], num_grains=nodes, num_slices=nodes,
+                         replicas=1, ranks_per_host=1)
+    job = Job.new(SETTINGS, nodes)
+    begun: list[events.Event] = [events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3,
+                                                 written=-1, before="", limit=1.0)]
+    came = [events.NodeCame(now=11.1, node=1 + rank, hello=hello(rank, layout=layout)) for rank in range(nodes)]
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for event in (*begun, *came):
+            job, _ = advance(job, event)
+    finally:
+        sys.settrace(before)
+    assert job.gathering is None and job.lost == ()
+    return count
+
+
+def test_the_work_of_a_takeover_grows_with_the_nodes_and_not_with_their_square() -> None:
+    small, large = opcodes(16), opcodes(160)
+    assert large < 12 * small
+
+
+class Agent:
+    """What an agent is told."""
+
+    def __init__(self) -> None:
+        self.told: list[ToAgent] = []
+
+    def obey(self, message: ToAgent) -> None:
+        self.told.append(message)
+
+
+def test_who_has_the_layout_in_force_is_told_the_next_one_as_the_difference() -> None:
+    async def test() -> None:
+        coordinator = Coordinator(Job.new(SETTINGS, 3), None, lambda line, tells: None)
+        coordinator.post(events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1,
+                                         before="h:0", limit=1.0))
+        agents = {rank: Agent() for rank in (1, 2)}
+        for rank, agent in agents.items():  # something else was sent to that of rank 2
+            coordinator.post(events.NodeCame(now=11.1, node=coordinator.name(agent), hello=hello(rank, told=rank == 1)))
+        for rank in agents:
+            report = Report(rank=rank, epoch=5, member=True, step=6, vote=None, last=vote(5),
+                            held=[(0, k, 0) for k in range(3)], interrupted_at=11.3)
+            coordinator.post(events.Said(now=11.3, node=rank, message=report))
+        await asyncio.sleep(0)
+        new = coordinator.job.layout
+        assert new is not None and new.epoch == 5
+        relays = {rank: next(each for each in agent.told if isinstance(each, Relay) and b"Back" in bytes(each.message))
+                  for rank, agent in agents.items()}
+        assert {rank: each.differs for rank, each in relays.items()} == {1: True, 2: False}
+        sent = {rank: msgspec.msgpack.decode(each.message)["layout"] for rank, each in relays.items()}
+        assert changed(LAYOUT, sent[1]) == decode(sent[2]) == new
+
+    asyncio.run(test())
+
+
+def test_a_layout_that_many_have_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    def counted(data: bytes) -> Layout:
+        read.append(data)
+        return decode(data)
+
+    monkeypatch.setattr(takeover, "decode", counted)
+    take_over("")
+    assert read == [encode(LAYOUT)]
+
+
+def test_steps_that_many_tell_are_kept_once() -> None:
+    job, _ = take_over("")
+    assert job.gathering is not None
+    assert sorted(step for step, *_ in job.gathering.committed) == [3, 4, 5]
+
+
+def test_the_others_have_as_long_again_when_one_has_come() -> None:
+    """It may take longer to hear all that are there: who waits to be heard is not lost."""
+    job, effects = take_over("")
+    assert [each.delay for each in effects if isinstance(each, SetTimer)] == [1.0, 1.0, 1.0]
+    late, _ = advance(job, events.Expired(now=12.0, name="gather", serial=1))
+    assert late == job, "that was before the others came"
+
+
 def test_those_without_whom_state_would_be_lost_have_longer_to_come() -> None:
     job = Job.new(SETTINGS, 3)
     for event in (
         events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
                         limit=1.0),
         events.NodeCame(now=11.1, node=1, hello=hello(1)),
-        events.Expired(now=12.0, name="gather", serial=1),
     ):
-        job, effects = advance(job, event)
+        job, _ = advance(job, event)
+    job, effects = advance(job, events.Expired(now=12.0, name="gather", serial=job.timers["gather"]))
     assert job.gathering is not None
     assert [(each.name, each.delay) for each in effects if isinstance(each, SetTimer)] == [("gather", 2)]
     came, _ = advance(job, events.NodeCame(now=13.0, node=2, hello=hello(2)))
@@ -147,6 +250,10 @@ def test_others_are_waited_for_until_the_limit() -> None:
     (told,) = late
     assert isinstance(told, Tell)
     assert isinstance(told.message, Stop)
+    assert not told.message.ok
+    # But if it was to leave, that is what was wanted: the word that it may go was lost.
+    _, late = advance(job, events.NodeCame(now=13.0, node=4, hello=replace(hello(0), leaving=True)))
+    assert [each.message.ok for each in late if isinstance(each, Tell) and isinstance(each.message, Stop)] == [True]
 
 
 def test_what_is_said_meanwhile_is_heard() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import replace as with_limits
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from megatron_elastic.cluster import agent as agents
 from megatron_elastic.cluster.agent import Agent
 from megatron_elastic.cluster.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, Members
+from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
-from megatron_elastic.cluster.protocol.events import Event, NodeCame, TookOver
+from megatron_elastic.cluster.protocol.events import Event, NodeCame, NodeLost, TookOver
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.session import Letter
 from megatron_elastic.cluster.uplink import Uplink
@@ -126,7 +128,7 @@ def test_who_breaks_off_has_not_resigned(tmp_path: Path) -> None:
 
 def test_who_is_cut_off_is_let_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another coordinates: nobody waits until the one before says that it has heard the last word."""
-    slow = replace(CONFIG, suspect_timeout=600.0, report_timeout=700.0, wait_timeout=800.0)
+    slow = with_limits(CONFIG, suspect_timeout=600.0, report_timeout=700.0, wait_timeout=800.0)
     monkeypatch.setattr("tests.test_uplink.CONFIG", slow)  # or this takes as long
 
     async def test(node: Node) -> None:
@@ -140,6 +142,64 @@ def test_who_is_cut_off_is_let_go_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         cable.write = lambda data: None
         following.cancel()
         await asyncio.wait([following])
+
+    run(tmp_path, test)
+
+
+async def introduce(node: Node, session: str) -> tuple[AsyncWire[Letter], ToAgent]:
+    """Come to a server as the agent of that session; what is said first."""
+    wire = await node.uplink.connect("127.0.0.1", node.port, LIMIT)
+    hello = replace(node.agent.hello(session, "", "", None, False), heartbeat_timeout=CONFIG.heartbeat_timeout)
+    wire.send(Letter(0, 0, msgspec.Raw(msgspec.msgpack.encode(hello))))
+    return wire, await said(wire)
+
+
+async def said(wire: AsyncWire[Letter]) -> ToAgent:
+    """The next thing that is said besides heartbeats."""
+    while True:
+        letter = await wire.receive()
+        assert letter is not None
+        message = msgspec.msgpack.decode(letter.message, type=ToAgent)
+        if not isinstance(message, Heartbeat):
+            return message
+
+
+def lost(coordinator: Coordinator) -> NodeLost:
+    """The newest node is."""
+    return NodeLost(now=time.time(), node=coordinator._names, cause="lost", since=time.time())
+
+
+def test_nodes_that_come_and_are_lost_are_forgotten(tmp_path: Path) -> None:
+    async def test(node: Node) -> None:
+        coordinator = node.server.coordinator = Heard(1)
+        for i in range(20):
+            wire, _ = await introduce(node, f"s{i}")
+            assert (len(node.server._agents), len(coordinator._agents)) == (1, 1)
+            coordinator.post(lost(coordinator))
+            while not isinstance(await said(wire), Stop):
+                pass
+            wire.close()
+            while node.server._agents:
+                await asyncio.sleep(0.001)
+            assert not coordinator._agents and not coordinator._told and not coordinator.job.nodes
+
+    run(tmp_path, test)
+
+
+def test_who_is_lost_while_its_connection_is_broken_introduces_itself_anew(tmp_path: Path) -> None:
+    async def test(node: Node) -> None:
+        coordinator = node.server.coordinator = Heard(1)
+        wire, _ = await introduce(node, "s")
+        wire.abort()
+        while coordinator.job.nodes[coordinator._names].absent is None:
+            await asyncio.sleep(0.001)
+        assert len(node.server._agents) == 1, "it may come back"
+        coordinator.post(lost(coordinator))
+        assert not node.server._agents and not coordinator._agents
+        wire, first = await introduce(node, "s")
+        assert first == Welcome(received=0)
+        assert len(coordinator.job.nodes) == 1
+        wire.abort()
 
     run(tmp_path, test)
 

@@ -9,15 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from control_plane.pure import SETTINGS, settled
+from control_plane.pure import SETTINGS, settled, took_over
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.protocol import Job
-from megatron_elastic.cluster.protocol.events import Begun
+from megatron_elastic.cluster.protocol.events import Begun, Event
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.screen import Screen
 from megatron_elastic.cluster.server import Server
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
+from megatron_elastic.observe.records import newest_step
 
 HOST = "127.0.0.1"
 _CONFIG = ElasticConfig(
@@ -29,21 +30,26 @@ _CONFIG = ElasticConfig(
 
 async def begin(run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> Coordinating:
     """A coordinator of so many ranks, which listens. What it prints goes nowhere."""
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until this process ends
-    return Coordinating(run_dir, ranks, nodes, credentials)
+    return Coordinating(run_dir, ranks, nodes, credentials, Begun(now=time.time(), torch_port=1, key=bytes(32)))
+
+
+async def succeed(run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> Coordinating:
+    """One that takes over from that."""
+    return Coordinating(run_dir, ranks, nodes, credentials, took_over(newest_step(run_dir)))
 
 
 class Coordinating:
     """What the coordinator's process obeys."""
 
-    def __init__(self, run_dir: Path, ranks: int, nodes: int, credentials: Credentials) -> None:
+    def __init__(self, run_dir: Path, ranks: int, nodes: int, credentials: Credentials, first: Event) -> None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until this process ends
         self._screen = Screen()
         self._records = Recorder(run_dir, self._screen.say)
         self.coordinator = Coordinator(Job.new(SETTINGS, ranks), self._records, self._screen.say)
         self._server = Server(_CONFIG, credentials, Path("none"), self._screen.say)
         self._server.coordinator = self.coordinator
         self._port = self._server.listen(HOST, 0, nodes)
-        self.coordinator.post(Begun(now=time.time(), torch_port=1, key=bytes(32)))
+        self.coordinator.post(first)
 
     def port(self) -> int:
         """Where it listens."""

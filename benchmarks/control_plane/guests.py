@@ -70,7 +70,8 @@ async def begin(world_size: int, port: int, credentials: Credentials) -> Guests:
     """A process for nodes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    setattr(relay, "restored", lru_cache(4)(relay.restored))  # noqa: B010 - what each node would do for itself
+    for name in ("decode", "restored"):  # what each node would do for itself
+        setattr(relay, name, lru_cache(4)(getattr(relay, name)))
     return Guests(world_size, port, credentials)
 
 
@@ -93,11 +94,15 @@ class Guests:
         await asyncio.gather(*map(self._come, numbers))
 
     async def _come(self, number: int) -> None:
+        self._nodes[number] = Node(number, self._ranks, self._world_size)
+        await self._introduce(number)
+
+    async def _introduce(self, number: int) -> None:
         wire = await Wire.connect(HOST, self._port, self._credentials, _LIMIT, _letters, _LIMIT)
         assert isinstance(wire, Wire)
         self._wires[number] = wire
-        session = Session()
-        node = self._nodes[number] = Node(number, self._ranks, self._world_size, session.send)
+        node, session = self._nodes[number], Session()
+        node.tell = session.send
         self._tasks[number] = asyncio.get_running_loop().create_task(self._serve(node, wire, session))
         hello = msgspec.msgpack.encode(node.hello(SETTINGS.heartbeat_timeout))
         wire.send(Letter(0, 0, msgspec.Raw(hello)))
@@ -117,6 +122,21 @@ class Guests:
         finally:
             pulse.stop()
 
+    async def forsaken(self) -> None:
+        """The coordinator is lost for all nodes here."""
+        for number in list(self._wires):
+            self._part(number)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def follow(self, port: int) -> None:
+        """Another coordinates, and all nodes come to it at once."""
+        self._port = port
+        await asyncio.gather(*map(self._introduce, self._nodes))
+
+    def work(self) -> None:
+        """All are in the middle of a step."""
+        self._ranks.working = True
+
     def kill(self, rank: int) -> None:
         """A rank is killed, if it is here."""
         for node in self._nodes.values():
@@ -127,10 +147,14 @@ class Guests:
     def lose(self, number: int) -> None:
         """A node is lost, if it is here."""
         if number in self._nodes:
-            wire = self._wires.pop(number)
-            self._gone = [a + b for a, b in zip(self._gone, wire.passed(), strict=True)]
             self._nodes.pop(number).vanish()
-            wire.abort()
+            self._part(number)
+
+    def _part(self, number: int) -> None:
+        """A node's connection ends."""
+        wire = self._wires.pop(number)
+        self._gone = [a + b for a, b in zip(self._gone, wire.passed(), strict=True)]
+        wire.abort()
 
     def commit(self, switch: int | None) -> None:
         """A step ends for all members."""
@@ -146,7 +170,8 @@ class Guests:
     def state(self, epoch: int) -> dict[str, int]:
         """How far the ranks here are; ``epoch``: of the layout that is asked about."""
         ranks = self._ranks
-        return {"started": ranks.started, "back": ranks.back, "informed": ranks.informed.get(epoch, 0)}
+        return {"started": ranks.started, "back": ranks.back, "informed": ranks.informed.get(epoch, 0),
+                "resumed": int(ranks.decision == "Resume")}
 
     def passed(self) -> list[int]:
         """What has passed over all connections since the beginning."""

@@ -35,22 +35,26 @@ class Node:
         number: its rank among the nodes.
         ranks: has those of this node, too.
         world_size: ranks of the beginning.
-        tell: tells the coordinator.
     """
 
-    def __init__(self, number: int, ranks: Ranks, world_size: int, tell: Callable[[FromAgent], object]) -> None:
+    def __init__(self, number: int, ranks: Ranks, world_size: int) -> None:
         self.number = number
+        self.tell: Callable[[FromAgent], object] = lambda message: None
+        """Tells whoever coordinates."""
         self.running: set[int] = set()
+        self._started: set[int] = set()
         self._ranks = ranks
         self._world_size = world_size
-        self._post = Post(self._deliver, tell, asyncio.get_running_loop().call_later)
+        self._post = Post(self._deliver, lambda message: self.tell(message), asyncio.get_running_loop().call_later)
         self._frame = b""
         self._message: ToRank | None = None
 
     def hello(self, heartbeat_timeout: float) -> AgentHello:
-        """How the agent introduces itself."""
+        """How the agent introduces itself to the first coordinator, or to a later one."""
+        past = self._post.past(1, time.time(), False, self._started) if self._started else None
         return AgentHello(session=str(self.number), node_rank=self.number, slots=NODE, host=f"node{self.number}",
-                          heartbeat_timeout=heartbeat_timeout)
+                          heartbeat_timeout=heartbeat_timeout, past=past,
+                          running=self._post.running({rank: rank % NODE for rank in sorted(self.running)}))
 
     def obey(self, message: ToAgent) -> None:
         """Do what the coordinator says."""
@@ -65,6 +69,7 @@ class Node:
             case Launch():
                 for rank in message.ranks.values():
                     self.running.add(rank)
+                    self._started.add(rank)
                     self.say(rank, self._ranks.begin(rank, joins=rank >= self._world_size))
 
     def say(self, rank: int, message: FromRank) -> None:

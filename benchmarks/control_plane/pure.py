@@ -20,8 +20,7 @@ from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.messages import FromAgent, FromRank
 from megatron_elastic.cluster.protocol import Job, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect
-from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost
-from megatron_elastic.cluster.relay import restored
+from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost, TookOver
 from megatron_elastic.cluster.server import hear
 
 # Heartbeats are rarer than by default: a thousand nodes that share a core may not be heard for some seconds.
@@ -29,6 +28,16 @@ SETTINGS = Settings(
     elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=300.0, suspect_timeout=1.0,
     report_timeout=120.0, wait_timeout=300.0, heartbeat_timeout=10.0,
 )  # fmt: skip
+
+
+PATIENCE = 6.0
+"""Seconds that nodes have to come to a new coordinator, with the default limits."""
+
+
+def took_over(written: int) -> TookOver:
+    """Another coordinator begins, apart from all nodes, that finds this step as the last on record."""
+    return TookOver(now=time.time(), term=2, address="apart:1", name="n", members=(), epoch=0, written=written,
+                    before="", limit=PATIENCE)
 
 
 def settled(job: Job) -> bool:
@@ -98,6 +107,20 @@ class _Run:
         with self.phase("steps"):
             for _ in range(100):
                 self.commit()
+        with self.phase("resume"):
+            self.ranks.working = True
+            self._nodes[3].kill(3 * NODE + 5)
+            self.flush()
+            assert self.ranks.decision == "Resume"
+            self.commit()
+            assert self.coordinator.job.recovery is None
+        self.until_even()
+        with self.phase("takeover"):
+            self.ranks.working = True
+            self.take_over()
+            self.flush()
+            self.commit()
+            assert self.coordinator.job.recovery is None
         assert self.coordinator.job.outcome is None
         return {"ranks": self.size, **self.phases}
 
@@ -117,19 +140,31 @@ class _Run:
 
     def come(self, number: int) -> None:
         """A node comes."""
-        def tell(message: FromAgent) -> None:
-            hear(self.coordinator, name, message)
+        self._nodes[number] = Node(number, self.ranks, self.size)
+        self._introduce(number)
 
-        node = Node(number, self.ranks, self.size, tell)
-        name = self.coordinator.name(node)
-        self._nodes[number], self._names[number] = node, name
+    def _introduce(self, number: int) -> None:
+        coordinator, node = self.coordinator, self._nodes[number]
+        name = self._names[number] = coordinator.name(node)
+
+        def tell(message: FromAgent) -> None:
+            hear(coordinator, name, message)
+
+        node.tell = tell
         self.coordinator.post(NodeCame(now=time.time(), node=name, hello=node.hello(SETTINGS.heartbeat_timeout)))
+
+    def take_over(self) -> None:
+        """Another coordinates, and all nodes come to it."""
+        written = self.ranks.step - 1
+        self.coordinator = Coordinator(Job.new(SETTINGS, self.size), None, lambda line, tells: None)
+        self.coordinator.post(took_over(written))
+        for number in self._nodes:
+            self._introduce(number)
 
     def lose(self, number: int) -> None:
         """A node is lost."""
         self._nodes.pop(number).vanish()
         name = self._names.pop(number)
-        self.coordinator.forget(name)
         self.coordinator.post(NodeLost(now=time.time(), node=name, cause="lost", since=time.time()))
 
     def commit(self) -> None:
@@ -162,14 +197,15 @@ def measure(ranks: int) -> dict[str, Any]:
     """Processor time of ``advance`` in each phase, with about so many ranks."""
 
     async def all_of_it() -> dict[str, Any]:
-        run = _Run(ranks)
+        run, shared = _Run(ranks), [(name, getattr(relay, name)) for name in ("decode", "restored")]
         setattr(shell, "advance", run.clock.advance)  # noqa: B010
-        setattr(relay, "restored", shared := lru_cache(4)(restored))  # noqa: B010 - what each node would do for itself
+        for name, real in shared:  # what each node would do for itself
+            setattr(relay, name, lru_cache(4)(real))
         try:
             return run.run()
         finally:
-            shared.cache_clear()
             setattr(shell, "advance", advance)  # noqa: B010
-            setattr(relay, "restored", restored)  # noqa: B010
+            for name, real in shared:
+                setattr(relay, name, real)
 
     return asyncio.run(all_of_it())

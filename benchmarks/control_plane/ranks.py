@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
+from msgspec.structs import replace
+
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.messages import (
     Back,
@@ -23,8 +25,10 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Invite,
     Plan,
+    Progress,
     Ready,
     Recovered,
+    Resume,
     Settled,
     Start,
     Switched,
@@ -75,8 +79,12 @@ class Ranks:
         """Ranks here that may train."""
         self.back = 0
         """Members here that have made the newest decided layout true."""
+        self.decision = ""
+        """The newest one that was decided about a step, by its name."""
         self.step = 1
         """In progress, for all members."""
+        self.working = False
+        """Whether they are in the middle of it, and what they have done of it can be kept."""
         self._layout = first
         self._encoded = encode(first)
         self._planned: Layout | None = None
@@ -114,7 +122,7 @@ class Ranks:
                 self._copying[rank] = self._layout.epoch
             case Interrupt():
                 self._interrupted(rank, message, say)
-            case Forward() | Back():
+            case Forward() | Back() | Resume():
                 self._decided(rank, message, say)
             case Invite():
                 say(rank, Ready(rank=rank, epoch=message.epoch))
@@ -146,6 +154,7 @@ class Ranks:
                 spoken.add(rank // NODE)
                 say(rank, Committed(rank=rank, epoch=self._layout.epoch, vote=vote, time=now, first=rank == first))
         self.step += 1
+        self.working = False
         if switch is not None:
             self._switch(switch, first, say)
 
@@ -168,9 +177,23 @@ class Ranks:
             self._epoch, self.back = message.epoch, 0
         each = self._ranks[rank]
         held = sorted(Holdings.of(self._layout).of_rank(rank))
-        say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout, 0))
+        work = self._done(rank) if each.member else None
+        say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout, 0, work))
+
+    def _done(self, rank: int) -> Progress:
+        """Nothing of the step, or in its middle a quarter, and the forward of another one."""
+        layout = self._layout
+        done = Progress.none(self.step, layout.num_grains)
+        if self.working:
+            stage, cell, _ = layout.places[rank]
+            numbers = [grain * layout.num_chunks + chunk for grain in cell.share
+                       for chunk in range(len(layout.chunks(stage)))]
+            quarter = len(numbers) // 4
+            done = replace(done, added=numbers[:quarter], live=numbers[quarter : 2 * quarter])
+        return done
 
     def _decided(self, rank: int, decision: Decision, say: Say) -> None:
+        self.decision = type(decision).__name__
         self._layout = _read(decision.layout)
         vote = decision.vote if isinstance(decision, Forward) else None
         member = rank in self._layout.places

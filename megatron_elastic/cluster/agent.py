@@ -191,7 +191,14 @@ class Agent:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._listener: asyncio.Task[None] | None = None
+        self._import_limit = 0.0
+        self._ready = False
+        """Whether the zygote is there and has imported everything."""
+        self._requests: list[Spawn | Kill] = []
+        """What waits for it."""
+        self._wanted = asyncio.Event()
+        """Whether anything does."""
+        self._tender: asyncio.Task[None] | None = None
         self._running: set[int] = set()
         self._pids: dict[int, int] = {}
         self._slots: dict[int, int] = {}
@@ -210,32 +217,15 @@ class Agent:
         self._idle.set()
 
     async def prepare(self, timeout: float) -> Ready:
-        """Start the zygote and wait until it has imported everything. Raises AgentError."""
+        """Start the zygote and wait until it has imported everything. Raises AgentError.
+
+        Another takes the place of one that ends, when ranks are to be started, and has as many seconds.
+        """
         self.job.log_dir.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        log = self.job.log_dir / f"zygote{self.job.node_rank}.log"
-        env = {
-            **os.environ,
-            # Torch reads these when it is imported; ranks that share a machine must not all use every core.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            # Counting devices must not initialise CUDA before the fork.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
-        env.pop(wire.TOKEN_VARIABLE, None)  # ranks have no use for it
-        with theirs, log.open("ab") as output:
-            self._process = zygote.start(theirs, self._deathwatch, self.job.program.directory, output, env)
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        try:
-            answer = await asyncio.wait_for(self._receive(), timeout)
-        except TimeoutError:
-            raise AgentError(f"importing the modules that ranks need took longer than {timeout:g} s "
-                             f"(--elastic-start-timeout); see {log}") from None
-        if isinstance(answer, Broken):
-            raise AgentError(f"cannot import {answer.module}, which ranks need:\n{answer.traceback}")
-        if not isinstance(answer, Ready):
-            raise AgentError(f"the process that starts the ranks ended while importing; see {log}")
-        self._listener = asyncio.create_task(self._listen())
-        return answer
+        self._import_limit = timeout
+        ready = await self._start_zygote()
+        self._tender = asyncio.create_task(self._tend())
+        return ready
 
     # ---- what the coordinator says -------------------------------------------------------
 
@@ -396,14 +386,12 @@ class Agent:
         stubborn = set(self._running)
         if self._look is not None:
             self._look.cancel()
-        if self._writer is not None:
-            self._writer.close()  # the zygote kills and reaps what is left, and ends
-        if self._listener is not None:
-            self._listener.cancel()
+        self._ready = False
+        if self._tender is not None:
+            self._tender.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._listener
-        if self._process is not None:
-            await self._end_process(self._process)
+                await self._tender
+        await self._end_zygote()
         if self._regulator is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._regulator.close)
         self._lines.close()
@@ -411,34 +399,96 @@ class Agent:
             await asyncio.get_running_loop().run_in_executor(None, self._echo.close, END_LIMIT)
         return stubborn
 
-    async def _end_process(self, process: subprocess.Popen[bytes]) -> None:
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(pidfd, ended.set)
-        try:
-            await asyncio.wait_for(ended.wait(), END_LIMIT)
-        except TimeoutError:
-            process.kill()
-        finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-        process.wait()
-
     async def _wait_idle(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
 
+    # ---- the zygote ----------------------------------------------------------------------
+
+    async def _start_zygote(self) -> Ready:
+        """Start one, if there is none, and wait until it has imported everything. Raises AgentError."""
+        log = self.job.log_dir / f"zygote{self.job.node_rank}.log"
+        env = {
+            **os.environ,
+            # Torch reads these when it is imported; ranks that share a machine must not all use every core.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Counting devices must not initialise CUDA before the fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        env.pop(wire.TOKEN_VARIABLE, None)  # ranks have no use for it
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs, log.open("ab") as output:
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+                self._process = zygote.start(theirs, self._deathwatch, self.job.program.directory, output, env)
+        except OSError as error:
+            raise AgentError(f"the process that starts the ranks cannot be started: {error}") from None
+        try:
+            answer = await asyncio.wait_for(self._receive(), self._import_limit)
+        except TimeoutError:
+            raise AgentError(f"importing the modules that ranks need took longer than {self._import_limit:g} s "
+                             f"(--elastic-start-timeout); see {log}") from None
+        if isinstance(answer, Broken):
+            raise AgentError(f"cannot import {answer.module}, which ranks need:\n{answer.traceback}")
+        if not isinstance(answer, Ready):
+            raise AgentError(f"the process that starts the ranks ended while importing; see {log}")
+        self._ready = True
+        return answer
+
+    async def _tend(self) -> None:
+        """Hear what the zygote says, and replace one that has ended as soon as there is anything to start."""
+        while True:
+            await self._listen()
+            self._ready = False
+            self._all_ended()
+            while not self._ready:
+                await self._wanted.wait()
+                await self._end_zygote()
+                try:
+                    await self._start_zygote()
+                except AgentError as error:
+                    self._not_started(str(error).partition("\n")[0])
+            for request in self._taken():
+                self._send(request)
+
+    def _all_ended(self) -> None:
+        """The zygote has ended, and with it all ranks, but not what these have started."""
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        for rank in list(self._running):
+            self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time(),
+                                   cause="the process that starts this node's ranks has ended"))
+
+    def _not_started(self, cause: str) -> None:
+        """No rank that waits for a zygote can be started. Whether to try again is the coordinator's to say."""
+        for request in self._taken():
+            if isinstance(request, Spawn):
+                self._ended(RankExited(rank=request.rank, returncode=-signal.SIGKILL, time=time.time(), cause=cause))
+
+    def _taken(self) -> list[Spawn | Kill]:
+        """What has waited for the zygote."""
+        requests, self._requests = self._requests, []
+        self._wanted.clear()
+        return requests
+
     def _send(self, request: Spawn | Kill) -> None:
-        if self._writer is not None and not self._writer.is_closing():
+        if self._ready:
+            assert self._writer is not None
             self._writer.write(wire.encode(request))
+        elif isinstance(request, Spawn) or self._requests:
+            self._requests.append(request)
+            self._wanted.set()
 
     async def _receive(self) -> _Answer | None:
         assert self._reader is not None
-        payload = await wire.read_frame(self._reader)
-        return None if payload is None else wire.decode(payload, _answers)
+        with contextlib.suppress(wire.WireError):  # what speaks no sense is no better than one that has ended
+            if (payload := await wire.read_frame(self._reader)) is not None:
+                return wire.decode(payload, _answers)
+        return None
 
     async def _listen(self) -> None:
+        """Until it ends."""
         while (answer := await self._receive()) is not None:
             match answer:
                 case Spawned():
@@ -448,14 +498,32 @@ class Agent:
                     if self._look is None:
                         self._look_for_standstills()
                 case Exited():
-                    self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time))
+                    self._ended(RankExited(rank=answer.rank, returncode=answer.returncode, time=answer.time,
+                                           cause=answer.cause))
                 case Stopped():
                     how = signal.Signals(answer.signal).name
                     self._post.news(RankStopped(rank=answer.rank, how=how, time=answer.time))
                 case Continued():
                     self._post.news(RankResumed(rank=answer.rank, time=answer.time))
-        for rank in list(self._running):  # the zygote died; its ranks die with it
-            self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time()))
+
+    async def _end_zygote(self) -> None:
+        """Let it end, if it has not; it kills and reaps what is left first."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is None:
+            return
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), END_LIMIT)
+        except TimeoutError:
+            self._process.kill()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._process.wait()
+        self._process = None
 
     def _watch(self, rank: int) -> None:
         loop = asyncio.get_running_loop()

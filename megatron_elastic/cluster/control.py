@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.line import AGENT_VARIABLE
+from megatron_elastic.cluster.line import AGENT_VARIABLE, peer
 from megatron_elastic.cluster.messages import (
     Addresses,
     Decision,
@@ -304,5 +304,9 @@ def _connect(env: Mapping[str, str]) -> socket.socket:
     except OSError as error:
         sock.close()
         raise JobStopped(f"rank {env['RANK']} cannot reach the agent of its node: {error}") from None
+    if peer(sock)[1] != os.geteuid():
+        sock.close()
+        raise JobStopped(f"rank {env['RANK']} cannot reach the agent of its node: it has ended, and another user's "
+                         "program is in its place")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_LIMIT, 0))
     return sock

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megatron_elastic.cluster.messages import Answer, Decision, Start, ToAgent
+from megatron_elastic.cluster.messages import Answer, Decision, Start, Stop, ToAgent
 from megatron_elastic.cluster.outgoing import Outgoing
 from megatron_elastic.cluster.protocol import Job, Outcome, advance
 from megatron_elastic.cluster.protocol.effects import (
@@ -51,6 +51,7 @@ from megatron_elastic.cluster.protocol.events import (
     Event,
     Expired,
     Found,
+    NodeCame,
     Recorded,
     Sent,
     Troubled,
@@ -67,10 +68,10 @@ from megatron_elastic.plan.predict.outlook import around, outlook
 
 
 class Agent(Protocol):
-    """How an agent is reached; neither method raises."""
+    """How an agent is reached."""
 
     def obey(self, message: ToAgent) -> None:
-        """Send it a message, or have it act on it."""
+        """Send it a message, or have it act on it; ``Stop`` is the last. Does not raise."""
 
 
 class Coordinator:
@@ -96,6 +97,8 @@ class Coordinator:
         self._agents: dict[int, Agent] = {}
         self._told: dict[int, Layout] = {}
         """The layout that each node was sent last."""
+        self._had: dict[int, int] = {}
+        """Epoch of the one that another coordinator has sent last to each node that has come meanwhile."""
         self._people: dict[int, asyncio.Future[Answer]] = {}
         self._names = 0
         self._events: deque[Event] = deque()
@@ -121,11 +124,6 @@ class Coordinator:
         self._agents[self._names] = agent
         return self._names
 
-    def forget(self, node: int) -> None:
-        """An agent is not reached any more."""
-        self._agents.pop(node, None)
-        self._told.pop(node, None)
-
     def asking(self) -> tuple[int, asyncio.Future[Answer]]:
         """A number for a person, and where the answer will be."""
         self._names += 1
@@ -146,11 +144,14 @@ class Coordinator:
     # ---- what is to be done ------------------------------------------------------------------
 
     def _work(self, event: Event) -> None:
+        gathering = self.job.gathering is not None
         try:
             self.job, effects = advance(self.job, event)
         except Exception:
             self._broken()
             return
+        if gathering:
+            self._learn(event)
         for effect in effects:
             try:
                 self._do(effect)
@@ -158,6 +159,14 @@ class Coordinator:
                 self.trouble(str(error), fatal=True)
             except Exception:
                 self._broken()
+
+    def _learn(self, event: Event) -> None:
+        """What agents have of the layout that a coordinator before has sent them need not be sent again."""
+        if isinstance(event, NodeCame) and (past := event.hello.past) is not None and past.told:
+            self._had[event.node] = past.in_force
+        if self.job.gathering is None and (layout := self.job.layout) is not None:
+            self._told.update((node, layout) for node, epoch in self._had.items() if epoch == layout.epoch)
+            self._had.clear()
 
     def _broken(self) -> None:
         """A defect of ours: the job ends, with what is known."""
@@ -174,6 +183,9 @@ class Coordinator:
             case Tell():
                 if (agent := self._agents.get(effect.node)) is not None:
                     agent.obey(effect.message)
+                if isinstance(effect.message, Stop):  # the last that an agent is told
+                    self._agents.pop(effect.node, None)
+                    self._told.pop(effect.node, None)
             case SetTimer():
                 expired = effect
                 self._timers.set(effect.name, effect.delay, lambda: self.post(

@@ -1,15 +1,16 @@
 """Line: an agent's connections with the ranks of its node.
 
-A rank finds its agent's address in its environment: a Unix socket in the abstract namespace, which leaves no file. Who
-is at the other end the kernel says, so there is nothing to prove: only processes that the agent has started are let in,
-each as the rank that it is. What a rank has written is here, even if the rank is dead by now: reading it before the
-rank's death is told keeps the two in order.
+A rank finds its agent's address in its environment: a Unix socket in the abstract namespace, which leaves no file, and
+which every user of the machine can connect to. Who is at the other end the kernel says, so there is nothing to prove:
+only processes of the agent's user that it has started are let in, each as the rank that it is. What a rank has written
+is here, even if the rank is dead by now: reading it before the rank's death is told keeps the two in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
+import os
 import secrets
 import socket
 import struct
@@ -26,12 +27,24 @@ AGENT_VARIABLE = "MEGATRON_ELASTIC_AGENT"
 FIRST_HOST_VARIABLE = "MEGATRON_ELASTIC_FIRST_HOST"
 """Environment variable with the number of ranks that the job began with on its first host. A node that comes later may
 have another number, and its ranks must know what the first layout was."""
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
+_STRANGERS = 1024
+"""Connections of processes that are not known."""
+_STRANGERS_LIMIT = 30.0
+"""Seconds that they are kept: the word that a rank was started takes milliseconds."""
+_PAUSE = 0.1
+"""Seconds until the next connection is accepted when this process can open nothing more."""
 _BATCH = 1 << 18
 _BACKLOG = 64 << 20
 """Bytes that may wait for a rank that does not read."""
 
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """The process at the other end of a Unix socket when it connected or began to listen, and its user."""
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
 
 
 class Lines:
@@ -40,12 +53,16 @@ class Lines:
     Args:
         heard: told what a rank says: (rank, message).
         closed: told when a rank has closed its last connection.
+        limit: seconds that a connection of a process is kept that is not known yet.
     """
 
-    def __init__(self, heard: Callable[[int, FromRank], None], closed: Callable[[int], None]) -> None:
+    def __init__(self, heard: Callable[[int, FromRank], None], closed: Callable[[int], None],
+                 limit: float = _STRANGERS_LIMIT) -> None:
         self.name = f"megatron-elastic-{secrets.token_hex(8)}"
         self._heard = heard
         self._closed = closed
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
         self._pids: dict[int, int] = {}
         """Rank of each process that the agent has started."""
         self._strangers: dict[int, list[socket.socket]] = {}
@@ -55,7 +72,7 @@ class Lines:
         self._listener.setblocking(False)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(1024)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._accept)
 
     def expect(self, rank: int, pid: int) -> None:
         """This process is this rank."""
@@ -83,7 +100,7 @@ class Lines:
 
     def close(self) -> None:
         """Close everything."""
-        asyncio.get_running_loop().remove_reader(self._listener)
+        self._loop.remove_reader(self._listener)
         self._listener.close()
         for lines in self._lines.values():
             for line in lines:
@@ -95,15 +112,36 @@ class Lines:
         self._strangers.clear()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            pid, *_ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if pid in self._pids:
-                self._let_in(self._pids[pid], sock)
-            elif sum(map(len, self._strangers.values())) < 1024:
-                self._strangers.setdefault(pid, []).append(sock)
-            else:
-                sock.close()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # no more files, probably: it would ask for ever
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_PAUSE, self._accept_again)
+            return
+        pid, user = peer(sock)
+        if user != os.geteuid():
+            sock.close()
+        elif pid in self._pids:
+            self._let_in(self._pids[pid], sock)
+        elif sum(map(len, self._strangers.values())) < _STRANGERS:
+            self._strangers.setdefault(pid, []).append(sock)
+            self._loop.call_later(self._limit, self._send_away, pid, sock)
+        else:
+            sock.close()
+
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _send_away(self, pid: int, sock: socket.socket) -> None:
+        """A stranger's time is over. Its pid may become a rank's, which must not be taken for it."""
+        socks = self._strangers.get(pid, [])
+        if sock in socks:
+            sock.close()
+            socks.remove(sock)
+            if not socks:
+                del self._strangers[pid]
 
     def _let_in(self, rank: int, sock: socket.socket) -> None:
         def heard(payload: bytes) -> bool:

@@ -37,7 +37,7 @@ from megatron_elastic.cluster.uplink import Uplink
 from megatron_elastic.cluster.weights_and_biases import WeightsAndBiases, project_of
 from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.config import ElasticConfig
-from megatron_elastic.observe.records import RecordsError, read_metrics
+from megatron_elastic.observe.records import newest_step
 
 if TYPE_CHECKING:
     from megatron_elastic.observe.metrics import Metrics
@@ -239,7 +239,15 @@ class Office:
                 self.coordinator.trouble(f"--elastic-store: {error}", fatal=True)
             return
         while True:
-            term = await store.lead(self._uplink.address)
+            try:
+                term = await store.lead(self._uplink.address)
+            except StoreError as error:
+                if self.coordinator is not None:  # nobody has led yet: it was never set up so that anybody can
+                    self.coordinator.trouble(f"--elastic-store: {error}", fatal=True)
+                    return
+                self._note(f"--elastic-store: {error}; this node cannot coordinate now, and tries again")
+                await asyncio.sleep(self._limit)
+                continue
             if self.coordinator is None:
                 self._record = asyncio.Queue()  # what was to be written down before is another coordinator's
             remembering = asyncio.create_task(self._remember(store, term, self._record))
@@ -260,7 +268,7 @@ class Office:
         if part.choice.kind == "embedded":
             me = self._uplink.member
             place = Place(tuple(members), part.credentials.token, me, self._listening if me in members else None)
-        store = leadership.make(part.choice, name, self._limit, place=place)
+        store = leadership.make(part.choice, name, self._limit, place=place, note=self._note)
         self._opened.append(store)
         await store.open()
         if self.store.done():
@@ -285,13 +293,15 @@ class Office:
 
     async def _take_over(self, store: Store, term: int, agent: Agent) -> None:
         durable = await store.recall()
+        # In a thread: the lease is renewed meanwhile, and the disk may be shared, and slow.
+        written = await asyncio.to_thread(newest_step, self._part.agent.run_dir)
         before = await self._let_go()
         self._open_records()
         coordinator = Coordinator(Job.new(_settings(self._config), self._part.agent.world_size), self._records,
                                   self._screen.say, self._record.put_nowait)
         coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
                                   epoch=0 if durable is None else durable.epoch,
-                                  written=_written(self._part.agent.run_dir), before=before,
+                                  written=written, before=before,
                                   limit=self._patience(), name=agent.members.result().name,
                                   members=tuple(store.members()) if isinstance(store, Member) else ()))
         self._coordinate(coordinator)
@@ -328,13 +338,9 @@ class Office:
             record = await records.get()
             while not records.empty():
                 record = records.get_nowait()
-            layout = "" if record.layout is None else record.layout.to_json()
             try:
-                await store.record(Durable(term, record.epoch, record.step, layout))
+                await store.record(Durable(term, record.epoch, record.step))
             except Deposed:
-                return
-            except StoreError as error:
-                self._trouble(f"--elastic-store: {error}", fatal=True)
                 return
             if self.coordinator is not None:
                 self.coordinator.post(Recorded(now=time.time(), epoch=record.epoch))
@@ -354,14 +360,6 @@ def _settings(config: ElasticConfig) -> Settings:
 
 def _defect(what: object) -> str:
     return f"error in the launcher, please report it: {what!r}"
-
-
-def _written(run_dir: Path) -> int:
-    """The last step on record in a run directory that all nodes share; -1 if this one has no records."""
-    try:
-        return max(read_metrics(run_dir), default=-1)
-    except RecordsError:
-        return -1
 
 
 def _free_port() -> int:

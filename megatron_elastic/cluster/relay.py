@@ -82,13 +82,21 @@ class Post:
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
-        return [Running(rank=rank, local_rank=slot, hello=self._hellos.get(rank)) for rank, slot in slots.items()]
+        hellos = {rank: self._brief(hello) for rank, hello in self._hellos.items()}
+        return [Running(rank=rank, local_rank=slot, hello=hellos.get(rank)) for rank, slot in slots.items()]
+
+    def _brief(self, hello: Hello) -> Hello:
+        """Without what the first rank of this node tells."""
+        first = next(iter(self._hellos.values()))
+        alike = first.rank != hello.rank and first.likeness == hello.likeness
+        return replace(hello, flags={}) if alike else hello
 
     def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
         newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
+        layout = self._layouts.get(self._in_force, b"")
         return Past(
-            layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=newest,
+            layout=layout, in_force=self._in_force, told=layout == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since, resigned=resigned,
         )  # fmt: skip
@@ -100,13 +108,10 @@ class Post:
         match message:
             case Hello():
                 self._told = self._told or message.layout
-                first = next(iter(self._hellos.values()), message)
-                if rank != 0:
-                    message = replace(message, layout=b"")
-                self._hellos[rank] = message
+                self._hellos[rank] = replace(message, layout=b"")
                 # The coordinator compares those of others with rank 0's.
-                if rank != 0 and first.rank != rank and message.likeness == first.likeness:
-                    message = replace(message, flags={})
+                if rank != 0:
+                    message = self._brief(self._hellos[rank])
             case Reachable():
                 if rank in self._hellos:
                     self._hellos[rank] = replace(self._hellos[rank], address=message.address, linked=True)

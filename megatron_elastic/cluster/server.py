@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -119,7 +120,8 @@ class Server:
             return
         back = agent is not None
         if agent is None:
-            agent = self._agents[hello.session] = RemoteAgent(coordinator)
+            agent = self._agents[hello.session] = RemoteAgent(
+                coordinator, partial(self._agents.pop, hello.session, None))
         agent.connect(wire, received)
         node, now = agent.node, time.time()
         coordinator.post(NodeBack(now=now, node=node) if back else NodeCame(now=now, node=node, hello=hello))
@@ -150,13 +152,21 @@ class Server:
 
 
 class RemoteAgent:
-    """The agent at the other end of connections that follow one another."""
+    """The agent at the other end of connections that follow one another.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    Args:
+        coordinator: what tells it what to do.
+        forget: its session is over: should it come again, it has to introduce itself anew.
+    """
+
+    def __init__(self, coordinator: Coordinator, forget: Callable[[], object]) -> None:
         self.session = Session()
         self.node = coordinator.name(self)
         self._coordinator = coordinator
+        self._forget = forget
         self._wire: AsyncWire[FromOutside] | None = None
+        self._stopped = False
+        """Whether it has been told the last that it is told."""
 
     def connect(self, wire: AsyncWire[FromOutside], received: int) -> None:
         """It has come, by this connection; ``received``: the number of the last message that it has."""
@@ -172,6 +182,8 @@ class RemoteAgent:
         if self._wire is not wire:
             return False
         self._wire = self.session.transmit = None
+        if self._stopped:
+            self._forget()
         return True
 
     def leave(self) -> None:
@@ -181,8 +193,11 @@ class RemoteAgent:
             self._wire.close()
 
     def obey(self, message: ToAgent) -> None:
-        """Send it a message."""
+        """Send it a message; ``Stop`` is the last."""
         problem = self.session.send(message)
+        self._stopped = self._stopped or isinstance(message, Stop)
+        if self._stopped and self._wire is None:
+            self._forget()
         if problem is not None:
             self._coordinator.trouble(str(problem), fatal=True)
 

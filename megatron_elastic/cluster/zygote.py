@@ -65,6 +65,8 @@ _INSTALLED = frozenset({
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
+_LONGEST_CAUSE = 4096
+"""Bytes."""
 
 _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
@@ -113,11 +115,15 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """Zygote to agent: the rank's process ended; ``returncode`` as in ``subprocess``."""
+    """Zygote to agent: the rank's process ended; ``returncode`` as in ``subprocess``.
+
+    ``cause``: why it could not be started, for people, if it was not.
+    """
 
     rank: int
     returncode: int
     time: float
+    cause: str = ""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
@@ -177,10 +183,10 @@ def main(descriptor: int, deathwatch: int, slots: int, directory: str) -> NoRetu
     except Exception:
         agent.sendall(wire.encode(Broken(module, traceback.format_exc())))
         sys.exit(1)
+    zygote = _Zygote(agent, Deathwatch(slots, deathwatch))
     gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so unshare, every page of the modules
     agent.sendall(wire.encode(Ready(time.monotonic() - started, len(os.listdir("/proc/self/task")))))
-    zygote = _Zygote(agent, Deathwatch(slots, deathwatch))
     program = zygote.serve()
     if program is None:
         _end(0)
@@ -253,7 +259,7 @@ class _Zygote:
                 if key.data is not None:
                     key.data()
                     continue
-                payload = wire.receive_frame(self._agent)
+                payload = self._receive()
                 if payload is None:
                     self._kill_all()
                     return None
@@ -263,29 +269,52 @@ class _Zygote:
                 elif self._fork(request):
                     return request.program
 
+    def _receive(self) -> bytes | None:
+        try:
+            return wire.receive_frame(self._agent)
+        except OSError:  # it has ended with something of ours unread
+            return None
+
     def _fork(self, request: Spawn) -> bool:
-        zygote = os.getpid()
-        held, hold = os.pipe()
-        pid = os.fork()
-        if pid == 0:
+        """Whether this is the rank. What the machine refuses it is that rank's end, and no other's."""
+        zygote, pid, cause = os.getpid(), 0, ""
+        try:
+            held, hold = socket.socketpair()
+            with held, hold:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request, zygote, hold)
+                    return True
+                hold.close()
+                cause = held.recv(_LONGEST_CAUSE).decode()  # empty if the rank holds its mutex, or is dead already
+            os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            cause = str(error)
+        if cause:
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            told = Exited(request.rank, -signal.SIGKILL, time.time(), f"it could not be started: {cause}")
+            self._agent.sendall(wire.encode(told))
+            return False
+        self._pids[request.rank] = pid
+        reap: Callable[[], None] = functools.partial(self._reap, request.rank, pid, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, data=reap)
+        self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
+        return False
+
+    def _become(self, request: Spawn, zygote: int, hold: socket.socket) -> None:
+        """In the rank's process: be that rank. If the machine does not let it, say so through ``hold`` and end."""
+        try:
             _die_with_parent(zygote)
             self._forget()
             _become_rank(request)
             self._slot = int(request.env["LOCAL_RANK"])
             self._deathwatch.hold(self._slot)
-            os.close(held)
-            os.close(hold)
-            return True
-        os.close(hold)
-        os.read(held, 1)  # ends when the rank holds its mutex, or is dead already
-        os.close(held)
-        os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
-        self._pids[request.rank] = pid
-        pidfd = os.pidfd_open(pid)
-        reap: Callable[[], None] = functools.partial(self._reap, request.rank, pid, pidfd)
-        self._selector.register(pidfd, selectors.EVENT_READ, data=reap)
-        self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
-        return False
+        except OSError as error:
+            hold.sendall(str(error).encode()[:_LONGEST_CAUSE])
+            os._exit(1)
 
     def leave(self) -> None:
         """In a rank whose program is over: what comes now is no death."""

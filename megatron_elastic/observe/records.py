@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_elastic.layout import Layout
 
@@ -31,6 +31,9 @@ RECOVERED = (
     "mttr_ms",
 )  # fmt: skip
 """Fields of a ``recovered`` event, in order, after time, kind and epoch; further ones may follow."""
+
+_BLOCK = 4096
+"""Bytes that are read at once from the end of a file; a line has some 300."""
 
 
 class RecordsError(Exception):
@@ -102,6 +105,18 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
     return result
 
 
+def newest_step(run_dir: Path) -> int:
+    """Step of the last metrics line; -1 if there is none that can be read. Takes no longer however many there are."""
+    path = run_dir / "metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            line, _ = _last_line(file)
+        step = _parse(line.decode(), str(path)).get("step")
+    except (OSError, UnicodeDecodeError, RecordsError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Events in the order they were written. Raises RecordsError when the file is missing or damaged."""
     return _read_lines(run_dir / "events.jsonl")
@@ -144,10 +159,24 @@ def _line(record: Mapping[str, Any]) -> bytes:
 def _open(path: Path) -> io.FileIO:
     """Open a file of lines to append to. Half a line at its end, of a writer that was killed, is taken out."""
     file = path.open("ab", buffering=0)
-    lines = path.read_bytes()
-    if not lines.endswith(b"\n"):
-        file.truncate(lines.rfind(b"\n") + 1)
+    with path.open("rb") as lines:
+        _, end = _last_line(lines)
+    if file.tell() > end:
+        file.truncate(end)
     return file
+
+
+def _last_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The last whole line, and where it ends; empty and 0 without one. Reads little of what is before it."""
+    start, read = file.seek(0, os.SEEK_END), b""
+    while start:
+        size = min(_BLOCK, start)
+        start -= size
+        file.seek(start)
+        read = file.read(size) + read
+        if (end := read.rfind(b"\n") + 1) and ((begin := read.rfind(b"\n", 0, end - 1) + 1) or not start):
+            return read[begin:end], start + end
+    return b"", 0
 
 
 def _append(file: io.FileIO, line: bytes) -> None:

@@ -42,7 +42,7 @@ async def obey(store: Store, order: dict[str, Any]) -> None:
     started = time.monotonic()
     match order["do"]:
         case "record":
-            durable = Durable(order["term"], order["epoch"], order["step"], order.get("layout", ""))
+            durable = Durable(order["term"], order["epoch"], order["step"])
             try:
                 await store.record(durable)
                 tell(did="record", took=time.monotonic() - started)
@@ -50,7 +50,7 @@ async def obey(store: Store, order: dict[str, Any]) -> None:
                 tell(did="record", refused=str(error))
         case "recall":
             found = await store.recall()
-            tell(did="recall", found=None if found is None else [found.term, found.epoch, found.step, found.layout])
+            tell(did="recall", found=None if found is None else [found.term, found.epoch, found.step])
         case "replace":
             await store.replace(order["lost"], order["by"])  # type: ignore[attr-defined]
             tell(did="replace")

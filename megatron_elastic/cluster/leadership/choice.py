@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -69,7 +70,8 @@ def parse(flag: str, nodes: int) -> Choice:
                      "kubernetes://NAMESPACE/NAME")
 
 
-def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, place: Place | None = None) -> Store:
+def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, place: Place | None = None,
+         note: Callable[[str], None] = lambda line: None) -> Store:
     """The store, to be opened.
 
     Args:
@@ -78,6 +80,7 @@ def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, pl
         limit: seconds without the leader after which another may lead.
         leads_at: for ``alone``, on nodes that do not lead: the coordinator's address.
         place: for ``embedded``.
+        note: told, in a line for people, when the store refuses what it should take.
 
     Raises StoreError if the store's client is not installed or not set up.
     """
@@ -92,8 +95,8 @@ def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, pl
         case "etcd":
             from megatron_elastic.cluster.leadership.etcd import Etcd
 
-            return Leased(Etcd(choice.endpoints, job, limit))
+            return Leased(Etcd(choice.endpoints, job, limit), note)
         case "kubernetes":
             from megatron_elastic.cluster.leadership.kubernetes import Kubernetes
 
-            return Leased(Kubernetes(choice.namespace, choice.name, limit))
+            return Leased(Kubernetes(choice.namespace, choice.name, limit), note)

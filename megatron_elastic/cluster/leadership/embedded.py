@@ -19,9 +19,8 @@ import msgspec
 from pysyncobj.utility import TcpUtility, UtilityException
 
 from megatron_elastic.cluster.leadership.raft import ASK, TICK, Answer, Raft, password
-from megatron_elastic.cluster.leadership.store import Deposed, Durable, Leader, StoreError, pack, unpack
+from megatron_elastic.cluster.leadership.store import Deposed, Durable, Leader, pack, unpack
 
-_LONGEST_ENTRY = 64 << 20
 _LONGEST_PAUSE = 2.0
 
 
@@ -73,8 +72,6 @@ class Member:
 
     async def record(self, durable: Durable) -> None:
         data = pack(durable)
-        if len(data) > _LONGEST_ENTRY:
-            raise StoreError(f"a record of {len(data)} bytes is longer than the limit of {_LONGEST_ENTRY}")
         lost = asyncio.create_task(self.deposed(durable.term))
         try:
             while self._leads(durable.term):

@@ -41,7 +41,7 @@ class Unreachable(Exception):
 class Backend(Protocol):
     """A store's own operations, blocking for half of ``limit`` seconds at most. Called from several threads.
 
-    All raise Unreachable when they cannot say, and StoreError when asking again is of no use.
+    All raise Unreachable when they cannot say, and StoreError when the store refuses it.
     """
 
     limit: float
@@ -89,10 +89,15 @@ class _Reign:
 
 
 class Leased:
-    """A store over ``backend``."""
+    """A store over ``backend``.
 
-    def __init__(self, backend: Backend) -> None:
+    A refusal ends nobody's term, as long as the lease can be renewed: rights and room can be given back. ``note`` is
+    told of it, in a line for people.
+    """
+
+    def __init__(self, backend: Backend, note: Callable[[str], None] = lambda line: None) -> None:
         self._backend = backend
+        self._note = note
         self._limit = backend.limit
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="leadership")
         # A write that was cancelled goes on in its thread; a later one waits for its end, or the older would stay.
@@ -115,7 +120,7 @@ class Leased:
     async def lead(self, address: str) -> int:
         while True:
             sent = time.monotonic()
-            term = await self._persist(lambda: self._backend.claim(address))
+            term = await self._persist(lambda: self._backend.claim(address), refused=StoreError)
             if term is not None:
                 break
             await asyncio.sleep(self._limit / _RENEWALS)
@@ -127,20 +132,24 @@ class Leased:
 
     async def _keep(self, reign: _Reign) -> None:
         """Renew the lease until it is lost; then give it back, if that is still to be done."""
-        renewed = True
+        renewed, told = True, ""
         try:
             while renewed and not reign.over:
                 await asyncio.sleep(self._limit / _RENEWALS)
                 sent = time.monotonic()
-                with contextlib.suppress(Unreachable):
+                try:
                     async with asyncio.timeout(reign.until - sent):
                         renewed = await self._call(lambda: self._backend.renew(reign.term))
                     reign.until = sent + _SURE * self._limit
+                except Unreachable:
+                    pass
+                except StoreError as error:
+                    told = self._tell(error, told)
         except TimeoutError:
             pass  # no renewal has come back in the time that the last one bought
         finally:
             reign.lost.set()
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(Unreachable, StoreError):
             await self._call(lambda: self._backend.resign(reign.term))
 
     async def record(self, durable: Durable) -> None:
@@ -180,7 +189,7 @@ class Leased:
         await self._end_keeper()
         if self._reign is not None and not self._reign.over:
             self._reign.lost.set()
-            with contextlib.suppress(Unreachable):
+            with contextlib.suppress(Unreachable, StoreError):
                 await self._call(lambda: self._backend.resign(self._reign.term if self._reign else 0))
         for pool in (self._writer, self._pool):
             await asyncio.to_thread(pool.shutdown)
@@ -198,14 +207,27 @@ class Leased:
     async def _call(self, operation: Callable[[], _T], pool: ThreadPoolExecutor | None = None) -> _T:
         return await asyncio.get_running_loop().run_in_executor(pool or self._pool, operation)
 
-    async def _persist(self, operation: Callable[[], _T], pool: ThreadPoolExecutor | None = None) -> _T:
-        """Call until the store answers."""
+    async def _persist(self, operation: Callable[[], _T], pool: ThreadPoolExecutor | None = None,
+                       refused: type[StoreError] | tuple[()] = ()) -> _T:
+        """Call until the store answers; a refusal is none, but where it is to be raised (``refused``)."""
+        told = ""
         for pause in _pauses(self._limit):
             try:
                 return await self._call(operation, pool)
+            except refused:
+                raise
             except Unreachable:
-                await asyncio.sleep(pause)
+                pass
+            except StoreError as error:
+                told = self._tell(error, told)
+            await asyncio.sleep(pause)
         raise AssertionError("pauses do not end")
+
+    def _tell(self, error: StoreError, told: str) -> str:
+        """Say what the store has refused, if that is not what was said last."""
+        if str(error) != told:
+            self._note(f"--elastic-store: {error}; it is asked again, and training goes on meanwhile")
+        return str(error)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -122,7 +122,7 @@ class Raft:
             appendEntriesBatchSizeBytes=1 << 30,
             dnsFailCacheTime=limit,
             commandsWaitLeader=False,  # what waited might reach a later leader
-            logCompactionMinEntries=64,  # entries can hold a layout
+            logCompactionMinEntries=64,
             onStateChanged=self._state_changed,
         )
         self._sync = _Group(me, list(others), conf, consumers=[self.book],

@@ -6,7 +6,6 @@ the newest. Everything else a new coordinator learns from the ranks.
 
 from __future__ import annotations
 
-import zlib
 from typing import Protocol
 
 import msgspec
@@ -21,8 +20,6 @@ class Durable(msgspec.Struct, frozen=True):
     """Highest epoch ever begun; a new coordinator begins above it."""
     step: int
     """Newest committed step known when this was written."""
-    layout: str
-    """Newest layout sent to the ranks, as JSON; empty before the first."""
 
 
 class Leader(msgspec.Struct, frozen=True):
@@ -44,22 +41,25 @@ class StoreError(Exception):
 class Store(Protocol):
     """One process's place at a store. Used from one event loop.
 
-    Every wait lasts until its caller cancels it; a store that is away is asked again and again meanwhile, with pauses
-    that grow to a bound. After ``open`` and until ``close`` everything may be called at any time, but only one ``lead``
-    and one ``record`` at a time.
+    Every wait lasts until its caller cancels it; a store that is away, or takes no more what it has taken before, is
+    asked again and again meanwhile, with pauses that grow to a bound. After ``open`` and until ``close`` everything may
+    be called at any time, but only one ``lead`` and one ``record`` at a time.
     """
 
     async def open(self) -> None:
         """Get in touch. Raises StoreError if the store cannot be used, or does not answer at all."""
 
     async def lead(self, address: str) -> int:
-        """Campaign until this process leads from ``address``; return its term. Whoever was deposed campaigns again."""
+        """Campaign until this process leads from ``address``; return its term. Whoever was deposed campaigns again.
+
+        Raises StoreError if the store refuses that.
+        """
 
     async def record(self, durable: Durable) -> None:
         """Write; durable for all later leaders on return.
 
         Raises Deposed if ``durable.term`` leads no more: then it may or may not have been written, but only from before
-        the next leader's first look. Raises StoreError if it is too large for the store.
+        the next leader's first look.
         """
 
     async def recall(self) -> Durable | None:
@@ -79,10 +79,10 @@ class Store(Protocol):
 
 
 def pack(durable: Durable) -> bytes:
-    """``durable`` as few bytes: stores hold little."""
-    return zlib.compress(msgspec.msgpack.encode(durable))
+    """``durable`` as bytes: few, whatever the size of the job, as stores hold little."""
+    return msgspec.msgpack.encode(durable)
 
 
 def unpack(data: bytes) -> Durable:
     """The inverse of ``pack``."""
-    return msgspec.msgpack.decode(zlib.decompress(data), type=Durable)
+    return msgspec.msgpack.decode(data, type=Durable)

@@ -24,6 +24,10 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: bytes
     """The newest one that its ranks have been in."""
+    in_force: int
+    """Its epoch."""
+    told: bool
+    """Whether no other was sent there since: what comes after it can be told as the difference."""
     epoch: int
     """The highest one that was begun, as far as its ranks have been told."""
     newest: int
@@ -92,6 +96,8 @@ class RankExited(Message, frozen=True):
     rank: int
     returncode: int
     time: float
+    cause: str = ""
+    """Why, for people, if ``returncode`` does not say: it could not be started, or what starts ranks has ended."""
 
 
 class RankStopped(Message, frozen=True):

@@ -98,11 +98,10 @@ class WriteScaleTable(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Let a later coordinator know that ``epoch`` was begun; ``Recorded`` tells. ``layout``: the newest in force."""
+    """Let a later coordinator know that ``epoch`` was begun; ``Recorded`` tells. ``step``: the last one on record."""
 
     epoch: int
     step: int
-    layout: Layout | None
 
 
 class WriteMetrics(msgspec.Struct, frozen=True):

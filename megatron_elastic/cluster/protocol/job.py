@@ -6,11 +6,12 @@ costs what it touches, whatever the number of ranks. A map to None is a set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 from immutables import Map
+from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
     Committed,
@@ -319,15 +320,36 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Whether those who had not come within that have longer, because without them state is lost."""
     running: Map[int, Rank] = Map()
     layout: Layout | None = None
+    missing: Map[int, int] = Map()
+    """Its ranks and spares that nobody who has come runs, with the host of each."""
     newest: int = -1
     """The highest id of a rank that anybody has heard of."""
-    committed: tuple[Committed, ...] = ()
+    committed: Map[tuple[int, int, str, str], Committed] = Map()
+    """Steps that may not be on record, each once however many tell it: by step, epoch and what is compared of its vote.
+    """
     since: float | None = None
     """Since when there was no coordinator."""
     resigned: bool = False
     """Whether the one before has said that it is none any more: nothing is wrong with its node."""
-    later: tuple[Said | News, ...] = ()
-    """What agents said meanwhile, to be heard then."""
+    later: Map[int, Said | News] = Map()
+    """What agents said meanwhile, numbered in order, to be heard then."""
+
+    def told(self, layout: Layout) -> Gathering:
+        """A layout is known that is newer than what was."""
+        missing = {rank: layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in self.running}
+        return replace(self, layout=layout, missing=Map(missing))
+
+    def came(self, running: Mapping[int, Rank]) -> Gathering:
+        """An agent has come that runs these."""
+        return replace(self, running=self.running.update(running), missing=without(self.missing, running))
+
+    def went(self, ranks: Collection[int]) -> Gathering:
+        """The agent that runs these has gone again."""
+        layout, missing = self.layout, self.missing
+        if layout is not None:
+            missing = missing.update({rank: layout.host_of(rank) for rank in ranks
+                                      if rank in layout.places or rank in layout.spares})
+        return replace(self, running=without(self.running, ranks), missing=missing)
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):

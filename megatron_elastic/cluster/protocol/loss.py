@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
@@ -78,25 +77,26 @@ def _died(turn: Turn, number: int, cause: str, since: float) -> None:
 
 def _exited(turn: Turn, message: RankExited) -> None:
     number, code = message.rank, message.returncode
+    cause = message.cause or cause_of(code)
     before = turn.job.ranks[number]
     rank = turn.set_rank(number, returncode=code, dying=None)
     for name in ("leaving", "dying"):
         turn.cancel_timer(f"{name} {number}")
     if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
-        start.again(turn, number, cause_of(code))
+        start.again(turn, number, cause)
         return
     if before.dying is not None and (code < 0 or rank.standby):
-        _died(turn, number, cause_of(code), before.dying)
+        _died(turn, number, cause, before.dying)
         membership.respawn(turn, number)
         return
     if before.dying is None and rank.lost:
         membership.respawn(turn, number)
         return
     if not turn.job.settings.elastic:
-        _plain_exit(turn, number, code)
+        _plain_exit(turn, message)
     elif code < 0 or rank.standby:
         since = rank.stopped if rank.fenced else None
-        lose(turn, [number], rank.fenced or cause_of(code), since or message.time)
+        lose(turn, [number], rank.fenced or cause, since or message.time)
         membership.respawn(turn, number)
     elif code == 0:
         turn.end(False, f"rank {number} ended with exit code 0 before training was finished: the end of "
@@ -105,10 +105,11 @@ def _exited(turn: Turn, message: RankExited) -> None:
         turn.end(False, f"rank {number} ended with exit code {code}; see rank{number}.log", code)
 
 
-def _plain_exit(turn: Turn, rank: int, code: int) -> None:
+def _plain_exit(turn: Turn, message: RankExited) -> None:
+    rank, code = message.rank, message.returncode
     if code:
-        how = f"exit code {code}" if code > 0 else cause_of(code)
-        turn.end(False, f"rank {rank} ended with {how}; see rank{rank}.log", max(code, 1))
+        how = f": {message.cause}" if message.cause else f" with {cause_of(code)}"
+        turn.end(False, f"rank {rank} ended{how}; see rank{rank}.log", max(code, 1))
     elif all(each.returncode == 0 for each in turn.job.ranks.values()):
         turn.end(True, "all ranks ended with exit code 0")
 
@@ -154,10 +155,13 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     # Should it be there after all, it must end its ranks, whose part in the job others take over.
     turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job",
                                again=job.settings.elastic))
-    turn.set(nodes=job.nodes.delete(event.node), early=tuple(each for each in job.early if each[0] != event.node))
+    turn.set(nodes=job.nodes.delete(event.node), leaving=job.leaving - {event.node},
+             early=tuple(each for each in job.early if each[0] != event.node))
     if job.gathering is not None:
-        running = {rank: each for rank, each in job.gathering.running.items() if each.node != event.node}
-        turn.set(gathering=replace(job.gathering, running=Map(running)))
+        # A node that has come again has another number, and its ranks are that one's.
+        running = job.gathering.running
+        mine = [rank for rank in node.ranks if rank in running and running[rank].node == event.node]
+        turn.set(gathering=job.gathering.went(mine))
         return
     # A node that has come again has another number, and its ranks are that one's.
     there = [rank for rank in node.ranks

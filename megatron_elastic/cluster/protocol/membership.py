@@ -38,8 +38,8 @@ def came(turn: Turn, event: NodeCame) -> None:
                 ledger.commit(turn, told.vote, told.epoch, len(layout.ranks), told.time)
     job, hello = turn.job, event.hello
     if hello.running:
-        # Others have taken over what its ranks did, while it had no coordinator.
-        turn.do(Tell(event.node, Stop(ok=False, reason="its ranks are no longer part of the job", again=True)))
+        # Others have taken over what its ranks did, while it had no coordinator, or had not heard that it may go.
+        turn.do(Tell(event.node, Stop(ok=hello.leaving, reason="its ranks are no longer part of the job", again=True)))
         return
     add(turn, event.node, hello)
     ours = job.settings.heartbeat_timeout
@@ -84,9 +84,10 @@ def given(turn: Turn, newest: int) -> None:
 
 def tell_given(turn: Turn, without: int | None = None) -> None:
     """All agents but that of node ``without`` are to know which ids were given."""
+    newest = max(turn.job.ranks)
     for node in turn.job.nodes:
         if node != without:
-            turn.tell(node, Given(newest=max(turn.job.ranks)))
+            turn.tell(node, Given(newest=newest))
 
 
 def tell_members(turn: Turn, node: int) -> None:

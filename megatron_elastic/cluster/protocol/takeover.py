@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Damaged, Fence, Stop
+from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop
 from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
@@ -46,37 +46,45 @@ def came(turn: Turn, event: NodeCame) -> None:
     running = {each.rank: Rank(node=event.node, local_rank=each.local_rank, hello=each.hello)
                for each in hello.running}
     node = turn.job.nodes[event.node]
-    layout = decode(past.layout) if past.layout else None
-    newer = layout is not None and (known.layout is None or layout.epoch > known.layout.epoch)
+    known = replace(
+        known.came(running), newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
+        committed=known.committed.update({_step(each): each for each in past.committed
+                                          if _step(each) not in known.committed}),
+        since=past.alone_since if known.since is None else min(known.since, past.alone_since),
+        resigned=known.resigned or past.resigned,
+    )  # fmt: skip
+    # Most have the same one, and reading it takes as long as all the rest.
+    if past.layout and (known.layout is None or past.in_force > known.layout.epoch):
+        known = known.told(decode(past.layout))
     turn.set(
         nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
         torch_port=past.torch_port, key=job.key or past.key, shapes=job.shapes.update(past.shapes),
         epoch=max(job.epoch, past.epoch), newest_epoch=max(job.newest_epoch, past.epoch),
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
-        gathering=replace(
-            known, running=known.running.update(running), layout=layout if newer else known.layout,
-            newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
-            committed=(*known.committed, *past.committed),
-            since=past.alone_since if known.since is None else min(known.since, past.alone_since),
-            resigned=known.resigned or past.resigned,
-        ),
+        gathering=known,
     )  # fmt: skip
-    if past.resigned and not known.resigned and not known.long:
-        # Nothing says that a node has failed: it may be silent as long as any other.
-        turn.set_timer("gather", known.limit + job.settings.heartbeat_timeout)
-    _go_on_if_complete(turn)
+    if not _go_on_if_complete(turn):
+        _wait_anew(turn)
+
+
+def _step(each: Committed) -> tuple[int, int, str, str]:
+    return each.vote.step, each.epoch, each.vote.loss.hex(), each.vote.grad_norm.hex()
 
 
 def remember(turn: Turn, event: Said | News) -> None:
     """What is said meanwhile is heard when the job is known."""
     known = turn.job.gathering
     assert known is not None
-    turn.set(gathering=replace(known, later=(*known.later, event)))
+    turn.set(gathering=replace(known, later=known.later.set(len(known.later), event)))
 
 
 def remembered(before: Job, after: Job) -> tuple[Said | News, ...]:
     """What was said until the job became known just now."""
-    return before.gathering.later if before.gathering is not None and after.gathering is None else ()
+    return _later(before.gathering) if before.gathering is not None and after.gathering is None else ()
+
+
+def _later(known: Gathering) -> tuple[Said | News, ...]:
+    return tuple(known.later[i] for i in range(len(known.later)))
 
 
 def late(turn: Turn) -> None:
@@ -100,7 +108,7 @@ def late(turn: Turn) -> None:
 
 def _enough(job: Job, known: Gathering, layout: Layout) -> bool:
     """Whether those who have come have all state that the layout asks for, and can go on."""
-    missing = [rank for rank in layout.ranks if rank not in known.running]
+    missing = [rank for rank in layout.ranks if rank in known.missing]
     try:
         job.policy.lose(layout, missing, Holdings.of(layout), layout.epoch, job.arrangement.costs,
                         foreseen(job.settings.schedule))  # fmt: skip
@@ -109,22 +117,41 @@ def _enough(job: Job, known: Gathering, layout: Layout) -> bool:
     return True
 
 
-def _go_on_if_complete(turn: Turn) -> None:
+def _wait_anew(turn: Turn) -> None:
+    """Somebody has come: the others have as long again. It may take this process longer than that to hear all."""
+    job, known = turn.job, turn.job.gathering
+    assert known is not None
+    if known.long:
+        if known.layout is None or job.first is None:
+            return  # it knows nothing of the job; others have longer anyway
+        turn.set(gathering=replace(known, long=False))
+    heartbeat = job.settings.heartbeat_timeout
+    if known.needed:
+        turn.set_timer("gather", heartbeat)
+    else:
+        # Where nothing says that a node has failed, it may be silent as long as any other.
+        turn.set_timer("gather", known.limit + (heartbeat if known.resigned else 0.0))
+
+
+def _go_on_if_complete(turn: Turn) -> bool:
     """Nobody is waited for but those who may come: not for the coordinator's before, unless that one has resigned."""
     job, known = turn.job, turn.job.gathering
-    if known is None or known.layout is None or job.first is None:
-        return
-    if known.long:
-        turn.set(gathering=replace(known, long=False))
-        turn.set_timer("gather", known.limit)
-    layout = known.layout
-    missing = {layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in known.running}
+    if known is None or known.layout is None or job.first is None or _several(known.missing.values()):
+        return False
     here = {node.address for node in job.nodes.values()}
     failed = known.before and not known.resigned and known.before not in here
     # A node that is about to join is in no layout yet; it has a seat, or nobody would have been elected.
     absent = set(job.members) - {node.member for node in job.nodes.values()}
-    if max(len(missing), len(absent)) <= (1 if failed else 0):
-        _go_on(turn, known, layout)
+    if max(len(absent), min(len(known.missing), 1)) > (1 if failed else 0):
+        return False
+    _go_on(turn, known, known.layout)
+    return True
+
+
+def _several(hosts: Iterable[int]) -> bool:
+    """Whether these are more than one. Where they are, that is seen at once."""
+    first = next(iter(hosts), None)
+    return any(host != first for host in hosts)
 
 
 def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
@@ -132,7 +159,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     job = turn.job
     assert job.first is not None
     turn.cancel_timer("gather")
-    missing = [rank for rank in (*layout.ranks, *layout.spares) if rank not in known.running]
+    missing = [rank for rank in (*layout.ranks, *layout.spares) if rank in known.missing]
     hosts = _hosts(turn, known, layout)
     turn.set(
         gathering=None, layout=layout, since=Map(dict.fromkeys(layout.ranks, 0)),
@@ -147,7 +174,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
             membership.introduced(turn, each.hello)
     membership.given(turn, known.newest)
     membership.tell_given(turn)
-    for committed in sorted(known.committed, key=lambda each: each.vote.step):
+    for committed in sorted(known.committed.values(), key=lambda each: (each.vote.step, -each.epoch)):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     _send_away(turn, layout)
@@ -156,7 +183,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
         loss.lose(turn, missing, f"node {layout.host_of(missing[0])} lost", since)
     else:
         recovery.interrupt(turn, (), None, since)
-    for said in known.later:  # by whom does not matter, or whether that one has gone since
+    for said in _later(known):  # by whom does not matter, or whether that one has gone since
         if isinstance(said, Said) and isinstance(said.message, Damaged):
             damage.noted(turn, said.message)
     watch.anew(turn)
@@ -169,11 +196,12 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
 
 def _send_away(turn: Turn, layout: Layout) -> None:
     """Some run that were cut off, and taken for dead meanwhile. A node of which all were comes again."""
+    lost = frozenset(layout.lost)
     for number, node in turn.job.nodes.items():
-        cut_off = [rank for rank in node.ranks if rank in layout.lost]
+        cut_off = [rank for rank in node.ranks if rank in lost]
         if cut_off and len(cut_off) == len(node.ranks):
             turn.tell(number, Stop(ok=False, reason="its ranks are no longer part of the job", again=True))
-            turn.set(nodes=turn.job.nodes.delete(number))
+            turn.set(nodes=turn.job.nodes.delete(number), leaving=turn.job.leaving - {number})
         else:
             for rank in cut_off:
                 turn.tell(number, Fence(rank=rank))
@@ -181,21 +209,24 @@ def _send_away(turn: Turn, layout: Layout) -> None:
 
 def _ranks(known: Gathering, layout: Layout, hosts: Mapping[int | None, int]) -> Iterable[tuple[int, Rank]]:
     """All ranks there ever were, as far as that matters."""
-    for rank in (*layout.ranks, *layout.spares, *layout.lost):
+    lost = frozenset(layout.lost)
+    told = {*layout.ranks, *layout.spares, *lost}
+    for rank in told:
         each = known.running.get(rank, Rank())
-        yield rank, replace(each, host=layout.host_of(rank), lost=rank in layout.lost)
+        yield rank, replace(each, host=layout.host_of(rank), lost=rank in lost)
     for rank, each in known.running.items():
-        if rank not in layout.places and rank not in layout.spares and rank not in layout.lost:
+        if rank not in told:
             yield rank, replace(each, host=hosts[each.node], joined=False, standby=True)
 
 
 def _hosts(turn: Turn, known: Gathering, layout: Layout) -> dict[int | None, int]:
     """The failure domain of each node that runs ranks: the layout's, or a new one if none of its ranks is in that."""
     hosts: dict[int | None, int] = {}
-    new = len(layout.hosts)
+    new, told = len(layout.hosts), {*layout.ranks, *layout.spares}
+    running = {each.node for each in known.running.values()}
     for node, there in turn.job.nodes.items():
-        ranks = [rank for rank in there.ranks if rank in layout.places or rank in layout.spares]
-        if any(each.node == node for each in known.running.values()):
+        ranks = [rank for rank in there.ranks if rank in told]
+        if node in running:
             hosts[node] = layout.host_of(ranks[0]) if ranks else new
             new += not ranks
     return hosts

@@ -49,7 +49,7 @@ class Turn:
         """An epoch that nothing had before, and that no later coordinator will begin."""
         self.set(newest_epoch=self.job.newest_epoch + 1)
         step = 0 if self.job.ledger is None else self.job.ledger.written
-        self.do(Record(self.job.newest_epoch, step, self.job.layout))
+        self.do(Record(self.job.newest_epoch, step))
         return self.job.newest_epoch
 
     # ---- what is to be done ----------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""What starts ranks: a machine that refuses it something, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_elastic.cluster import agent as agents
+from megatron_elastic.cluster import wire, zygote
+from megatron_elastic.cluster.agent import Agent
+from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
+from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.zygote import Exited, Ready, Spawn, Spawned
+
+Answer = Ready | Spawned | Exited
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def program(folder: Path) -> Program:
+    """Rank 0 opens a fifo of that name and waits, others exit with 7."""
+    path = folder / "program.py"
+    path.write_text(f"""import os, signal, sys
+if os.environ["RANK"] != "0":
+    sys.exit(7)
+open({str(folder / "fifo")!r}, "w").close()
+signal.pause()
+""")
+    return Program(str(path), False, [])
+
+
+class Started:
+    """A zygote, and the other end of its socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._deathwatch = Deathwatch(1)
+        self._socket, theirs = socket.socketpair()
+        self.program = program(folder)
+        with theirs, (folder / "zygote.log").open("ab") as log:
+            self.process = zygote.start(theirs, self._deathwatch, str(folder), log,
+                                        {**os.environ, zygote.PRELOAD_VARIABLE: ""})
+        assert isinstance(self.hear(), Ready)
+
+    def hear(self) -> Answer:
+        payload = wire.receive_frame(self._socket)
+        assert payload is not None, "it has ended"
+        return _answers.decode(payload)
+
+    def spawn(self, rank: int, log: str = "") -> None:
+        log = log or str(self._folder / f"rank{rank}.log")
+        env = {"RANK": str(rank), "LOCAL_RANK": "0"}
+        self._socket.sendall(wire.encode(Spawn(rank, env, log, log, self.program, False)))
+
+    def end(self) -> None:
+        self._socket.close()
+        self.process.wait()
+        os.close(self._deathwatch.fd)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    started = Started(tmp_path)
+    yield started
+    started.end()
+
+
+def full_table(started: Started) -> Callable[[], object]:
+    """No more files for the zygote; returns what lifts that."""
+    pid = started.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
+    started.spawn(1)
+    return lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def no_log(started: Started) -> Callable[[], object]:
+    """No place for what a rank prints."""
+    started.spawn(1, log="/proc/no/such/folder")
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("refuse", "why"), [(full_table, os.strerror(errno.EMFILE)), (no_log, os.strerror(errno.ENOENT))]
+)
+def test_a_rank_that_the_machine_refuses_has_ended_and_others_can_be_started(
+    started: Started, refuse: Callable[[Started], Callable[[], object]], why: str
+) -> None:
+    allow = refuse(started)
+    ended = started.hear()
+    assert isinstance(ended, Exited), "not started: nobody is to believe that it runs"
+    assert (ended.rank, ended.returncode) == (1, -signal.SIGKILL)
+    assert "it could not be started" in ended.cause and why in ended.cause
+    allow()
+    started.spawn(2)
+    assert isinstance(started.hear(), Spawned)
+    ended = started.hear()
+    assert isinstance(ended, Exited)
+    assert (ended.rank, ended.returncode, ended.cause) == (2, 7, "")
+
+
+# ---- its end -------------------------------------------------------------------------------
+
+
+class Node:
+    """An agent, and what it tells."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told: asyncio.Queue[FromAgent] = asyncio.Queue()
+        job = agents.Job(program(folder), 1, 0, 2, folder, "127.0.0.1", 10.0, 1.0, 60.0)
+        self.agent = Agent(job, self.told.put_nowait)
+        self.fifo = folder / "fifo"
+        os.mkfifo(self.fifo)
+
+    def launch(self, rank: int) -> None:
+        self.agent.obey(Launch(ranks={0: rank}, world_size=2, first_host=2, torch_port=1))
+
+    async def ended(self, rank: int) -> RankExited:
+        """How a rank has ended."""
+        while True:
+            told = await self.told.get()
+            if isinstance(told, RankExited):
+                assert told.rank == rank
+                return told
+
+    async def lose_zygote(self) -> None:
+        """Kill it while rank 0 runs."""
+        self.launch(0)
+        await asyncio.to_thread(self.fifo.read_bytes)
+        assert self.agent._process is not None
+        self.agent._process.kill()
+        ended = await self.ended(0)
+        assert ended.returncode == -signal.SIGKILL
+        assert ended.cause == "the process that starts this node's ranks has ended"
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[Node], Awaitable[None]]) -> None:
+    monkeypatch.setenv(zygote.PRELOAD_VARIABLE, "")
+
+    async def main() -> None:
+        node = Node(folder)
+        try:
+            await node.agent.prepare(60.0)
+            async with asyncio.timeout(60.0):
+                await test(node)
+        finally:
+            await node.agent.end(patient=False)
+
+    asyncio.run(main())
+
+
+def test_a_zygote_that_is_killed_takes_its_ranks_along_and_another_starts_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(node: Node) -> None:
+        await node.lose_zygote()
+        for rank in (1, 2):
+            node.launch(rank)
+            assert (await node.ended(rank)).returncode == 7
+
+    run(tmp_path, monkeypatch, test)
+
+
+def test_a_rank_without_a_zygote_has_ended_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def test(node: Node) -> None:
+        await node.lose_zygote()
+        with monkeypatch.context() as patch:
+            patch.setattr(zygote, "start", refuse)
+            for rank in (1, 2):
+                node.launch(rank)
+                node.agent.kill(rank)
+                ended = await node.ended(rank)
+                assert ended.returncode == -signal.SIGKILL
+                assert "the process that starts the ranks cannot be started" in ended.cause
+        node.launch(3)
+        assert (await node.ended(3)).returncode == 7
+
+    run(tmp_path, monkeypatch, test)
