@@ -12,7 +12,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,7 @@ class Office:
         self.coordinator = self._server.coordinator = coordinator
         self._entitle("coordinator")
         asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: coordinator.end(False, _defect(context.get("exception") or context["message"])))
+            lambda _, context: coordinator.defect(_stray(context)))
 
     def _entitle(self, what: str) -> None:
         entitle(f"run (node {self._part.agent.node_rank}, {what})", self._part.agent.program.target)
@@ -354,6 +355,12 @@ def _settings(config: ElasticConfig) -> Settings:
 
 def _defect(what: object) -> str:
     return f"error in the launcher, please report it: {what!r}"
+
+
+def _stray(context: Mapping[str, Any]) -> str:
+    """What a callback or a task has raised that nobody waits for, as asyncio tells of it."""
+    error = context.get("exception")
+    return context["message"] if error is None else "".join(traceback.format_exception(error))
 
 
 def _written(run_dir: Path) -> int:

@@ -41,6 +41,7 @@ from megatron_elastic.cluster.protocol import (
     start,
     suspicion,
     takeover,
+    unheard,
     watch,
     whereabouts,
 )
@@ -71,6 +72,7 @@ from megatron_elastic.cluster.protocol.events import (
     Sent,
     TookOver,
     Troubled,
+    Unheard,
 )
 from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.ledger import Diverged
@@ -162,6 +164,8 @@ def _happened(turn: Turn, event: Event) -> None:
             ending.troubled(turn, event)
         case Ended():
             turn.end(event.ok, event.reason)
+        case Unheard():
+            unheard.unheard(turn, event)
 
 
 def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:

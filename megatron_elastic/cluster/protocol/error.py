@@ -44,7 +44,7 @@ def failed(turn: Turn, message: Failed) -> None:
         turn.end(False, message.traceback if message.code else str(error), max(message.code, 1))
         return
     turn.set(errors=(*job.errors, error))
-    if _comes_again(turn.job.errors):
+    if comes_again(turn.job.errors):
         turn.end(False, _DOES_NOT_FIT.format(message.step) if message.short else
                  f"the program raises again when others do step {message.step}; it is no fault of a rank")
     elif message.short:
@@ -70,20 +70,24 @@ def stays(turn: Turn, rank: int) -> None:
 def hung(turn: Turn, error: Raised) -> None:
     """A rank hung, and is being killed."""
     turn.set(errors=(*turn.job.errors, error))
-    if _comes_again(turn.job.errors):
+    if comes_again(turn.job.errors):
         turn.end(False, f"the program hangs again when others do step {error.step}; it is no fault of a rank")
 
 
-def _comes_again(errors: Sequence[Raised]) -> bool:
+def comes_again(errors: Sequence[Raised]) -> bool:
     """Whether the newest error is the program's: others raise in the step that they do anew, or one after the other.
 
     Those of one layout are one fault, say of a host: nobody has done anything anew yet. Ranks that hang in different
     places have nothing to do with each other, nor has memory that is short with other errors.
     """
     newest = errors[-1]
-    alike = [each for each in errors if (each.hung_at, bool(each.short)) == (newest.hung_at, bool(newest.short))]
+    alike = [each for each in errors if _kind(each) == _kind(newest)]
     redone = any(each.step == newest.step and each.epoch < newest.epoch for each in alike)
     return redone or len({each.epoch for each in alike}) >= _ROW
+
+
+def _kind(error: Raised) -> tuple[object, ...]:
+    return error.hung_at, bool(error.short), error.unheard
 
 
 def committed(turn: Turn, step: int) -> None:

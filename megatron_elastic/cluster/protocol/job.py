@@ -136,6 +136,8 @@ class Raised(msgspec.Struct, frozen=True):
     """Hook point and grain where it hung; None if it raised."""
     short: str = ""
     """The device whose memory was short, if that is why."""
+    unheard: bool = False
+    """It raised nothing: what it said could not be worked into the job."""
 
     @property
     def summary(self) -> str:
@@ -144,6 +146,8 @@ class Raised(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         text = self.traceback.rstrip()
+        if self.unheard:
+            return f"what rank {self.rank} said could not be heard: {text}"
         separator = "\n" if "\n" in text else " "
         how = "raised" if self.hung_at is None else "hung"
         what = f"memory of {self.short} was short" if self.short else f"the program {how}"
