@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
+    AgentHello,
     Back,
     Committed,
     Damage,
@@ -18,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Invite,
     Kept,
+    Launch,
     Moves,
     Plan,
     Progress,
@@ -33,6 +35,7 @@ from megatron_elastic.cluster.messages import (
     Scale,
     Settled,
     SliceDigest,
+    Stop,
     Suspect,
     Switched,
     VoteResult,
@@ -432,3 +435,29 @@ def test_steps_that_nobody_tells_any_more_are_named_and_those_after_them_are_wri
     assert written() == [4]
     assert [each.fields for each in play.effects if isinstance(each, WriteEvent)] == [{"steps": [3]}]
     assert "steps" not in play.job.timers
+
+
+def test_a_node_with_other_limits_does_not_end_the_job_that_it_comes_to(play: Play) -> None:
+    hello = AgentHello(session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=7.0)
+    play.happens(events.NodeCame(now=2.0, node=9, hello=hello))
+    assert play.job.outcome is None and 9 not in play.job.nodes
+    (told,) = [effect for effect in play.effects if isinstance(effect, Tell)]
+    assert told.node == 9 and isinstance(told.message, Stop) and not told.message.again
+    assert told.message.reason == ("--elastic-heartbeat-timeout is 2.5 s where the job is coordinated and 7 s on node "
+                                   "3; give every node the same flags")
+
+
+def test_a_newcomer_that_hangs_before_it_says_anything_is_killed_and_another_is_started() -> None:
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    assert "coming 2" not in play.job.timers, "it has said hello"
+    play.expires("coming 3")
+    assert Tell(9, Fence(rank=3, stack=True)) in play.effects
+    play.news(RankExited(rank=3, returncode=-9, time=2.0))
+    assert play.job.outcome is None and "respawn 3" in play.job.timers
+    play.expires("respawn 3")
+    assert any(isinstance(each, Tell) and each.message == Launch(ranks={0: 4}, world_size=2, first_host=2, torch_port=1)
+               for each in play.effects)
+    play.happens(events.NodeLost(now=3.0, node=9, cause="node 3 lost", since=3.0))
+    assert "coming 4" not in play.job.timers

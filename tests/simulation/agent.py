@@ -250,7 +250,8 @@ class Agent:
         if number in self.world.doomed:
             self.world.kill(rank)
             return
-        self.world.after(self.world.spawn_delay(), rank.begin)
+        if not self.world.mute(number):
+            self.world.after(self.world.spawn_delay(), rank.begin)
 
     def heard(self, rank: int, message: FromRank) -> None:
         """A rank has written a message. The agent reads it before it takes note of the rank's end."""

@@ -246,6 +246,8 @@ def _expired(turn: Turn, name: str) -> None:
             loss.does_not_end(turn, int(rank))
         case "respawn":
             membership.replaced(turn, int(rank))
+        case "coming":
+            start.does_not_come(turn, int(rank))
         case "hang":
             hang.due(turn)
         case "leaving":

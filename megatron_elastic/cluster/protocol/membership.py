@@ -41,12 +41,13 @@ def came(turn: Turn, event: NodeCame) -> None:
         # Others have taken over what its ranks did, while it had no coordinator.
         turn.do(Tell(event.node, Stop(ok=False, reason="its ranks are no longer part of the job", again=True)))
         return
-    add(turn, event.node, hello)
-    ours = job.settings.heartbeat_timeout
-    if hello.heartbeat_timeout != ours:
-        turn.end(False, f"--elastic-heartbeat-timeout is {ours:g} s on node 0 and {hello.heartbeat_timeout:g} s on "
-                        f"node {hello.node_rank}; give every node the same flags")
+    if (wrong := unlike(job, hello)) is not None:
+        if job.launched:
+            turned_away(turn, event, wrong)
+        else:
+            turn.end(False, wrong)
         return
+    add(turn, event.node, hello)
     first = hello.node_rank * hello.slots
     if job.settings.elastic and (job.launched or first >= job.world_size):
         if job.layout is None:
@@ -56,6 +57,22 @@ def came(turn: Turn, event: NodeCame) -> None:
         return
     last = first + hello.slots
     _take_place(turn, event.node, range(first, min(last, job.world_size) if job.settings.spares else last))
+
+
+def unlike(job: Job, hello: AgentHello) -> str | None:
+    """What an agent was told otherwise than this coordinator, for people; None if they can work together."""
+    ours, theirs = job.settings.heartbeat_timeout, hello.heartbeat_timeout
+    if theirs == ours:
+        return None
+    return (f"--elastic-heartbeat-timeout is {ours:g} s where the job is coordinated and {theirs:g} s on node "
+            f"{hello.node_rank}; give every node the same flags")
+
+
+def turned_away(turn: Turn, event: NodeCame, why: str) -> None:
+    """A node cannot be one of a running job, which goes on without it."""
+    turn.record("refused", reason=why)
+    turn.say(f"node {event.hello.node_rank} is turned away: {why}", "refused")
+    turn.do(Tell(event.node, Stop(ok=False, reason=why)))
 
 
 def add(turn: Turn, node: int, hello: AgentHello) -> None:
@@ -154,6 +171,8 @@ def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[
     _place(turn, node, ranks.items())
     tell_given(turn, node)  # first: a new coordinator that nobody has told of them would give their ids to others
     launch(turn, node, ranks)
+    for rank in ranks:
+        turn.set_timer(f"coming {rank}", turn.job.settings.start_timeout)
     turn.record("spawned", ranks=list(ranks), node=turn.job.nodes[node].node_rank)
     return list(ranks)
 

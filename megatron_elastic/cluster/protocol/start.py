@@ -40,6 +40,7 @@ def hello(turn: Turn, message: Hello) -> None:
     if job.ranks[rank].hello is not None:
         return
     turn.set_rank(rank, hello=message)
+    turn.cancel_timer(f"coming {rank}")
     membership.introduced(turn, message)
     if rank >= job.world_size:
         _newcomer(turn, message)
@@ -49,6 +50,12 @@ def hello(turn: Turn, message: Hello) -> None:
         turn.set(first=message)
     if turn.job.silent == 0:
         _all_up(turn)
+
+
+def does_not_come(turn: Turn, rank: int) -> None:
+    """A rank that was started while the job runs has not introduced itself in time."""
+    limit = turn.job.settings.start_timeout
+    fence(turn, rank, "fenced", f"it did not come up within {limit:g} s (--elastic-start-timeout)", stack=True)
 
 
 def again(turn: Turn, number: int, cause: str) -> None:

@@ -38,6 +38,9 @@ def came(turn: Turn, event: NodeCame) -> None:
     """An agent tells what it knows."""
     job, hello, known, past = turn.job, event.hello, turn.job.gathering, event.hello.past
     assert known is not None
+    if (wrong := membership.unlike(job, hello)) is not None and not hello.running:
+        membership.turned_away(turn, event, wrong)
+        return
     membership.add(turn, event.node, hello)
     if past is None or not past.torch_port:  # nothing was ever started there: it can join when the job is known
         turn.set(early=(*job.early, (event.node, hello.slots)))
@@ -150,6 +153,9 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
+    for rank, each in known.running.items():
+        if each.hello is None and not turn.job.ranks[rank].lost:
+            turn.set_timer(f"coming {rank}", job.settings.start_timeout)
     _send_away(turn, layout)
     since = turn.now if known.since is None else known.since
     if missing:
