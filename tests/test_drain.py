@@ -18,7 +18,7 @@ from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.plan import NoLayout, improve, release
 from tests.jobs import Grid, Job, Jobs
-from tests.launches import TOKEN, free_port
+from tests.launches import TOKEN, family, free_port
 from tests.play import Play
 
 GRID = Grid(tp=1, pp=1, steps=60, ranks=6)
@@ -50,7 +50,8 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
         assert cli.main(["drain", str(first.run_dir), "--node", "2"]) == 0
         first.read_until("ranks [4, 5] of node 2 have left")
         assert "its ranks have left the job" in third.finish()
-        os.kill(launcher_of(second), signal.SIGTERM)
+        for member in reversed(family(launcher_of(second))):  # as Slurm does, and who ends a pod
+            os.kill(member, signal.SIGTERM)
         first.read_until("ranks [2, 3] of node 1 have left")
         assert "its ranks have left the job" in second.finish()
         first.finish()
