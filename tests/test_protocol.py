@@ -461,3 +461,23 @@ def test_a_newcomer_that_hangs_before_it_says_anything_is_killed_and_another_is_
                for each in play.effects)
     play.happens(events.NodeLost(now=3.0, node=9, cause="node 3 lost", since=3.0))
     assert "coming 4" not in play.job.timers
+
+
+def test_a_newcomer_with_another_version_is_refused(play: Play) -> None:
+    """Its bits would be others, and nobody would see it."""
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    play.say(replace(play.hello(3), versions={"torch": "2.12.0"}, likeness=b"other"))
+    assert Tell(9, Fence(rank=3)) in play.effects
+    (fenced,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "fenced"]
+    assert fenced["reason"] == "it is not like the running job: it has torch 2.12.0 instead of None"
+
+
+def test_a_newcomer_on_another_processor_is_told_of(play: Play) -> None:
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    play.say(replace(play.hello(3), processor="another one"))
+    (unlike,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "unlike"]
+    assert unlike == {"ranks": [3], "computes_on": "another one", "instead_of": ""}
+    assert play.job.ranks[3].fenced is None

@@ -106,7 +106,7 @@ class Post:
                 self._hellos[rank] = message
                 # The coordinator compares those of others with rank 0's.
                 if rank != 0 and first.rank != rank and message.likeness == first.likeness:
-                    message = replace(message, flags={})
+                    message = replace(message, flags={}, versions={})
             case Reachable():
                 if rank in self._hellos:
                     self._hellos[rank] = replace(self._hellos[rank], address=message.address, linked=True)

@@ -6,7 +6,10 @@ import hashlib
 import os
 import socket
 
+import megatron.core
 import msgspec
+import numpy
+import torch
 
 from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -14,6 +17,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
 from megatron_elastic.config import UsageError
+from megatron_elastic.device.processor import processor
 from megatron_elastic.layout import encode
 from megatron_elastic.plan import memory
 from megatron_elastic.plan.operations import flops_per_token
@@ -47,7 +51,8 @@ def live(trainer: Trainer) -> None:
 def _join(trainer: Trainer) -> None:
     args, layout = trainer.args, encode(trainer.layout)
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _OWN_FLAGS}
-    likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags))).digest()
+    versions = {each.__name__: str(each.__version__) for each in (torch, numpy, megatron.core)}
+    likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags, versions))).digest()
     if len(trainer.layout.hosts) > 1:
         trainer.transport.listen()
     trainer.control.send(
@@ -57,6 +62,7 @@ def _join(trainer: Trainer) -> None:
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=memory.tied(args), device=trainer.device.product,
             flops_per_token=None if trainer.accelerator is not None else flops_per_token(args),
+            versions=versions, processor=processor(),
         )
     )  # fmt: skip
     if trainer.standing.member:
