@@ -212,6 +212,7 @@ class Transport:
     ) -> list[Operation]:
         """Start sending a contiguous tensor to each of some peers and receiving one from each of some."""
         with self._lock:
+            self._fabric.need(*(peer for peer, _ in (*recvs, *sends)))
             tag = make_tag(self.epoch, channel, coordinate, 0)
             started: list[Operation] = []
             for peer, buffer in recvs:
@@ -236,6 +237,11 @@ class Transport:
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, peer)
             return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
+
+    def meet(self, peers: Iterable[int]) -> None:
+        """There will be messages to or from these: learn where they are, in one question instead of one for each."""
+        with self._lock:
+            self._fabric.need(*peers)
 
     def watch(self, members: Sequence[int]) -> None:
         """Members of a group depend on each other from now on: the death of one interrupts every wait of this epoch."""
