@@ -7,6 +7,7 @@ there is one: every node that may stands for it, and who wins takes over (``prot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
@@ -249,7 +250,8 @@ class Office:
                     await self._take_over(store, term, agent)
                 else:
                     self.coordinator.post(Led(now=time.time(), term=term))
-                await race(remembering, store.deposed(term), self._keep_seats(store))
+                with contextlib.suppress(StoreError):  # a store that refuses to say lets nobody be sure to lead
+                    await race(remembering, store.deposed(term), self._keep_seats(store))
             finally:
                 remembering.cancel()
                 await asyncio.gather(remembering, return_exceptions=True)

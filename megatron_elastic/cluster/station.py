@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from megatron_elastic.cluster.agent import Agent, AgentError
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.leadership import Leader
+from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.office import Office
 from megatron_elastic.cluster.part import Part
@@ -202,7 +202,12 @@ class Station:
             await race(following, self._office.change())
             if following.cancelled():
                 continue
-            leader = following.result()
+            try:
+                leader = following.result()
+            except StoreError as error:  # it is asked again, but not at once
+                self._note(f"--elastic-store: {error}")
+                await asyncio.sleep(self._config.heartbeat_timeout)
+                continue
             self._term = leader.term
             if leader.address != address:
                 self._leader = leader.address
