@@ -36,6 +36,7 @@ from megatron_elastic.cluster.protocol import (
     ledger,
     loss,
     membership,
+    pace,
     recovery,
     scale,
     start,
@@ -125,7 +126,7 @@ def _happened(turn: Turn, event: Event) -> None:
         case Inspected():
             hang.inspected(turn, event)
         case Paced():
-            change.paced(turn, event)
+            pace.paced(turn, event)
         case Metered():
             copies.metered(turn, event)
         case Leaves():

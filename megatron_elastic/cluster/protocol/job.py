@@ -355,6 +355,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """At which ranks run that were told to run at another than the base clock."""
     measured: Map[int, float] = Map()
     """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
+    told: Map[int, None] = Map()
+    """Ranks that were measured since cells were compared last."""
     believed: Map[int, float] = Map()
     """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""
     fixed: frozenset[int] = frozenset()
