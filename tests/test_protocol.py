@@ -481,3 +481,20 @@ def test_a_newcomer_on_another_processor_is_told_of(play: Play) -> None:
     (unlike,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "unlike"]
     assert unlike == {"ranks": [3], "computes_on": "another one", "instead_of": ""}
     assert play.job.ranks[3].fenced is None
+
+
+def test_what_is_known_of_the_dead_does_not_grow() -> None:
+    """A job of weeks loses ranks again and again; each of them was known with all that it had said."""
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    play.say(Settled(rank=2, epoch=0))
+    for rank in range(2, 52):
+        play.news(RankExited(rank=rank, returncode=-9, time=1.0))
+        if f"respawn {rank}" in play.job.timers:
+            play.expires(f"respawn {rank}")
+        play.say(play.hello(rank + 1), Settled(rank=rank + 1, epoch=0))
+    job = play.job
+    assert len(job.lost) == 50
+    assert [rank for rank, each in job.ranks.items() if each.hello is not None] == [0, 1, 52]
+    assert set(job.settled) == {52} and not job.copies and not job.suspicions and not job.injected
+    assert {name for name in job.timers if name[-1].isdigit()} == set()
+    assert len(job.nodes) == 2

@@ -29,6 +29,7 @@ from megatron_elastic.cluster.protocol import (
     whereabouts,
 )
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
+from megatron_elastic.cluster.protocol.job import without
 from megatron_elastic.cluster.protocol.turn import Turn
 
 _END_LIMIT = 10.0
@@ -189,6 +190,7 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
         if cause is not None:
             _name(turn, ranks, cause, when)
         return
+    _forget(turn, ranks)
     if all(change.unneeded(turn.job, rank) and not turn.job.ranks[rank].accused for rank in ranks):
         change.drop(turn, ranks, cause or "killed", when)
         return
@@ -198,6 +200,13 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
     if not turn.job.alive:
         raised = f": the program raised, the last time {turn.job.errors[-1].summary!r}" if turn.job.errors else ""
         turn.end(False, f"every rank is dead{raised}; restart the job from its newest checkpoint")
+
+
+def _forget(turn: Turn, ranks: Sequence[int]) -> None:
+    """Of the dead only that they are so is asked again, however many there come to be."""
+    for rank in ranks:
+        turn.set_rank(rank, hello=None)
+    turn.set(settled=without(turn.job.settled, ranks), copies=without(turn.job.copies, ranks))
 
 
 def accused(turn: Turn, message: Suspect) -> None:

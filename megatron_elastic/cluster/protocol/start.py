@@ -39,7 +39,7 @@ def late(turn: Turn) -> None:
 def hello(turn: Turn, message: Hello) -> None:
     """A rank introduces itself."""
     job, rank = turn.job, message.rank
-    if job.ranks[rank].hello is not None:
+    if job.ranks[rank].hello is not None or job.ranks[rank].lost:
         return
     turn.set_rank(rank, hello=message)
     turn.cancel_timer(f"coming {rank}")
