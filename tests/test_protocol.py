@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -498,3 +500,26 @@ def test_what_is_known_of_the_dead_does_not_grow() -> None:
     assert set(job.settled) == {52} and not job.copies and not job.suspicions and not job.injected
     assert {name for name in job.timers if name[-1].isdigit()} == set()
     assert len(job.nodes) == 2
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen dying", "not"])
+def test_an_exit_code_that_nobody_explains_is_its_ranks_fault(seen: bool) -> None:
+    play = Play(stages=((0, 1), (2,)))
+    if seen:
+        play.news(RankDying(rank=0, time=1.0))
+    play.news(RankExited(rank=0, returncode=7, time=1.0))
+    assert play.job.outcome is None and play.job.ranks[0].lost
+    faults = [effect.fields for effect in play.effects if isinstance(effect, WriteEvent) and effect.kind == "fault"]
+    assert [each["signal"] for each in faults] == ["exit code 7"]
+    assert not {"leaving 0", "dying 0"} & set(play.job.timers)
+    assert play.job.layout is not None
+    play.job = replace(play.job, layout=dataclasses.replace(play.job.layout, epoch=1))
+    play.news(RankExited(rank=3, returncode=7, time=1.0))
+    assert play.job.outcome is not None and play.job.outcome.code == 7
+    assert play.job.outcome.reason.startswith("ranks end with an exit code again when others do step 1")
+
+
+def test_an_exit_code_ends_the_job_where_errors_do() -> None:
+    play = Play(settings=replace(SETTINGS, on_error="stop"))
+    play.news(RankExited(rank=0, returncode=7, time=1.0))
+    assert play.job.outcome == Outcome(False, "rank 0 ended with exit code 7; see rank0.log", 7)

@@ -107,6 +107,7 @@ def _happened(turn: Turn, event: Event) -> None:
                 _said(turn, event.message, ranks)
         case News():
             if membership.runs_on(turn.job, event.news.rank, event.node):
+                error.exited(turn, event.news)
                 loss.news(turn, event.news)
         case Expired():
             if turn.job.timers.get(event.name) == event.serial:

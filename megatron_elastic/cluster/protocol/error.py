@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_elastic.cluster.messages import Failed, Fence
+from megatron_elastic.cluster.messages import Failed, Fence, RankExited, RankNews
 from megatron_elastic.cluster.protocol import loss, membership, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -52,6 +52,31 @@ def failed(turn: Turn, message: Failed) -> None:
                "out of memory")
     else:
         _leave(turn, number, f"the program raised on rank {number}, which leaves: {error.summary}", "exception")
+
+
+def exited(turn: Turn, news: RankNews) -> None:
+    """Something has ended a rank's process with an exit code, and nobody has said why: a library, or ``os._exit``. That
+    counts as what a program raises.
+    """
+    job, rank = turn.job, turn.job.ranks[news.rank]
+    if not isinstance(news, RankExited) or news.returncode <= 0 or rank.returncode is not None:
+        return
+    trains = job.settings.elastic and job.layout is not None and job.ledger is not None
+    if not trains or job.outcome is not None or rank.standby or (rank.lost and rank.dying is None):
+        return
+    assert job.layout is not None and job.ledger is not None
+    what = f"rank {news.rank} ended with exit code {news.returncode}; see rank{news.rank}.log"
+    if job.settings.on_error == "stop":
+        turn.end(False, what, news.returncode)
+        return
+    step = job.ledger.written + 1
+    turn.record("error", rank=news.rank, traceback=what)
+    turn.set(errors=(*job.errors, Raised(news.rank, step, job.layout.epoch, what)))
+    if comes_again(turn.job.errors):
+        turn.end(False, f"ranks end with an exit code again when others do step {step}; it is no fault of a rank",
+                 news.returncode)
+    elif not rank.lost:
+        _leave(turn, news.rank, what, f"exit code {news.returncode}")
 
 
 def _leave(turn: Turn, number: int, why: str, cause: str) -> None:

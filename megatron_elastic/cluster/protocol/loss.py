@@ -86,7 +86,10 @@ def _exited(turn: Turn, message: RankExited) -> None:
     if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
         start.again(turn, number, cause_of(code))
         return
-    if before.dying is not None and (code < 0 or rank.standby):
+    if turn.job.outcome is not None and turn.job.settings.elastic:
+        return
+    silent = code > 0 and turn.job.layout is not None
+    if before.dying is not None and (code < 0 or silent or rank.standby):
         _died(turn, number, cause_of(code), before.dying)
         membership.respawn(turn, number)
         return
