@@ -12,7 +12,7 @@ import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Stop
+from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import events
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
@@ -105,6 +105,7 @@ def test_all_nodes_that_are_asked_for_or_none() -> None:
     assert not answer.ok and "no other working cells" in answer.text and not told and not leaving
     assert not play.job.leaving
     assert ask(5, 2) == (Answer(ok=True, text="the ranks of nodes 5, 2 leave"), [2, 3], [5, 2])
+    assert {2, 3} == {each.node for each in play.effects if isinstance(each, Tell) and each.message == Leave()}
     assert ask(5) == (Answer(ok=False, text="not there: node 5"), [], [])
 
 

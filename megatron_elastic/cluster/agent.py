@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages import (
     Inspect,
     Inspected,
     Launch,
+    Leave,
     Leaving,
     Members,
     RankClosed,
@@ -266,6 +267,8 @@ class Agent:
                 self._post.recorded(message.recorded)
             case Launch():
                 self._launch(message)
+            case Leave():
+                self.leaving = True
             case Given():
                 self._post.given(message.newest)
             case Fence():

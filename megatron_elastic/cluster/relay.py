@@ -19,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     Built,
     Committed,
     Decision,
+    Failed,
     FromAgent,
     FromRank,
     Hello,
@@ -43,6 +44,8 @@ from megatron_elastic.layout import UnitShape, changed, decode, encode
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
+_ERRORS = 8
+"""Of what ranks have raised, the newest, which a new coordinator is told: with more of it it may be the program's."""
 
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -79,6 +82,7 @@ class Post:
         self._recorded = 0
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
+        self._failed: deque[Failed] = deque(maxlen=_ERRORS)
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
@@ -90,7 +94,7 @@ class Post:
         return Past(
             layout=self._layouts.get(self._in_force, b""), epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
-            committed=list(self.committed), alone_since=alone_since, resigned=resigned,
+            committed=list(self.committed), alone_since=alone_since, resigned=resigned, failed=list(self._failed),
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -114,6 +118,9 @@ class Post:
                 self._shapes |= message.shapes
             case Settled() | Switched():
                 self._enter(message.epoch)
+            case Failed():
+                if message.step is not None and not message.device:
+                    self._failed.append(message)
             case Committed():
                 self._enter(message.epoch)
                 self.committed.append(message)

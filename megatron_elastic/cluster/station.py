@@ -152,9 +152,10 @@ class Station:
     def _leave(self) -> bool:
         """Let this node's ranks leave, if the others can go on without them; whoever coordinates stays."""
         agent = self._agent
-        if agent is None or agent.leaving or self._office.coordinator is not None or not self._config.elastic:
+        if agent is None or self._office.coordinator is not None or not self._config.elastic:
             return False
-        agent.leave()
+        if not agent.leaving:  # else somebody has asked for it before
+            agent.leave()
         return True
 
     def _tell(self, message: FromAgent) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron_elastic.cluster.messages import Answer, Drain, Stop
+from megatron_elastic.cluster.messages import Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import change, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.effects import Reply
 from megatron_elastic.cluster.protocol.events import Leaves
@@ -70,6 +70,7 @@ def _begin(turn: Turn, numbers: Sequence[int]) -> None:
         ranks = [rank for rank in node.ranks if not turn.job.ranks[rank].lost]
         turn.record("leaving", node=node.node_rank, ranks=ranks)
         turn.say(f"the ranks of node {node.node_rank} leave", "leaving")
+        turn.tell(number, Leave())
     change.consider(turn)
     finish(turn)
 

@@ -8,7 +8,7 @@ rank's, too, whatever is done about errors; if it is short on others then, the j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_elastic.cluster.messages import Failed, Fence, RankExited, RankNews
 from megatron_elastic.cluster.protocol import loss, membership, suspicion
@@ -27,7 +27,7 @@ def failed(turn: Turn, message: Failed) -> None:
     """The program raised on a rank; who raises outside of training tells as it ends."""
     job, number = turn.job, message.rank
     rank = job.ranks[number]
-    error = Raised(number, message.step or 0, message.epoch, message.traceback, short=message.short)
+    error = _raised(message)
     if message.device:
         membership.broke(turn, number, message.device, error.summary)
     if rank.lost or rank.fenced == "failed":
@@ -52,6 +52,17 @@ def failed(turn: Turn, message: Failed) -> None:
                "out of memory")
     else:
         _leave(turn, number, f"the program raised on rank {number}, which leaves: {error.summary}", "exception")
+
+
+def recall(turn: Turn, failed: Collection[Failed]) -> None:
+    """A new coordinator learns from agents what was raised before it took over, as far as that is not long ago."""
+    written = 0 if turn.job.ledger is None else turn.job.ledger.written
+    errors = sorted((_raised(each) for each in failed), key=lambda each: (each.epoch, each.rank))
+    turn.set(errors=tuple(each for each in errors if each.step > written - _STEPS))
+
+
+def _raised(message: Failed) -> Raised:
+    return Raised(message.rank, message.step or 0, message.epoch, message.traceback, short=message.short)
 
 
 def exited(turn: Turn, news: RankNews) -> None:

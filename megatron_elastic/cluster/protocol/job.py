@@ -15,6 +15,7 @@ from immutables import Map
 from megatron_elastic.cluster.messages import (
     Committed,
     Damage,
+    Failed,
     Finished,
     Hello,
     Kept,
@@ -326,6 +327,7 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     newest: int = -1
     """The highest id of a rank that anybody has heard of."""
     committed: tuple[Committed, ...] = ()
+    failed: tuple[Failed, ...] = ()
     since: float | None = None
     """Since when there was no coordinator."""
     resigned: bool = False

@@ -12,7 +12,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Damaged, Fence, Stop
-from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery, watch
+from megatron_elastic.cluster.protocol import damage, error, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -59,7 +59,7 @@ def came(turn: Turn, event: NodeCame) -> None:
         gathering=replace(
             known, running=known.running.update(running), layout=layout if newer else known.layout,
             newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
-            committed=(*known.committed, *past.committed),
+            committed=(*known.committed, *past.committed), failed=(*known.failed, *past.failed),
             since=past.alone_since if known.since is None else min(known.since, past.alone_since),
             resigned=known.resigned or past.resigned,
         ),
@@ -152,6 +152,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     membership.tell_given(turn)
     for committed in sorted(known.committed, key=lambda each: each.vote.step):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
+    error.recall(turn, known.failed)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     for rank, each in known.running.items():
         if each.hello is None and not turn.job.ranks[rank].lost:
