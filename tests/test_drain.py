@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import events
+from megatron_elastic.cluster.protocol.drain import can_resign
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.plan import NoLayout, improve, release
@@ -112,6 +114,19 @@ def test_all_nodes_that_are_asked_for_or_none() -> None:
 def launcher_of(job: Job) -> int:
     """Its process."""
     return job.process.pid
+
+
+def test_who_coordinates_can_leave_if_another_can_coordinate() -> None:
+    """There must be a store, a majority of its members, and all that the ranks hold must be somewhere else."""
+    job = Play().job
+    job = replace(job, here=2, term=1, nodes=job.nodes.set(1, replace(job.nodes[1], address="h:1")))
+    assert can_resign(job)
+    assert not can_resign(replace(job, term=0)), "there is no store"
+    assert not can_resign(replace(job, leaving=frozenset({1}))), "the other one leaves, too"
+    assert not can_resign(replace(job, nodes=job.nodes.set(1, replace(job.nodes[1], address="")))), "it cannot"
+    assert not can_resign(replace(job, members=("a", "b", "c"))), "the store would have no majority"
+    other = replace(job, here=1, nodes=job.nodes.set(2, replace(job.nodes[2], address="h:2")))
+    assert not can_resign(other), "it has all cells of the stage"
 
 
 # ---- the layouts ---------------------------------------------------------------------------------

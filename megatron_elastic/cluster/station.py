@@ -150,10 +150,13 @@ class Station:
         return agent
 
     def _leave(self) -> bool:
-        """Let this node's ranks leave, if the others can go on without them; whoever coordinates stays."""
+        """Let this node's ranks leave, if the others can go on without them; of who coordinates, if another can."""
         agent = self._agent
-        if agent is None or self._office.coordinator is not None or not self._config.elastic:
+        if agent is None or not self._config.elastic:
             return False
+        if self._office.coordinator is not None:
+            agent.leaving = self._office.resign()  # who coordinates next is told so
+            return agent.leaving
         if not agent.leaving:  # else somebody has asked for it before
             agent.leave()
         return True

@@ -140,7 +140,7 @@ class Saving:
         problem = self._publish(write)
         self._begun = None
         if problem is None:
-            self.saved = write.step
+            self.saved, self.failed = write.step, 0
         else:
             self.failed, write.abandoned = write.step, True  # whatever still waits for the disk, on any rank
         return Outcome(write.step, problem)

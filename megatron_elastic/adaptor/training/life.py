@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import threading
+import time
 
 import megatron.core
 import msgspec
@@ -24,6 +26,10 @@ from megatron_elastic.plan.operations import flops_per_token
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
+_TRIES = 8
+"""How often the last checkpoint is tried once more, within ``--elastic-wait-timeout``."""
+_LOOK = 0.1
+"""Seconds from one look for an interrupt to the next."""
 
 
 def live(trainer: Trainer) -> None:
@@ -83,6 +89,22 @@ def _stand_by(trainer: Trainer) -> bool:
     return isinstance(message, Stop)
 
 
+def _save_after_all(trainer: Trainer, tenure: Tenure, done: int) -> None:
+    """The last checkpoint is all that is left of the job: while it cannot be written somebody may make room.
+
+    All ranks know alike whether it was written, so they try together.
+    """
+    for _ in range(_TRIES):
+        if trainer.saving.failed != done:
+            return
+        pause = time.monotonic() + trainer.config.wait_timeout / _TRIES
+        while time.monotonic() < pause:
+            trainer.control.interrupt.check()
+            threading.Event().wait(_LOOK)
+        intermission.save(trainer, tenure, done)
+        intermission.complete_save(trainer)
+
+
 def _finish(trainer: Trainer, tenure: Tenure) -> None:
     """Report what the model has become, and stay until everybody has."""
     trainer.hooks.step = trainer.standing.step
@@ -96,6 +118,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
         intermission.save(trainer, tenure, done)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
+    _save_after_all(trainer, tenure, done)
     if trainer.saving.failed == done and trainer.rank == layout.ranks[0]:
         raise UsageError(f"--save {trainer.args.save}: the last checkpoint, of step {done}, could not be written; make "
                          f"room and start the job again, and it goes on from step {trainer.saving.saved}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from msgspec.structs import replace
+
 from megatron_elastic.cluster.messages import Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import change, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.effects import Reply
@@ -40,6 +42,16 @@ def leaves(turn: Turn, event: Leaves) -> None:
         _begin(turn, [event.node])
     else:
         turn.say(f"WARNING: node {node.node_rank} is to leave, and cannot: {problem}")
+
+
+def can_resign(job: Job) -> bool:
+    """Whether this coordinator's own node could leave if another coordinated, and some node can that stays."""
+    heirs = [node for number, node in job.nodes.items() if number != job.here and number not in job.leaving]
+    if not job.term or job.gathering is not None or not any(node.address for node in heirs):
+        return False
+    there = {node.member for node in heirs}.intersection(job.members)
+    enough = 2 * len(there) > len(job.members) if job.members else True
+    return enough and _problem(replace(job, here=0), [job.here]) is None
 
 
 def _named(node_ranks: Sequence[int]) -> str:
