@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_elastic.cluster.protocol import events
 from megatron_elastic.cluster.protocol.drain import can_resign
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
+from megatron_elastic.observe.records import read_events
 from megatron_elastic.plan import NoLayout, improve, release
 from tests.jobs import Grid, Job, Jobs
 from tests.launches import TOKEN, family, free_port
@@ -61,6 +63,25 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
     assert [event["ranks"] for event in first.events("left")] == [[4, 5], [2, 3]]
     assert not first.events("recovered") and not first.events("fault") and not first.events("spawned")
     assert first.layouts()[-1].ranks == (0, 1)
+
+
+def test_who_coordinates_leaves_too(jobs: Jobs, tmp_path: Path) -> None:
+    """Another takes over, which interrupts once, and lets its ranks leave: nothing is lost."""
+    longer = (*FLAGS, *Grid(tp=1, pp=1, steps=150, ranks=6).flags)  # it trains on meanwhile
+    reference = jobs.undisturbed(*longer, ranks=6)
+    shared = (*longer, "--elastic-store", "embedded", "--elastic-run-dir", str(tmp_path / "run"))
+    with nodes_of(jobs, *shared) as (first, *others):
+        first.read_until("another node takes over")
+        for member in reversed(family(launcher_of(first))):
+            os.kill(member, signal.SIGTERM)
+        first.read_until("this node coordinates no longer")
+        assert "its ranks have left the job" in first.finish()
+        for node in others:
+            node.finish()
+    assert cli.main(["compare", str(tmp_path / "run"), str(reference.run_dir)]) == 0
+    events = read_events(tmp_path / "run")
+    assert [event["ranks"] for event in events if event["kind"] == "left"] == [[0, 1]]
+    assert not [event for event in events if event["kind"] == "fault"]
 
 
 def test_two_nodes_leave_together(jobs: Jobs) -> None:

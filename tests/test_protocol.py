@@ -43,7 +43,7 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol import Outcome, Settings, events
+from megatron_elastic.cluster.protocol import Job, Outcome, Settings, events
 from megatron_elastic.cluster.protocol.effects import Reply, Say, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.layout import decode
 from tests.play import SETTINGS, Play
@@ -523,3 +523,30 @@ def test_an_exit_code_ends_the_job_where_errors_do() -> None:
     play = Play(settings=replace(SETTINGS, on_error="stop"))
     play.news(RankExited(rank=0, returncode=7, time=1.0))
     assert play.job.outcome == Outcome(False, "rank 0 ended with exit code 7; see rank0.log", 7)
+
+
+def test_a_node_that_is_lost_before_training_begins_can_be_replaced() -> None:
+    """Only its ranks are started once more, and all must come up before training begins."""
+    play = Play()
+    play.job = Job.new(SETTINGS, 4)
+
+    def come(node: int, node_rank: int) -> None:
+        play.happens(events.NodeCame(now=0.0, node=node, hello=AgentHello(
+            session=str(node), node_rank=node_rank, slots=2, host=f"h{node}", heartbeat_timeout=2.5)))
+
+    def launched() -> dict[int, list[int]]:
+        return {each.node: list(each.message.ranks.values()) for each in play.effects
+                if isinstance(each, Tell) and isinstance(each.message, Launch)}
+
+    come(1, 0)
+    come(2, 1)
+    assert launched() == {1: [0, 1], 2: [2, 3]}
+    play.say(play.hello(0), play.hello(3))
+    play.happens(events.NodeLost(now=1.0, node=2, cause="node 1 lost", since=1.0))
+    assert play.job.outcome is None
+    come(3, 1)
+    assert launched() == {3: [2, 3]}
+    play.say(play.hello(1), play.hello(2))
+    assert play.job.layout is None
+    play.say(play.hello(3))
+    assert play.job.layout is not None and play.job.outcome is None

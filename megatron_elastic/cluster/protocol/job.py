@@ -118,6 +118,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Where it listens as a member of an embedded store."""
     ranks: tuple[int, ...] = ()
     """What it has been asked to start, ever."""
+    launched: bool = False
+    """Whether it was asked to start ranks of the beginning."""
     absent: float | None = None
     """Since when there is no connection."""
     strikes: int = 0

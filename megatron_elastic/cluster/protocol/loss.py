@@ -167,9 +167,10 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     there = [rank for rank in node.ranks
              if membership.runs_on(job, rank, event.node) and job.ranks[rank].returncode is None]
     alive = [rank for rank in there if not job.ranks[rank].lost]
-    if job.layout is None and not job.launched:
+    if job.layout is None and (job.settings.elastic or not job.launched):
         membership.leave(turn, node)
-    elif alive and not job.settings.elastic:
+        return
+    if alive and not job.settings.elastic:
         turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
     elif alive:
         lose(turn, alive, event.cause, event.since)

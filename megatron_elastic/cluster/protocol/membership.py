@@ -137,7 +137,9 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
         return
     turn.set(launched=True, hosts=len(job.nodes))
     for each, value in job.nodes.items():
-        launch(turn, each, value.ranks)
+        if not value.launched:  # else it is there since before another was lost
+            turn.set(nodes=turn.job.nodes.set(each, replace(value, launched=True)))
+            launch(turn, each, value.ranks)
     if not job.settings.elastic:
         turn.cancel_timer("start")
 
@@ -240,6 +242,14 @@ def replaced(turn: Turn, rank: int) -> None:
 
 
 def leave(turn: Turn, node: Node) -> None:
-    """Before anything is launched: another agent can take the place of one that has gone."""
-    ranks: Map[int, Rank] = turn.job.ranks.update({rank: Rank() for rank in node.ranks})
-    turn.set(ranks=ranks, unplaced=turn.job.unplaced + len(node.ranks))
+    """Before training begins another agent can take the place of one that has gone; its ranks begin anew."""
+    job = turn.job
+    there = [job.ranks[rank] for rank in node.ranks]
+    ranks: Map[int, Rank] = job.ranks.update({rank: Rank() for rank in node.ranks})
+    turn.set(ranks=ranks, unplaced=job.unplaced + len(node.ranks), launched=job.launched and not node.ranks,
+             silent=job.silent + sum(rank.hello is not None for rank in there),
+             first=None if 0 in node.ranks else job.first)
+    if job.launched and node.ranks:
+        turn.say(f"node {node.node_rank} is lost before training has begun; another one with its --node-rank can take "
+                 f"its place for {job.settings.start_timeout:g} s (--elastic-start-timeout)")
+        turn.set_timer("start", job.settings.start_timeout)
