@@ -16,6 +16,7 @@ import pytest
 from megatron_elastic.cluster import launcher, wire, zygote
 from megatron_elastic.cluster.deathwatch import Deathwatch
 from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.screen import complain
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import allowance
 from tests.jobs import PATIENT
@@ -175,3 +176,32 @@ def test_only_the_run_directory_can_be_written(tmp_path: Path) -> None:
     done = subprocess.run([*inside, *command], env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training finished at step 4" in done.stdout
+
+
+# ---- what a system lacks -------------------------------------------------------------------------
+
+
+def test_a_system_without_pidfds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(UsageError, match=r"no pidfd_open \(Function not implemented\): Linux 5.3"):
+        launcher._check_kernel()
+
+
+def test_jobs_that_begin_in_one_second_have_run_directories_of_their_own(tmp_path: Path) -> None:
+    names = [launcher._own(tmp_path / "runs" / "20261126-220504").name for _ in range(3)]
+    assert names == ["20261126-220504", "20261126-220504-2", "20261126-220504-3"]
+
+
+def test_a_launcher_whose_stderr_is_gone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    complain("note", "nobody reads this", as_json=False)

@@ -308,3 +308,10 @@ def test_who_was_asked_to_leave_still_leaves() -> None:
     ):
         job, _ = advance(job, event)
     assert job.leaving == {2}
+
+
+def test_who_says_meanwhile_that_it_leaves_does() -> None:
+    job, _ = take_over(before="")
+    assert job.gathering is not None
+    job, _ = advance(job, events.Leaves(now=11.3, node=2))
+    assert job.leaving == {2}

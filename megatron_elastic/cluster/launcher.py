@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,7 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     where = _rendezvous(options, config.elastic)
     token = given_token(os.environ) if where.several else token_of(os.environ) or make_token()
     ranks = _ranks_per_node(options.nproc_per_node or "1")
+    _check_kernel()
     _check_processes(ranks)
     console = Console(streams_shown(options.redirects, options.tee, options.local_ranks_filter, ranks),
                       options.role or ROLE, config.log_format == "json")
@@ -218,6 +219,15 @@ def _ranks_per_node(text: str) -> int:
     return int(text)
 
 
+def _check_kernel() -> None:
+    """Refuse a system where nobody can wait for a process's end. Raises UsageError."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise UsageError(f"this system has no pidfd_open ({error.strerror}): Linux 5.3 or newer is needed, and a "
+                         "container's seccomp profile must allow it") from None
+
+
 def _check_processes(ranks: int) -> None:
     """Refuse what a container does not let start. Raises UsageError."""
     left = allowance.limits().processes
@@ -257,7 +267,7 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
 
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
-    path = command.config.run_dir or _fresh(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
     if command.rendezvous.node_rank == 0 and taken is not None:
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
@@ -302,8 +312,24 @@ def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
 
 def _fresh(stem: Path) -> Path:
     """A path that is not there yet."""
-    candidates = itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
-    return next(path for path in candidates if not path.exists())
+    return next(path for path in _names(stem) if not path.exists())
+
+
+def _own(stem: Path) -> Path:
+    """A folder that is made now, by nobody else. A path that is not there if none can be made."""
+    for path in _names(stem):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # who needs it will say why
+        return path
+    raise AssertionError("names do not end")
+
+
+def _names(stem: Path) -> Iterator[Path]:
+    return itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
 
 
 # ---- running -------------------------------------------------------------------------------
