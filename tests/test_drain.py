@@ -6,19 +6,23 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Stop
+from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import events
+from megatron_elastic.cluster.protocol.drain import can_resign
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
+from megatron_elastic.observe.records import read_events
 from megatron_elastic.plan import NoLayout, improve, release
 from tests.jobs import Grid, Job, Jobs
-from tests.launches import TOKEN, free_port
+from tests.launches import TOKEN, family, free_port
 from tests.play import Play
 
 GRID = Grid(tp=1, pp=1, steps=60, ranks=6)
@@ -50,7 +54,8 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
         assert cli.main(["drain", str(first.run_dir), "--node", "2"]) == 0
         first.read_until("ranks [4, 5] of node 2 have left")
         assert "its ranks have left the job" in third.finish()
-        os.kill(launcher_of(second), signal.SIGTERM)
+        for member in reversed(family(launcher_of(second))):  # as Slurm does, and who ends a pod
+            os.kill(member, signal.SIGTERM)
         first.read_until("ranks [2, 3] of node 1 have left")
         assert "its ranks have left the job" in second.finish()
         first.finish()
@@ -58,6 +63,25 @@ def test_two_nodes_leave_one_is_asked_and_one_gets_sigterm(jobs: Jobs) -> None:
     assert [event["ranks"] for event in first.events("left")] == [[4, 5], [2, 3]]
     assert not first.events("recovered") and not first.events("fault") and not first.events("spawned")
     assert first.layouts()[-1].ranks == (0, 1)
+
+
+def test_who_coordinates_leaves_too(jobs: Jobs, tmp_path: Path) -> None:
+    """Another takes over, which interrupts once, and lets its ranks leave: nothing is lost."""
+    longer = (*FLAGS, *Grid(tp=1, pp=1, steps=150, ranks=6).flags)  # it trains on meanwhile
+    reference = jobs.undisturbed(*longer, ranks=6)
+    shared = (*longer, "--elastic-store", "embedded", "--elastic-run-dir", str(tmp_path / "run"))
+    with nodes_of(jobs, *shared) as (first, *others):
+        first.read_until("another node takes over")
+        for member in reversed(family(launcher_of(first))):
+            os.kill(member, signal.SIGTERM)
+        first.read_until("this node coordinates no longer")
+        assert "its ranks have left the job" in first.finish()
+        for node in others:
+            node.finish()
+    assert cli.main(["compare", str(tmp_path / "run"), str(reference.run_dir)]) == 0
+    events = read_events(tmp_path / "run")
+    assert [event["ranks"] for event in events if event["kind"] == "left"] == [[0, 1]]
+    assert not [event for event in events if event["kind"] == "fault"]
 
 
 def test_two_nodes_leave_together(jobs: Jobs) -> None:
@@ -104,12 +128,26 @@ def test_all_nodes_that_are_asked_for_or_none() -> None:
     assert not answer.ok and "no other working cells" in answer.text and not told and not leaving
     assert not play.job.leaving
     assert ask(5, 2) == (Answer(ok=True, text="the ranks of nodes 5, 2 leave"), [2, 3], [5, 2])
+    assert {2, 3} == {each.node for each in play.effects if isinstance(each, Tell) and each.message == Leave()}
     assert ask(5) == (Answer(ok=False, text="not there: node 5"), [], [])
 
 
 def launcher_of(job: Job) -> int:
     """Its process."""
     return job.process.pid
+
+
+def test_who_coordinates_can_leave_if_another_can_coordinate() -> None:
+    """There must be a store, a majority of its members, and all that the ranks hold must be somewhere else."""
+    job = Play().job
+    job = replace(job, here=2, term=1, nodes=job.nodes.set(1, replace(job.nodes[1], address="h:1")))
+    assert can_resign(job)
+    assert not can_resign(replace(job, term=0)), "there is no store"
+    assert not can_resign(replace(job, leaving=frozenset({1}))), "the other one leaves, too"
+    assert not can_resign(replace(job, nodes=job.nodes.set(1, replace(job.nodes[1], address="")))), "it cannot"
+    assert not can_resign(replace(job, members=("a", "b", "c"))), "the store would have no majority"
+    other = replace(job, here=1, nodes=job.nodes.set(2, replace(job.nodes[2], address="h:2")))
+    assert not can_resign(other), "it has all cells of the stage"
 
 
 # ---- the layouts ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import TOKEN, Launch, Run, free_port, launches
+from tests.launches import TOKEN, Launch, Run, family, free_port, launches
 
 STEPS = 6
 
@@ -55,6 +55,23 @@ def test_the_first_node_is_lost_and_another_coordinates(launch: Launch, host: st
     (event,) = first.events("recovered")
     assert event["ranks"] == [0]
     assert event["epoch"] >= 1 and took["term"] == 2
+
+
+def test_who_coordinates_lets_another_at_sigterm(launch: Launch) -> None:
+    """Also if all processes get it. Nobody is lost; ranks that could leave would (``test_drain``)."""
+    acts = [f"{rank}:3:begin:{act}" for rank in (1, 2) for act in ("tell", "wait")]
+    first, second, third = start(launch, *acts)
+    first.read_until("another node takes over")
+    launch.hear(2)
+    for pid in reversed(family(first.process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    first.read_until("this node coordinates no longer")
+    for node in (first, second, third):
+        node.finish()
+    assert first.steps() == list(range(1, STEPS + 1))
+    (took,) = first.events("took_over")
+    assert took["term"] == 2
+    assert not first.events("fault")
 
 
 def test_nodes_may_keep_their_own_records(launch: Launch) -> None:

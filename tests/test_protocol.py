@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import (
+    AgentHello,
     Back,
     Committed,
     Damage,
@@ -18,6 +21,7 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Invite,
     Kept,
+    Launch,
     Moves,
     Plan,
     Progress,
@@ -33,12 +37,13 @@ from megatron_elastic.cluster.messages import (
     Scale,
     Settled,
     SliceDigest,
+    Stop,
     Suspect,
     Switched,
     VoteResult,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol import Outcome, Settings, events
+from megatron_elastic.cluster.protocol import Job, Outcome, Settings, events
 from megatron_elastic.cluster.protocol.effects import Reply, Say, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.layout import decode
 from tests.play import SETTINGS, Play
@@ -432,3 +437,116 @@ def test_steps_that_nobody_tells_any_more_are_named_and_those_after_them_are_wri
     assert written() == [4]
     assert [each.fields for each in play.effects if isinstance(each, WriteEvent)] == [{"steps": [3]}]
     assert "steps" not in play.job.timers
+
+
+def test_a_node_with_other_limits_does_not_end_the_job_that_it_comes_to(play: Play) -> None:
+    hello = AgentHello(session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=7.0)
+    play.happens(events.NodeCame(now=2.0, node=9, hello=hello))
+    assert play.job.outcome is None and 9 not in play.job.nodes
+    (told,) = [effect for effect in play.effects if isinstance(effect, Tell)]
+    assert told.node == 9 and isinstance(told.message, Stop) and not told.message.again
+    assert told.message.reason == ("--elastic-heartbeat-timeout is 2.5 s where the job is coordinated and 7 s on node "
+                                   "3; give every node the same flags")
+
+
+def test_a_newcomer_that_hangs_before_it_says_anything_is_killed_and_another_is_started() -> None:
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    assert "coming 2" not in play.job.timers, "it has said hello"
+    play.expires("coming 3")
+    assert Tell(9, Fence(rank=3, stack=True)) in play.effects
+    play.news(RankExited(rank=3, returncode=-9, time=2.0))
+    assert play.job.outcome is None and "respawn 3" in play.job.timers
+    play.expires("respawn 3")
+    assert any(isinstance(each, Tell) and each.message == Launch(ranks={0: 4}, world_size=2, first_host=2, torch_port=1)
+               for each in play.effects)
+    play.happens(events.NodeLost(now=3.0, node=9, cause="node 3 lost", since=3.0))
+    assert "coming 4" not in play.job.timers
+
+
+def test_a_newcomer_with_another_version_is_refused(play: Play) -> None:
+    """Its bits would be others, and nobody would see it."""
+    play.news(RankExited(rank=2, returncode=-9, time=1.0))
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    play.say(replace(play.hello(3), versions={"torch": "2.12.0"}, likeness=b"other"))
+    assert Tell(9, Fence(rank=3)) in play.effects
+    (fenced,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "fenced"]
+    assert fenced["reason"] == "it is not like the running job: it has torch 2.12.0 instead of None"
+
+
+def test_a_newcomer_on_another_processor_is_told_of(play: Play) -> None:
+    play.happens(events.NodeCame(now=2.0, node=9, hello=AgentHello(
+        session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=2.5)))
+    play.say(replace(play.hello(3), processor="another one"))
+    (unlike,) = [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "unlike"]
+    assert unlike == {"ranks": [3], "computes_on": "another one", "instead_of": ""}
+    assert play.job.ranks[3].fenced is None
+
+
+def test_what_is_known_of_the_dead_does_not_grow() -> None:
+    """A job of weeks loses ranks again and again; each of them was known with all that it had said."""
+    play = Play(settings=replace(SETTINGS, respawn=True))
+    play.say(Settled(rank=2, epoch=0))
+    for rank in range(2, 52):
+        play.news(RankExited(rank=rank, returncode=-9, time=1.0))
+        if f"respawn {rank}" in play.job.timers:
+            play.expires(f"respawn {rank}")
+        play.say(play.hello(rank + 1), Settled(rank=rank + 1, epoch=0))
+    job = play.job
+    assert len(job.lost) == 50
+    assert [rank for rank, each in job.ranks.items() if each.hello is not None] == [0, 1, 52]
+    assert set(job.settled) == {52} and not job.copies and not job.suspicions and not job.injected
+    assert {name for name in job.timers if name[-1].isdigit()} == set()
+    assert len(job.nodes) == 2
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen dying", "not"])
+def test_an_exit_code_that_nobody_explains_is_its_ranks_fault(seen: bool) -> None:
+    play = Play(stages=((0, 1), (2,)))
+    if seen:
+        play.news(RankDying(rank=0, time=1.0))
+    play.news(RankExited(rank=0, returncode=7, time=1.0))
+    assert play.job.outcome is None and play.job.ranks[0].lost
+    faults = [effect.fields for effect in play.effects if isinstance(effect, WriteEvent) and effect.kind == "fault"]
+    assert [each["signal"] for each in faults] == ["exit code 7"]
+    assert not {"leaving 0", "dying 0"} & set(play.job.timers)
+    assert play.job.layout is not None
+    play.job = replace(play.job, layout=dataclasses.replace(play.job.layout, epoch=1))
+    play.news(RankExited(rank=3, returncode=7, time=1.0))
+    assert play.job.outcome is not None and play.job.outcome.code == 7
+    assert play.job.outcome.reason.startswith("ranks end with an exit code again when others do step 1")
+
+
+def test_an_exit_code_ends_the_job_where_errors_do() -> None:
+    play = Play(settings=replace(SETTINGS, on_error="stop"))
+    play.news(RankExited(rank=0, returncode=7, time=1.0))
+    assert play.job.outcome == Outcome(False, "rank 0 ended with exit code 7; see rank0.log", 7)
+
+
+def test_a_node_that_is_lost_before_training_begins_can_be_replaced() -> None:
+    """Only its ranks are started once more, and all must come up before training begins."""
+    play = Play()
+    play.job = Job.new(SETTINGS, 4)
+
+    def come(node: int, node_rank: int) -> None:
+        play.happens(events.NodeCame(now=0.0, node=node, hello=AgentHello(
+            session=str(node), node_rank=node_rank, slots=2, host=f"h{node}", heartbeat_timeout=2.5)))
+
+    def launched() -> dict[int, list[int]]:
+        return {each.node: list(each.message.ranks.values()) for each in play.effects
+                if isinstance(each, Tell) and isinstance(each.message, Launch)}
+
+    come(1, 0)
+    come(2, 1)
+    assert launched() == {1: [0, 1], 2: [2, 3]}
+    play.say(play.hello(0), play.hello(3))
+    play.happens(events.NodeLost(now=1.0, node=2, cause="node 1 lost", since=1.0))
+    assert play.job.outcome is None
+    come(3, 1)
+    assert launched() == {3: [2, 3]}
+    play.say(play.hello(1), play.hello(2))
+    assert play.job.layout is None
+    play.say(play.hello(3))
+    assert play.job.layout is not None and play.job.outcome is None

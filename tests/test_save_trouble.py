@@ -18,6 +18,8 @@ from tests.tiers.examples import examples
 
 PP2_DP2 = Grid(tp=1, pp=2, steps=8, ranks=4)
 LONG = Grid(tp=1, pp=2, steps=30, ranks=4)
+SOON = ("--elastic-wait-timeout", "40", "--elastic-report-timeout", "20")
+"""After a failure at the very end another try is made every five seconds."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -63,15 +65,29 @@ def test_everything_is_on_a_disk_that_fills(jobs: Jobs, small_disk: Path) -> Non
 
 @pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["sync", "async"])
 def test_checkpoints_that_never_fit(jobs: Jobs, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Each is tried and given up, on all ranks, whatever else happens; the last one ends the job with an error."""
+    """Each is tried and given up, on all ranks, whatever else happens; the last one ends the job with an error, after
+    some more tries.
+    """
     with mounted(tmp_path / "disk", 200) as disk:
-        job = jobs.start(*PP2_DP2.flags, *saving(disk, 2), *flags, *inject("3@5:backward"), ranks=4)
+        job = jobs.start(*PP2_DP2.flags, *saving(disk, 2), *flags, *inject("3@5:backward"), *SOON, ranks=4)
         message = job.finish(1)
     assert f"--save {disk}: the last checkpoint, of step 8, could not be written" in message
     assert "it goes on from step 0" in message
     assert list(job.metrics()) == list(range(1, 9))
     assert {2, 4, 6, 8} <= set(steps(job, "save_failed"))
     assert steps(job, "saved") == []
+    assert steps(job, "save_failed").count(8) == 9
+
+
+def test_room_that_is_made_at_the_very_end(jobs: Jobs, small_disk: Path) -> None:
+    """The job has nothing left to do but to write its last checkpoint, and waits until it can."""
+    fill(small_disk / "filler")
+    job = jobs.start(*PP2_DP2.flags, *saving(small_disk, 100), *SOON, ranks=4)
+    job.read_until("could not be written")
+    (small_disk / "filler").unlink()
+    job.finish()
+    assert_same_training(job, jobs.undisturbed(*PP2_DP2.flags, ranks=4))
+    assert steps(job, "saved") == [8] and set(steps(job, "save_failed")) == {8}
 
 
 def test_disks_that_are_full_and_slow_on_purpose(jobs: Jobs, tmp_path: Path) -> None:

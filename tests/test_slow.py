@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from immutables import Map
@@ -10,12 +11,13 @@ from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
-from megatron_elastic.cluster.protocol import change
-from megatron_elastic.cluster.protocol.effects import PlanClocks, WriteEvent
-from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced
+from megatron_elastic.cluster.protocol import advance, change, pace
+from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteEvent
+from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.faults.odometer import Odometer, Odometers, Work
+from megatron_elastic.layout import Stage
 from megatron_elastic.plan.cost import Costs
 from megatron_elastic.plan.power import PowerModel
 from tests.jobs import Grid, Job, Jobs
@@ -70,8 +72,10 @@ def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None
 
 
 def paced(play: Play, *ms: float) -> None:
+    """A node tells, and then the coordinator looks."""
     play.happens(Paced(now=1.0, node=1, epoch=play.job.layout.epoch if play.job.layout else 0,
                        paces=dict(enumerate(ms))))
+    later(play, 0)
 
 
 def later(play: Play, steps: int) -> None:
@@ -81,6 +85,9 @@ def later(play: Play, steps: int) -> None:
     turn = Turn(replace(play.job, ledger=replace(ledger, written=ledger.written + steps)), 1.0)
     change.stepped(turn)
     play.job, play.effects = turn.job, turn.effects
+    for record in [effect for effect in turn.effects if isinstance(effect, Record)]:
+        play.job, more = advance(play.job, Recorded(now=1.0, epoch=record.epoch))
+        play.effects += more
 
 
 def events(play: Play) -> list[str]:
@@ -112,6 +119,26 @@ def test_what_was_not_for_long_does_not_count() -> None:
         paced(play, 10.0, 20.0)
         later(play, 2)
     assert dict(play.job.pace.believed) == {1: 2.0}
+
+
+def test_cells_are_compared_once_a_step_however_many_nodes_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each of N nodes N cells were: 1,250 nodes kept the coordinator busy for seconds."""
+    compared: list[int] = []
+    times = pace._times
+
+    def counted(job: Any, stage: Stage) -> dict[int, float]:
+        compared.append(len(stage.cells))
+        return times(job, stage)
+
+    monkeypatch.setattr(pace, "_times", counted)
+    play = Play()
+    for rank, ms in ((0, 10.0), (1, 20.0), (0, 10.5), (1, 21.0)):
+        play.happens(Paced(now=1.0, node=1, epoch=0, paces={rank: ms}))
+    assert compared == []
+    later(play, 1)
+    assert compared == [2] and events(play) == ["slow"]
+    later(play, 1)
+    assert compared == [2], "nothing is new"
 
 
 def switch(play: Play, number: int) -> None:
@@ -206,6 +233,7 @@ def test_what_was_measured_at_other_clocks_does_not_count(clocked: Play) -> None
     paced(clocked, 10.0)
     run_at(clocked, {0: 1.5})
     clocked.happens(Paced(now=1.0, node=1, epoch=0, paces={1: 10.0}))
+    later(clocked, 1)
     assert not clocked.job.pace.believed
 
 

@@ -18,6 +18,7 @@ from megatron_elastic.cluster.messages import (
     Committed,
     Damage,
     Damaged,
+    Failed,
     Hello,
     Interrupt,
     Launch,
@@ -379,3 +380,45 @@ def test_a_reload_that_some_have_not_heard_of_goes_on() -> None:
     assert decision.reloading([gone_back, report(2, 4, 6, False)]) is None, "a step has been done since"
     assert decision.reloading([gone_back, report(2, 4, 5, True, voted=5)]) is None, "one has been voted"
     assert decision.reloading([report(1, 4, 5, False), report(2, 4, 5, False)]) is None
+
+
+def raised(rank: int, epoch: int) -> Failed:
+    return Failed(rank=rank, traceback=f"Traceback:\nError on {rank}", epoch=epoch, step=6)
+
+
+def test_what_was_raised_before_is_known() -> None:
+    """Who raises in the same step when it is done again raises what the program does, whoever coordinates."""
+    job = Job.new(SETTINGS, 3)
+    knows = hello(2)
+    assert knows.past is not None
+    knows = replace(knows, past=replace(knows.past, failed=[raised(0, 0), replace(raised(0, 0), step=0)]))
+    for event in (
+        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
+                        limit=1.0),
+        events.NodeCame(now=11.1, node=1, hello=hello(1)),
+        events.NodeCame(now=11.2, node=2, hello=knows),
+    ):
+        job, _ = advance(job, event)
+    assert [(each.rank, each.step) for each in job.errors] == [(0, 6)], "and nothing that was long ago"
+    job, _ = advance(job, events.Said(now=12.0, node=1, message=raised(1, 5)))
+    assert job.outcome is not None and "it is no fault of a rank" in job.outcome.reason
+
+
+def test_who_was_asked_to_leave_still_leaves() -> None:
+    """Its agent was told so, and tells it the next coordinator."""
+    job = Job.new(SETTINGS, 3)
+    for event in (
+        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
+                        limit=1.0),
+        events.NodeCame(now=11.1, node=1, hello=hello(1)),
+        events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)),
+    ):
+        job, _ = advance(job, event)
+    assert job.leaving == {2}
+
+
+def test_who_says_meanwhile_that_it_leaves_does() -> None:
+    job, _ = take_over(before="")
+    assert job.gathering is not None
+    job, _ = advance(job, events.Leaves(now=11.3, node=2))
+    assert job.leaving == {2}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from immutables import Map
 from msgspec.structs import replace
 
+from megatron_elastic.cluster.control import InterruptFlag
 from megatron_elastic.cluster.messages import Addresses, Hello, RankDying, Reachable, Where
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
 from megatron_elastic.cluster.protocol.effects import Send
 from megatron_elastic.cluster.protocol.job import Node, Rank
+from megatron_elastic.comm.tag import Channel
+from megatron_elastic.comm.transport import Transport
 
 SETTINGS = Settings(
     elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0, suspect_timeout=1.0,
@@ -77,3 +82,23 @@ def test_who_asks_again_is_answered_once() -> None:
     assert sent == []
     _, sent = said(job, Reachable(rank=2, address=b"far 2"))
     assert sent == [(2, {2: b"far 2"}, (0,))]
+
+
+def test_a_rank_asks_for_all_whom_it_is_about_to_need_at_once() -> None:
+    """Not for one after the other: of ten thousand ranks each would ask a thousand times."""
+    asked: list[list[int]] = []
+
+    def find(ranks: Sequence[int]) -> Mapping[int, bytes]:
+        asked.append(list(ranks))
+        return {}  # all of them have ended
+
+    transport = Transport(0, InterruptFlag(), 60.0, True, find=find)
+    try:
+        transport.meet([1, 2, 3, 0, 2])
+        transport.send_all([2, 4, 5], Channel.STATE, 0, torch.zeros(1))
+        empty = torch.zeros(1)
+        transport.exchange(Channel.STATE, 0, [(5, empty), (6, empty)], [(7, empty), (6, empty)])
+        transport.send(7, Channel.STATE, 0, empty)
+    finally:
+        transport.close()
+    assert asked == [[1, 2, 3], [4, 5], [7, 6]]

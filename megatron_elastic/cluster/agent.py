@@ -36,6 +36,7 @@ from megatron_elastic.cluster.messages import (
     Inspect,
     Inspected,
     Launch,
+    Leave,
     Leaving,
     Members,
     RankClosed,
@@ -98,6 +99,8 @@ class Job:
     """Seconds that ranks have to end once the job is over, before they are killed."""
     look_every: float
     """Seconds between two looks for ranks that are at a standstill which no signal caused."""
+    elastic: bool = False
+    """Whether others train on without its ranks."""
     tells_paces: bool = False
     """Whether the coordinator is told how fast ranks are."""
     spares: int = 0
@@ -254,6 +257,8 @@ class Agent:
                 self._post.recorded(message.recorded)
             case Launch():
                 self._launch(message)
+            case Leave():
+                self.leaving = True
             case Given():
                 self._post.given(message.newest)
             case Fence():
@@ -348,8 +353,12 @@ class Agent:
             log, errors = self.job.log(rank), self.job.errors(rank, local_rank)
             if self._echo is not None:
                 self._echo.follow(local_rank, rank, log, errors)
-            outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            self._send(Spawn(rank, environment, str(log), str(errors), self.job.program, outlives))
+            self._send(Spawn(rank, environment, str(log), str(errors), self.job.program, self._ignored()))
+
+    def _ignored(self) -> tuple[int, ...]:
+        """Signals that are not for ranks, though a scheduler may send them to all processes of a step or a pod."""
+        hangup = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()
+        return (*hangup, signal.SIGTERM) if self.job.elastic else hangup
 
     def _fence(self, message: Fence) -> None:
         if message.device and message.rank in self._slots:

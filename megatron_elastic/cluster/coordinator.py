@@ -52,9 +52,11 @@ from megatron_elastic.cluster.protocol.events import (
     Expired,
     Found,
     NodeCame,
+    NodeLost,
     Recorded,
     Sent,
     Troubled,
+    Unheard,
 )
 from megatron_elastic.cluster.recorder import Recorder
 from megatron_elastic.cluster.timers import Timers
@@ -103,6 +105,9 @@ class Coordinator:
         self._names = 0
         self._events: deque[Event] = deque()
         self._busy = False
+        self._broke = False
+        self._defects: set[str] = set()
+        """What people were told of."""
 
     # ---- what happens ----------------------------------------------------------------------
 
@@ -148,7 +153,10 @@ class Coordinator:
         try:
             self.job, effects = advance(self.job, event)
         except Exception:
-            self._broken()
+            if isinstance(event, Unheard | Ended):
+                self._broken()
+            else:
+                self._events.appendleft(Unheard(now=time.time(), event=event, traceback=traceback.format_exc()))
             return
         if gathering:
             self._learn(event)
@@ -158,7 +166,7 @@ class Coordinator:
             except Unsendable as error:
                 self.trouble(str(error), fatal=True)
             except Exception:
-                self._broken()
+                self.defect(f"{type(effect).__name__} was not carried out:\n{traceback.format_exc()}")
 
     def _learn(self, event: Event) -> None:
         """What agents have of the layout that a coordinator before has sent them need not be sent again."""
@@ -169,9 +177,10 @@ class Coordinator:
             self._had.clear()
 
     def _broken(self) -> None:
-        """A defect of ours: the job ends, with what is known."""
+        """A defect of ours, and what is to be done about defects fails, too: the job ends, with what is known."""
         reason = f"error in the coordinator, please report it:\n{traceback.format_exc()}"
-        if self.job.outcome is None:
+        if self.job.outcome is None and not self._broke:
+            self._broke = True
             self._events.append(Ended(now=time.time(), ok=False, reason=reason))
         if not self.outcome.done():
             self.outcome.set_result(Outcome(False, reason))
@@ -181,8 +190,7 @@ class Coordinator:
             case Send():
                 self._send(effect)
             case Tell():
-                if (agent := self._agents.get(effect.node)) is not None:
-                    agent.obey(effect.message)
+                self._tell(effect.node, effect.message)
                 if isinstance(effect.message, Stop):  # the last that an agent is told
                     self._agents.pop(effect.node, None)
                     self._told.pop(effect.node, None)
@@ -237,6 +245,19 @@ class Coordinator:
 
         threading.Thread(target=plan, name="clocks", daemon=True).start()
 
+    def _tell(self, node: int, message: ToAgent) -> None:
+        """What one agent cannot do, because of a defect, is its node's fault: others are told all the same."""
+        if (agent := self._agents.get(node)) is None:
+            return
+        try:
+            agent.obey(message)
+        except Unsendable:
+            raise
+        except Exception:
+            self.defect(f"an agent cannot do what it is told ({type(message).__name__}):\n{traceback.format_exc()}")
+            if not isinstance(message, Stop):
+                self.post(NodeLost(now=time.time(), node=node, cause="cannot obey", since=time.time()))
+
     def _send(self, effect: Send) -> None:
         """One message for each node, whatever the number of its ranks; encoded once."""
         by_node: dict[int, list[int]] = {}
@@ -247,7 +268,7 @@ class Coordinator:
                 by_node.setdefault(node, []).append(rank)
         outgoing = Outgoing(effect.message, self.job)
         for node, ranks in by_node.items():
-            self._agents[node].obey(outgoing.to(ranks, self._told.get(node)))
+            self._tell(node, outgoing.to(ranks, self._told.get(node)))
             if outgoing.leaves is not None:
                 self._told[node] = outgoing.leaves
         if isinstance(effect.message, Start):
@@ -287,6 +308,14 @@ class Coordinator:
     def trouble(self, what: str, fatal: bool = False) -> None:
         """Something could not be carried out."""
         self.post(Troubled(now=time.time(), what=what, fatal=fatal))
+
+    def defect(self, what: str) -> None:
+        """Something of this process has failed in a way that nobody has foreseen. The job goes on; people are told
+        once.
+        """
+        if what not in self._defects:
+            self._defects.add(what)
+            self.trouble(f"error in the launcher, please report it: {what}")
 
     def end(self, ok: bool, reason: str) -> None:
         """The job is to end. Later calls change nothing."""

@@ -1,8 +1,8 @@
 """Exit signal: what a scheduler sends some time before it takes the machines away.
 
 With Megatron-LM's ``--exit-signal-handler`` the ranks save and end training when it comes. The launcher, which is what
-a scheduler signals, passes it on to them instead of ending the job. Else SIGTERM lets the ranks of the node leave,
-unless this is the node that coordinates.
+a scheduler signals, passes it on to them instead of ending the job. Else SIGTERM lets the ranks of the node leave, if
+the others can go on without them.
 """
 
 from __future__ import annotations

@@ -11,15 +11,16 @@ import os
 import shlex
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic import argument_file, usage
-from megatron_elastic.cluster import script, torchrun
+from megatron_elastic.cluster import first_process, script, torchrun
 from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
 from megatron_elastic.cluster.exit_signal import ExitSignal
@@ -34,10 +35,15 @@ from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
-from megatron_elastic.device import visible
+from megatron_elastic.device import allowance, visible
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
+
+_AT_ONCE = 1.0
+"""Seconds within which SIGTERM counts once."""
+_THREADS = 6
+"""Processes and threads that a rank is, at least, and what starts it."""
 
 _EXAMPLES = """\
 examples:
@@ -135,6 +141,8 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     where = _rendezvous(options, config.elastic)
     token = given_token(os.environ) if where.several else token_of(os.environ) or make_token()
     ranks = _ranks_per_node(options.nproc_per_node or "1")
+    _check_kernel()
+    _check_processes(ranks)
     console = Console(streams_shown(options.redirects, options.tee, options.local_ranks_filter, ranks),
                       options.role or ROLE, config.log_format == "json")
     program = _program(options, config)
@@ -205,10 +213,28 @@ def _ranks_per_node(text: str) -> int:
         devices = visible.count(os.environ) if text != "cpu" else 0
         if text == "gpu" and not devices:
             raise UsageError("--nproc-per-node gpu: this machine shows no GPU or NPU; give a number")
-        return devices or len(os.sched_getaffinity(0))
+        return devices or max(int(allowance.cores()), 1)
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--nproc-per-node {text}: give a positive number, auto, cpu or gpu")
     return int(text)
+
+
+def _check_kernel() -> None:
+    """Refuse a system where nobody can wait for a process's end. Raises UsageError."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise UsageError(f"this system has no pidfd_open ({error.strerror}): Linux 5.3 or newer is needed, and a "
+                         "container's seccomp profile must allow it") from None
+
+
+def _check_processes(ranks: int) -> None:
+    """Refuse what a container does not let start. Raises UsageError."""
+    left = allowance.limits().processes
+    if left is not None and left < ranks * _THREADS:
+        raise UsageError(f"--nproc-per-node {ranks}: this container lets {left} more processes and threads start, and "
+                         f"{ranks} ranks are at least {ranks * _THREADS}: raise its limit (pids.max; docker run "
+                         "--pids-limit, podPidsLimit of the kubelet), or start fewer ranks")
 
 
 def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
@@ -241,7 +267,7 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
 
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
-    path = command.config.run_dir or _fresh(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
     if command.rendezvous.node_rank == 0 and taken is not None:
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
@@ -254,7 +280,19 @@ def _make_run_dir(command: _Command) -> Path:
                          "to") from None
     if command.log_dir is not None:
         _keep_logs_in(Path(command.log_dir), path / "logs", "" if command.name == "none" else f"{command.name}_")
-    return path.resolve()
+    path = path.resolve()
+    _keep_temporary_files_in(path)
+    return path
+
+
+def _keep_temporary_files_in(run_dir: Path) -> None:
+    """Where nothing else can be written, as with a read-only root, temporary files of all processes are there."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        folder = run_dir / "tmp"
+        folder.mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = str(folder)
 
 
 def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
@@ -274,8 +312,24 @@ def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
 
 def _fresh(stem: Path) -> Path:
     """A path that is not there yet."""
-    candidates = itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
-    return next(path for path in candidates if not path.exists())
+    return next(path for path in _names(stem) if not path.exists())
+
+
+def _own(stem: Path) -> Path:
+    """A folder that is made now, by nobody else. A path that is not there if none can be made."""
+    for path in _names(stem):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # who needs it will say why
+        return path
+    raise AssertionError("names do not end")
+
+
+def _names(stem: Path) -> Iterator[Path]:
+    return itertools.chain([stem], (Path(f"{stem}-{i}") for i in itertools.count(2)))
 
 
 # ---- running -------------------------------------------------------------------------------
@@ -288,6 +342,10 @@ def check(argv: Sequence[str]) -> ElasticConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; return the exit code: 0 training finished, 2 bad flags, the script's own, 1 else, 128 + N signal N."""
+    return first_process.tend(partial(_main, argv)) if os.getpid() == 1 else _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         command = _read_command(argv)
         run_dir = _make_run_dir(command)
@@ -311,14 +369,21 @@ def _run_until_signalled(
     """Run ``job``; the first of ``signals`` cancels it, so that it ends its ranks, and sets the exit code.
 
     The second one cancels it again, which ends its patience with the ranks. The script's exit signal goes to the ranks.
+    SIGTERM twice at once counts once: a scheduler signals a launcher, and who has started it passes that on.
     """
     received: list[int] = []
+    terminated = -_AT_ONCE
 
     async def watched() -> int:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(job)
 
         def on_signal(number: int) -> None:
+            nonlocal terminated
+            if number == signal.SIGTERM:
+                before, terminated = terminated, loop.time()
+                if terminated < before + _AT_ONCE:
+                    return
             if (what := exit_signal.taken(number)) is not None:
                 note(what)
                 return
@@ -365,7 +430,7 @@ def _part(command: _Command, run_dir: Path) -> Part:
         ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.rendezvous.host, console=command.console,
         name=command.name, end_limit=command.end_limit,
         heartbeat_timeout=config.heartbeat_timeout, grace=config.end_timeout, look_every=config.suspect_timeout / 4,
-        tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
+        elastic=config.elastic, tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
         actuator=None if config.dvfs is None else "emulated" if config.emulate is not None else config.actuator,
     )  # fmt: skip
     return Part(job, config, command.credentials, command.choice, command.rendezvous.port)
@@ -374,5 +439,5 @@ def _part(command: _Command, run_dir: Path) -> Part:
 def _tells_paces(config: ElasticConfig, ranks: int) -> bool:
     """Ranks that share a processor are slow or fast by chance."""
     if config.slow is None:
-        return config.elastic and ranks <= len(os.sched_getaffinity(0))
+        return config.elastic and not allowance.crowded(ranks)
     return config.elastic and config.slow != "off"

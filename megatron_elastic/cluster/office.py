@@ -7,12 +7,14 @@ there is one: every node that may stands for it, and who wins takes over (``prot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.curves import Curves
 from megatron_elastic.cluster.leadership import Deposed, Durable, Member, Place, Store, StoreError
 from megatron_elastic.cluster.part import Part
-from megatron_elastic.cluster.protocol import Job, Settings
+from megatron_elastic.cluster.protocol import Job, Settings, drain
 from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
 from megatron_elastic.cluster.race import race
@@ -79,6 +81,8 @@ class Office:
         self._listening: socket.socket | None = None
         """Where this node is a member of an embedded store, or could be one."""
         self._standing: asyncio.Task[None] | None = None
+        self._resigning = asyncio.Event()
+        """Set when another is to coordinate, because this node's ranks leave."""
         self._entitle("agent")
 
     def change(self) -> Coroutine[Any, Any, Any]:
@@ -201,7 +205,7 @@ class Office:
         self.coordinator = self._server.coordinator = coordinator
         self._entitle("coordinator")
         asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: coordinator.end(False, _defect(context.get("exception") or context["message"])))
+            lambda _, context: coordinator.defect(_stray(context)))
 
     def _entitle(self, what: str) -> None:
         entitle(f"run (node {self._part.agent.node_rank}, {what})", self._part.agent.program.target)
@@ -256,17 +260,46 @@ class Office:
                     await self._take_over(store, term, agent)
                 else:
                     self.coordinator.post(Led(now=time.time(), term=term))
-                await race(remembering, store.deposed(term), self._keep_seats(store))
+                with contextlib.suppress(StoreError):  # a store that refuses to say lets nobody be sure to lead
+                    await race(remembering, store.deposed(term), self._keep_seats(store), self._resigning.wait())
             finally:
                 remembering.cancel()
                 await asyncio.gather(remembering, return_exceptions=True)
+            if self._resigning.is_set() and await self._withdraw(store, told.name):
+                return
             self._step_down()
 
-    async def _open(self, name: str, members: Sequence[str]) -> Store:
-        """Open the store of the job with this name, from now on the one that is followed. Raises StoreError."""
+    def resign(self) -> bool:
+        """Let another node coordinate, so that this one's ranks can leave. Returns whether one will."""
+        stands = self._standing is not None and not self._standing.done()
+        if self.coordinator is None or not stands or not drain.can_resign(self.coordinator.job):
+            return False
+        self._resigning.set()
+        return True
+
+    async def _withdraw(self, store: Store, name: str) -> bool:
+        """Only look on at the store from now on, and give back the lead at once, so that nobody waits for its end."""
+        assert self.coordinator is not None
+        try:
+            await self._open(name, self.coordinator.job.members, looks_on=True)
+        except StoreError as error:
+            self._note(f"--elastic-store: {error}; this node cannot leave")
+            self._resigning.clear()
+            return False
+        self.coordinator.depose()
+        self._opened.remove(store)
+        await store.close()
+        self._step_down()
+        return True
+
+    async def _open(self, name: str, members: Sequence[str], looks_on: bool = False) -> Store:
+        """Open the store of the job with this name, from now on the one that is followed. Raises StoreError.
+
+        ``looks_on``: without being a member of an embedded one.
+        """
         part, place = self._part, None
         if part.choice.kind == "embedded":
-            me = self._uplink.member
+            me = "" if looks_on else self._uplink.member
             place = Place(tuple(members), part.credentials.token, me, self._listening if me in members else None)
         store = leadership.make(part.choice, name, self._limit, place=place, note=self._note)
         self._opened.append(store)
@@ -360,6 +393,12 @@ def _settings(config: ElasticConfig) -> Settings:
 
 def _defect(what: object) -> str:
     return f"error in the launcher, please report it: {what!r}"
+
+
+def _stray(context: Mapping[str, Any]) -> str:
+    """What a callback or a task has raised that nobody waits for, as asyncio tells of it."""
+    error = context.get("exception")
+    return context["message"] if error is None else "".join(traceback.format_exception(error))
 
 
 def _free_port() -> int:

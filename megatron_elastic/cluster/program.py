@@ -84,9 +84,9 @@ def _ended_itself(code: Any) -> int:
     sys.stderr.flush()
     log = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
     said = log.end.decode(errors="replace").strip() if isinstance(log, Log) else ""
-    if number and said:
+    if number:
         rank, last = os.environ["RANK"], said.rpartition("\n")[2]
-        told = f"rank {rank} ended with exit code {number}: {last}; see rank{rank}.log"
+        told = f"rank {rank} ended with exit code {number}{f': {last}' if said else ''}; see rank{rank}.log"
         report_failure(last if number == USAGE and _USAGE_ERROR in last else told, number)
     return number
 

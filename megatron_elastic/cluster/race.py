@@ -8,8 +8,12 @@ from typing import Any
 
 
 async def race(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None:
-    """Wait until one of these is done; tasks among them that are not are cancelled."""
+    """Wait until one of these is done; tasks among them that are not are cancelled.
+
+    Raises what a coroutine among them has raised. A future or a task is its owner's to ask.
+    """
     futures = [asyncio.ensure_future(each) for each in waits]
+    begun = [future for future, wait in zip(futures, waits, strict=True) if future is not wait]
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -17,3 +21,6 @@ async def race(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for each in begun:
+        if each.done() and not each.cancelled():
+            each.result()

@@ -19,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     Built,
     Committed,
     Decision,
+    Failed,
     FromAgent,
     FromRank,
     Hello,
@@ -43,6 +44,8 @@ from megatron_elastic.layout import UnitShape, changed, decode, encode
 
 _KEPT = 4096
 """Steps that are kept at most while no coordinator takes them."""
+_ERRORS = 8
+"""Of what ranks have raised, the newest, which a new coordinator is told: with more of it it may be the program's."""
 
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -79,6 +82,7 @@ class Post:
         self._recorded = 0
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
+        self._failed: deque[Failed] = deque(maxlen=_ERRORS)
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
@@ -89,7 +93,7 @@ class Post:
         """Without what the first rank of this node tells."""
         first = next(iter(self._hellos.values()))
         alike = first.rank != hello.rank and first.likeness == hello.likeness
-        return replace(hello, flags={}) if alike else hello
+        return replace(hello, flags={}, versions={}) if alike else hello
 
     def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
@@ -98,7 +102,7 @@ class Post:
         return Past(
             layout=layout, in_force=self._in_force, told=layout == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
-            committed=list(self.committed), alone_since=alone_since, resigned=resigned,
+            committed=list(self.committed), alone_since=alone_since, resigned=resigned, failed=list(self._failed),
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -119,6 +123,9 @@ class Post:
                 self._shapes |= message.shapes
             case Settled() | Switched():
                 self._enter(message.epoch)
+            case Failed():
+                if message.step is not None and not message.device:
+                    self._failed.append(message)
             case Committed():
                 self._enter(message.epoch)
                 self.committed.append(message)

@@ -6,6 +6,7 @@ its fields are the line's.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -84,7 +85,8 @@ def complain(level: str, line: str, as_json: bool) -> None:
         line = as_object("info" if level == "note" else level, "said", line)
     else:
         line = f"megatron-elastic: {level}: {line}"
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more: that must not end what it is about
+        print(line, file=sys.stderr, flush=True)
 
 
 def _print(line: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from megatron_elastic.cluster.agent import Agent, AgentError
 from megatron_elastic.cluster.exit_signal import ExitSignal
-from megatron_elastic.cluster.leadership import Leader
+from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.office import Office
 from megatron_elastic.cluster.part import Part
@@ -150,11 +150,15 @@ class Station:
         return agent
 
     def _leave(self) -> bool:
-        """Let this node's ranks leave, if the others can go on without them; whoever coordinates stays."""
+        """Let this node's ranks leave, if the others can go on without them; of who coordinates, if another can."""
         agent = self._agent
-        if agent is None or agent.leaving or self._office.coordinator is not None or not self._config.elastic:
+        if agent is None or not self._config.elastic:
             return False
-        agent.leave()
+        if self._office.coordinator is not None:
+            agent.leaving = self._office.resign()  # who coordinates next is told so
+            return agent.leaving
+        if not agent.leaving:  # else somebody has asked for it before
+            agent.leave()
         return True
 
     def _tell(self, message: FromAgent) -> None:
@@ -202,7 +206,12 @@ class Station:
             await race(following, self._office.change())
             if following.cancelled():
                 continue
-            leader = following.result()
+            try:
+                leader = following.result()
+            except StoreError as error:  # it is asked again, but not at once
+                self._note(f"--elastic-store: {error}")
+                await asyncio.sleep(self._config.heartbeat_timeout)
+                continue
             self._term = leader.term
             if leader.address != address:
                 self._leader = leader.address

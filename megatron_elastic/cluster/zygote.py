@@ -8,6 +8,7 @@ on, and dies with the agent that started it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 import msgspec
@@ -75,7 +77,7 @@ _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 class Spawn(msgspec.Struct, frozen=True, tag=True):
     """Agent to zygote: start a rank with these additions to the environment, which prints to ``log`` and ``errors``.
 
-    ``outlives``: whether it lives on when its terminal is closed, as with ``nohup``.
+    ``ignores``: signals that the launcher alone answers: SIGHUP with ``nohup``, SIGTERM where ranks can leave.
     """
 
     rank: int
@@ -83,11 +85,11 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     log: str
     errors: str
     program: Program
-    outlives: bool
+    ignores: tuple[int, ...]
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Agent to zygote: send ``signal`` to the rank and every process of its group."""
+    """Agent to zygote: send ``signal`` to the rank and every process of its group. Who ignores SIGTERM is killed."""
 
     rank: int
     signal: int
@@ -355,6 +357,8 @@ class _Zygote:
 
     def _kill(self, rank: int, number: int) -> None:
         if rank in self._pids:
+            if number == signal.SIGTERM and _ignores(self._pids[rank], number):
+                number = signal.SIGKILL
             self._signal_group(self._pids[rank], number)
             if number == signal.SIGTERM:  # a stopped process would only notice it when it goes on
                 self._signal_group(self._pids[rank], signal.SIGCONT)
@@ -385,6 +389,15 @@ def _stops() -> Iterator[os.waitid_result]:
         return  # every child has ended and waits for its pidfd's turn
 
 
+def _ignores(pid: int, number: int) -> bool:
+    """Whether a process ignores a signal."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def _die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -405,8 +418,8 @@ def _become_rank(request: Spawn) -> None:
         setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if request.outlives:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for ignored in request.ignores:
+        signal.signal(ignored, signal.SIG_IGN)
     os.environ.update(request.env)
     entitle(f"rank {request.rank}", request.program.target)
 

@@ -23,6 +23,7 @@ from megatron_elastic.comm.process_group import ElasticProcessGroup
 from megatron_elastic.comm.registration import NAME, register
 from megatron_elastic.comm.seal import KEY
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.device import allowance
 
 __all__ = ["NAME", "ElasticProcessGroup", "create", "edit", "groups", "initialize", "keep", "register"]
 
@@ -36,7 +37,7 @@ def create(options: Any) -> ElasticProcessGroup:
     rank, size = options.group_rank, options.group_size
     if _given:
         return _given.pop()
-    crowded = size > len(os.sched_getaffinity(0))
+    crowded = allowance.crowded(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     transport = Transport(rank, InterruptFlag(), options.timeout.total_seconds(), crowded)
     options.store.set(f"place/{rank}", here())
     if {options.store.get(f"place/{peer}") for peer in range(size)} != {here().encode()}:

@@ -110,14 +110,16 @@ class Fabric:
             for frame in self._strangers.take(peer):
                 self._deliver(frame)
 
-    def need(self, peer: int) -> None:
-        """This epoch depends on a peer. It is looked up when it is first needed."""
-        self.peers.watch((peer,))
-        if self._find is None or peer in self.peers or peer == self._rank:
+    def need(self, *peers: int) -> None:
+        """This epoch depends on these peers. Those that are needed for the first time are looked up, all at once."""
+        self.peers.watch(peers)
+        unknown = [peer for peer in dict.fromkeys(peers) if peer not in self.peers and peer != self._rank]
+        if self._find is None or not unknown:
             return
-        self.add_peers(self._find([peer]))
-        if peer not in self.peers:
-            self.peers.died(peer)
+        self.add_peers(self._find(unknown))
+        for peer in unknown:
+            if peer not in self.peers:
+                self.peers.died(peer)
 
     def advance(self, epoch: int, lost: Iterable[int]) -> None:
         """Enter an epoch: forget what of older ones is not written yet, let go of the dead."""
@@ -157,6 +159,7 @@ class Fabric:
 
     def send_all(self, peers: Sequence[int], tag: int, buffer: torch.Tensor, background: bool) -> list[Send]:
         """Start sending the same contiguous tensor to some peers; those of this host share one copy of it."""
+        self.need(*peers)
         neighbours = self.peers.near
         if self._cut:
             peers = [peer for peer in peers if not self._is_cut(peer)]
@@ -164,7 +167,6 @@ class Fabric:
         sends = [self.send(peer, tag, buffer, background) for peer in peers if peer not in neighbours]
         if near:
             self._sent[SHARED_MEMORY] += buffer.nbytes * len(near)
-            self.peers.watch(peers)
             sends.append(self.outbox.send(near, tag, buffer, background))
         return sends
 

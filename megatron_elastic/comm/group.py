@@ -310,6 +310,8 @@ class Group:
     def _borrow(self, at: int, like: torch.Tensor) -> dict[int, Recv]:
         """Expect every other member's tensor, to be read once."""
         coordinate = at_group(self.ident, at)
+        if like.numel():
+            self.transport.meet(self.ranks[i] for i in self._others())
         return {
             i: self.transport.borrow(self.ranks[i], Channel.COLLECTIVE, coordinate, like.numel(), like.dtype)
             for i in self._others()

@@ -13,7 +13,6 @@ What carries messages is ``comm.fabric``. Work that was started and not yet wait
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from megatron_elastic.comm.operation import (
 from megatron_elastic.comm.progress import Progress
 from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag
+from megatron_elastic.device import allowance
 from megatron_elastic.device.copies import HostCopy
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.observe.dials import SHARED_MEMORY, UCX
@@ -105,7 +105,7 @@ class Transport:
         self.tracer = tracer or Tracer.of_nothing()
         self._lock = threading.RLock()
         self._sleep = Sleep(interrupt.fd, crowded)
-        memory, events = _memory(), self._sleep.events
+        memory, events = allowance.memory(), self._sleep.events
         self._inbox = Inbox(rank, memory // _SHARE if inbox_limit is None else inbox_limit)
         self._fabric = Fabric(rank, self._inbox, events, memory // _UNPROVED, find, refused, self.dials)
         self._peers, self._outbox = self._fabric.peers, self._fabric.outbox
@@ -212,6 +212,7 @@ class Transport:
     ) -> list[Operation]:
         """Start sending a contiguous tensor to each of some peers and receiving one from each of some."""
         with self._lock:
+            self._fabric.need(*(peer for peer, _ in (*recvs, *sends)))
             tag = make_tag(self.epoch, channel, coordinate, 0)
             started: list[Operation] = []
             for peer, buffer in recvs:
@@ -236,6 +237,11 @@ class Transport:
         with self._lock:
             tag = make_tag(self.epoch, channel, coordinate, peer)
             return self._expect(Recv(peer, tag, None, Shape(numel, dtype)))
+
+    def meet(self, peers: Iterable[int]) -> None:
+        """There will be messages to or from these: learn where they are, in one question instead of one for each."""
+        with self._lock:
+            self._fabric.need(*peers)
 
     def watch(self, members: Sequence[int]) -> None:
         """Members of a group depend on each other from now on: the death of one interrupts every wait of this epoch."""
@@ -422,8 +428,3 @@ class Transport:
         self._sleep.close()
         self._inbox.clear()
         self._fabric.close()
-
-
-def _memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

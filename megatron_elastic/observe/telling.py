@@ -71,7 +71,7 @@ _LEVELS = {
     "warning": (
         "refused_message", "suspected", "hang", "standstill", "slow", "evicted", "tangle", "waits", "fault", "fenced",
         "damaged", "fallback", "restarted", "left_out", "device_out", "refused", "save_failed", "save_late", "skipped",
-        "unrecorded", "not_evaluated",
+        "unrecorded", "not_evaluated", "unlike",
     ),
     "error": ("error", "diverged", "failed"),
 }  # fmt: skip
@@ -155,6 +155,7 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "clocks": lambda e: _clocks(e["clocks"]) + f": a step of {e['step_ms']:.0f} ms instead of {e['base_ms']:.0f}",
     "clocks_refused": lambda e: f"node {e['node']}: {_shown(e['reason'])}",
     "device_out": lambda e: f"rank {e['rank']} had {e['device']}, which is out of use: {_shown(e['reason'])}",
+    "unlike": lambda e: f"{ranks(e['ranks'])}: {e['computes_on']} instead of {e['instead_of']}",
     "error": _error,
     "finished": lambda e: _shown(e["reason"]),
     "failed": lambda e: _shown(e["reason"]),

@@ -82,6 +82,7 @@ class Reduction:
         """This rank's part in the sums of a unit: sends to the owners of its slices, and the sums that it owns."""
         buffer, owned, sends = self._units[unit], [], []
         if unit in self._computed:
+            self._transport.meet(owner for _, owner in self._owners(unit))
             yield from self._add_up_in_cell(self._teams[unit], buffer.partial_sums())
         for k, owner in self._owners(unit):
             if owner == self._transport.rank:
@@ -111,12 +112,13 @@ class Reduction:
                 part.copy_(whole, non_blocking=True)
 
     def _expect_gradient(self, unit: int, k: int) -> list[Recv]:
-        buffer = self._units[unit]
+        buffer, holders = self._units[unit], self._with_my_part(self._layout.contributors(unit), unit)
+        self._transport.meet(holders)
         return [
             self._transport.borrow(
                 rank, Channel.GRADIENT, at_slice(unit, k), buffer.partition.slice_size, buffer.sums.dtype
             )
-            for rank in self._with_my_part(self._layout.contributors(unit), unit)
+            for rank in holders
         ]
 
     # ---- parameters -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from megatron_elastic.cluster.messages import (
     Inspect,
     Inspected,
     Launch,
+    Leave,
     Leaving,
     Members,
     RankClosed,
@@ -179,6 +180,8 @@ class Agent:
                 for slot, rank in message.ranks.items():
                     self.slots_of[rank] = slot
                     self.world.after(self.world.spawn_delay(), self._start, rank, self.link)
+            case Leave():
+                self.leaving = True
             case Given():
                 self.post.given(message.newest)
             case Fence():
@@ -250,7 +253,8 @@ class Agent:
         if number in self.world.doomed:
             self.world.kill(rank)
             return
-        self.world.after(self.world.spawn_delay(), rank.begin)
+        if not self.world.mute(number):
+            self.world.after(self.world.spawn_delay(), rank.begin)
 
     def heard(self, rank: int, message: FromRank) -> None:
         """A rank has written a message. The agent reads it before it takes note of the rank's end."""

@@ -117,6 +117,10 @@ class World:
         """How long a newcomer builds; some never get ready."""
         return 1000.0 if self.rng.random() < 0.02 else self.delay(0.3)
 
+    def mute(self, rank: int) -> bool:
+        """Whether a newcomer hangs before it says anything."""
+        return rank >= self.scenario.size and (rank * 104729 + self.scenario.seed) % 67 == 0
+
     def odd(self, rank: int) -> bool:
         """Whether a rank is unlike the others."""
         return rank >= self.scenario.size and (rank * 7919 + self.scenario.seed) % 61 == 0

@@ -38,6 +38,8 @@ def publish(partial: Path, iteration: int, wanted: Callable[[], bool], retain: i
     folder = partial.parent
     sync(partial)
     target = step_folder(folder, iteration)
+    if not wanted():  # before it takes the place of one that is as good
+        raise OSError(f"{target} is late")
     old = target.with_name(f"{target.name}.partial-old")
     if target.exists():
         os.rename(target, old)

@@ -140,9 +140,9 @@ class Saving:
         problem = self._publish(write)
         self._begun = None
         if problem is None:
-            self.saved = write.step
+            self.saved, self.failed = write.step, 0
         else:
-            self.failed = write.step
+            self.failed, write.abandoned = write.step, True  # whatever still waits for the disk, on any rank
         return Outcome(write.step, problem)
 
     def go_back(self, step: int) -> None:
@@ -171,7 +171,6 @@ class Saving:
             answer[0] = errand.problem
         dist.broadcast_object_list(answer)
         return answer[0]
-
 
     def _wait(self, errand: _Errand) -> None:
         with self._odometer.waiting(DISK):
@@ -216,7 +215,7 @@ class _Write:
     def __init__(self, rank: int, step: int, partial: Path, part: Part, fault: DiskFault) -> None:
         self.step = step
         self.abandoned = False
-        """There is another layout, and others may be on their way by now."""
+        """It was given up, or there is another layout: others may be on their way by now."""
         self._written: Written = []
         self._rank, self._partial, self._part, self._first = rank, partial, part, dist.get_rank() == 0
         self._fault = fault
@@ -250,6 +249,8 @@ class _Write:
                     shutil.rmtree(folder, ignore_errors=True)
         self._fault.meet()
         self._written = self._part.write()
+        if self.abandoned:  # who comes so late makes a folder anew that was removed
+            shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def _cause(error: BaseException) -> BaseException:

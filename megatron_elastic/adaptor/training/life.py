@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import threading
+import time
 
+import megatron.core
 import msgspec
+import numpy
+import torch
 
 from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
 from megatron_elastic.adaptor.training.tenure import Tenure
@@ -14,12 +19,17 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
 from megatron_elastic.config import UsageError
+from megatron_elastic.device.processor import processor
 from megatron_elastic.layout import encode
 from megatron_elastic.plan import memory
 from megatron_elastic.plan.operations import flops_per_token
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""
+_TRIES = 8
+"""How often the last checkpoint is tried once more, within ``--elastic-wait-timeout``."""
+_LOOK = 0.1
+"""Seconds from one look for an interrupt to the next."""
 
 
 def live(trainer: Trainer) -> None:
@@ -47,7 +57,8 @@ def live(trainer: Trainer) -> None:
 def _join(trainer: Trainer) -> None:
     args, layout = trainer.args, encode(trainer.layout)
     flags = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _OWN_FLAGS}
-    likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags))).digest()
+    versions = {each.__name__: str(each.__version__) for each in (torch, numpy, megatron.core)}
+    likeness = hashlib.sha256(msgspec.msgpack.encode((layout, args.train_iters, flags, versions))).digest()
     if len(trainer.layout.hosts) > 1:
         trainer.transport.listen()
     trainer.control.send(
@@ -57,6 +68,7 @@ def _join(trainer: Trainer) -> None:
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=memory.tied(args), device=trainer.device.product,
             flops_per_token=None if trainer.accelerator is not None else flops_per_token(args),
+            versions=versions, processor=processor(),
         )
     )  # fmt: skip
     if trainer.standing.member:
@@ -77,6 +89,22 @@ def _stand_by(trainer: Trainer) -> bool:
     return isinstance(message, Stop)
 
 
+def _save_after_all(trainer: Trainer, tenure: Tenure, done: int) -> None:
+    """The last checkpoint is all that is left of the job: while it cannot be written somebody may make room.
+
+    All ranks know alike whether it was written, so they try together.
+    """
+    for _ in range(_TRIES):
+        if trainer.saving.failed != done:
+            return
+        pause = time.monotonic() + trainer.config.wait_timeout / _TRIES
+        while time.monotonic() < pause:
+            trainer.control.interrupt.check()
+            threading.Event().wait(_LOOK)
+        intermission.save(trainer, tenure, done)
+        intermission.complete_save(trainer)
+
+
 def _finish(trainer: Trainer, tenure: Tenure) -> None:
     """Report what the model has become, and stay until everybody has."""
     trainer.hooks.step = trainer.standing.step
@@ -90,6 +118,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
         intermission.save(trainer, tenure, done)
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
+    _save_after_all(trainer, tenure, done)
     if trainer.saving.failed == done and trainer.rank == layout.ranks[0]:
         raise UsageError(f"--save {trainer.args.save}: the last checkpoint, of step {done}, could not be written; make "
                          f"room and start the job again, and it goes on from step {trainer.saving.saved}")

@@ -48,6 +48,7 @@ from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.tag import check_sizes, describe
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.device import allowance
 from megatron_elastic.device.choice import choose
 from megatron_elastic.device.device import Device
 from megatron_elastic.emulation.accelerator import Accelerator
@@ -116,7 +117,7 @@ class Trainer:
         self.odometer.tracer = self.tracer
         world_size = int(os.environ["WORLD_SIZE"])
         first_host = int(os.environ.get(FIRST_HOST_VARIABLE, world_size))
-        crowded = world_size > len(os.sched_getaffinity(0))
+        crowded = allowance.crowded(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         limit = self.config.wait_timeout
         self.transport = Transport(
             self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),

@@ -39,6 +39,7 @@ from megatron_elastic.cluster.messages.node import (
     Inspect,
     Inspected,
     Launch,
+    Leave,
     Leaving,
     Members,
     Metered,
@@ -80,12 +81,12 @@ from megatron_elastic.cluster.messages.to_rank import (
 )
 
 __all__ = [
-    "UNSCALED", "Addresses", "AgentHello", "Answer", "Back", "Built", "ClocksRefused", "Committed", "Damage", "Damaged",
-    "Decision", "Drain", "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Given",
-    "Heartbeat", "Hello", "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Leaving",
-    "Members", "Message", "Metered", "Moves", "Order", "Paced", "Part", "Past", "Plan", "Profile", "Progress",
-    "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed", "RankStopped", "Reachable",
-    "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload", "Report", "Resigned",
-    "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown", "SliceDigest", "Start",
-    "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
+    "UNSCALED", "Addresses", "AgentHello", "Answer", "Back", "Built", "ClocksRefused", "Committed", "Damage",
+    "Damaged", "Decision", "Drain", "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent",
+    "FromRank", "Given", "Heartbeat", "Hello", "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept",
+    "Launch", "Leave", "Leaving", "Members", "Message", "Metered", "Moves", "Order", "Paced", "Part", "Past", "Plan",
+    "Profile", "Progress", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed",
+    "RankStopped", "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload",
+    "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
+    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
 ]  # fmt: skip

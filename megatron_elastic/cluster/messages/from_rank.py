@@ -13,7 +13,7 @@ class Hello(Message, frozen=True):
     """First message of a rank: who it is, where its links start, and the layout it derives from its flags.
 
     What is the same on all ranks is compared by ``likeness``, and told only where it is needed: of ranks other
-    than 0 an agent empties ``layout``, and ``flags`` if ``likeness`` is that of its first rank.
+    than 0 an agent empties ``layout``, ``flags`` and ``versions`` if ``likeness`` is that of its first rank.
     """
 
     rank: int
@@ -30,13 +30,17 @@ class Hello(Message, frozen=True):
     flags: dict[str, str]
     """The script's flags by name; all ranks must agree."""
     likeness: bytes
-    """sha256 of what all ranks must agree on: ``layout``, ``train_iters`` and ``flags``."""
+    """sha256 of what all ranks must agree on: ``layout``, ``train_iters``, ``flags`` and ``versions``."""
     tied: bool
     """Whether the last stage computes with the embedding of the first one."""
     device: str = "cpu"
     """What it computes on, by the name that torch has for it."""
     flops_per_token: float | None = None
     """What a token costs the whole model, forward and backward; None where computing is emulated."""
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the programs that compute; all ranks must have the same ones."""
+    processor: str = ""
+    """Its host's: another kind may compute other bits."""
 
 
 class Where(Message, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_elastic.cluster.messages.common import Message, Stop
-from megatron_elastic.cluster.messages.from_rank import Committed, FromRank, Hello
+from megatron_elastic.cluster.messages.from_rank import Committed, Failed, FromRank, Hello
 from megatron_elastic.layout import UnitShape
 from megatron_elastic.observe.dials import Figures
 
@@ -44,6 +44,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Since when it has no coordinator."""
     resigned: bool = False
     """Whether the last one said so itself: nothing is wrong with its node."""
+    failed: list[Failed] = msgspec.field(default_factory=list)
+    """What its ranks have raised lately, in steps."""
 
 
 class AgentHello(Message, frozen=True):
@@ -169,6 +171,10 @@ class Leaving(Message, frozen=True):
     """This node's ranks are to leave: its machine is about to be taken away. ``Stop`` says that they have."""
 
 
+class Leave(Message, frozen=True):
+    """This node's ranks are to leave, because somebody has asked for it: a later coordinator is to know that, too."""
+
+
 class Heartbeat(Message, frozen=True):
     """Both ways: the sender still runs. Sent whatever else is."""
 
@@ -268,6 +274,6 @@ class Relay(Message, frozen=True):
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
 FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Leaving | Heartbeat
-Order = Launch | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
+Order = Launch | Leave | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

@@ -36,11 +36,13 @@ from megatron_elastic.cluster.protocol import (
     ledger,
     loss,
     membership,
+    pace,
     recovery,
     scale,
     start,
     suspicion,
     takeover,
+    unheard,
     watch,
     whereabouts,
 )
@@ -71,6 +73,7 @@ from megatron_elastic.cluster.protocol.events import (
     Sent,
     TookOver,
     Troubled,
+    Unheard,
 )
 from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.ledger import Diverged
@@ -104,6 +107,7 @@ def _happened(turn: Turn, event: Event) -> None:
                 _said(turn, event.message, ranks)
         case News():
             if membership.runs_on(turn.job, event.news.rank, event.node):
+                error.exited(turn, event.news)
                 loss.news(turn, event.news)
         case Expired():
             if turn.job.timers.get(event.name) == event.serial:
@@ -123,7 +127,7 @@ def _happened(turn: Turn, event: Event) -> None:
         case Inspected():
             hang.inspected(turn, event)
         case Paced():
-            change.paced(turn, event)
+            pace.paced(turn, event)
         case Metered():
             copies.metered(turn, event)
         case Leaves():
@@ -162,6 +166,8 @@ def _happened(turn: Turn, event: Event) -> None:
             ending.troubled(turn, event)
         case Ended():
             turn.end(event.ok, event.reason)
+        case Unheard():
+            unheard.unheard(turn, event)
 
 
 def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
@@ -242,6 +248,8 @@ def _expired(turn: Turn, name: str) -> None:
             loss.does_not_end(turn, int(rank))
         case "respawn":
             membership.replaced(turn, int(rank))
+        case "coming":
+            start.does_not_come(turn, int(rank))
         case "hang":
             hang.due(turn)
         case "leaving":

@@ -24,7 +24,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol import arrangement, clocks, ordering, pace, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
-from megatron_elastic.cluster.protocol.events import Found, Paced
+from megatron_elastic.cluster.protocol.events import Found
 from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -138,23 +138,14 @@ def profiled(turn: Turn, message: Profile) -> None:
         consider(turn)
 
 
-def paced(turn: Turn, event: Paced) -> None:
-    """A node has told how fast its ranks are."""
-    if pace.paced(turn, event):
-        _share_by_speed(turn)
-
-
 def stepped(turn: Turn) -> None:
-    """A step has been committed."""
+    """A step has been committed. If cells are not as fast as was believed, work is moved; if there is none to move,
+    other clocks may help.
+    """
     if pace.stepped(turn):
-        _share_by_speed(turn)
-
-
-def _share_by_speed(turn: Turn) -> None:
-    """Some cells are not as fast as was believed. If nothing can be moved, other clocks may help."""
-    replan(turn)
-    if turn.job.change is None:
-        clocks.plan(turn)
+        replan(turn)
+        if turn.job.change is None:
+            clocks.plan(turn)
 
 
 def let_back(turn: Turn, leader: int) -> None:

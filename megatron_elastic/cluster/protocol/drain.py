@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron_elastic.cluster.messages import Answer, Drain, Stop
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import change, suspicion, whereabouts
 from megatron_elastic.cluster.protocol.effects import Reply
 from megatron_elastic.cluster.protocol.events import Leaves
@@ -35,11 +37,24 @@ def leaves(turn: Turn, event: Leaves) -> None:
     node = turn.job.nodes.get(event.node)
     if node is None or event.node in turn.job.leaving:
         return
+    if turn.job.gathering is not None:  # as if it had come with that word
+        turn.set(leaving=turn.job.leaving | {event.node})
+        return
     problem = _problem(turn.job, [event.node])
     if problem is None:
         _begin(turn, [event.node])
     else:
         turn.say(f"WARNING: node {node.node_rank} is to leave, and cannot: {problem}")
+
+
+def can_resign(job: Job) -> bool:
+    """Whether this coordinator's own node could leave if another coordinated, and some node can that stays."""
+    heirs = [node for number, node in job.nodes.items() if number != job.here and number not in job.leaving]
+    if not job.term or job.gathering is not None or not any(node.address for node in heirs):
+        return False
+    there = {node.member for node in heirs}.intersection(job.members)
+    enough = 2 * len(there) > len(job.members) if job.members else True
+    return enough and _problem(replace(job, here=0), [job.here]) is None
 
 
 def _named(node_ranks: Sequence[int]) -> str:
@@ -70,6 +85,7 @@ def _begin(turn: Turn, numbers: Sequence[int]) -> None:
         ranks = [rank for rank in node.ranks if not turn.job.ranks[rank].lost]
         turn.record("leaving", node=node.node_rank, ranks=ranks)
         turn.say(f"the ranks of node {node.node_rank} leave", "leaving")
+        turn.tell(number, Leave())
     change.consider(turn)
     finish(turn)
 

@@ -8,9 +8,9 @@ rank's, too, whatever is done about errors; if it is short on others then, the j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from megatron_elastic.cluster.messages import Failed, Fence
+from megatron_elastic.cluster.messages import Failed, Fence, RankExited, RankNews
 from megatron_elastic.cluster.protocol import loss, membership, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -27,7 +27,7 @@ def failed(turn: Turn, message: Failed) -> None:
     """The program raised on a rank; who raises outside of training tells as it ends."""
     job, number = turn.job, message.rank
     rank = job.ranks[number]
-    error = Raised(number, message.step or 0, message.epoch, message.traceback, short=message.short)
+    error = _raised(message)
     if message.device:
         membership.broke(turn, number, message.device, error.summary)
     if rank.lost or rank.fenced == "failed":
@@ -44,7 +44,7 @@ def failed(turn: Turn, message: Failed) -> None:
         turn.end(False, message.traceback if message.code else str(error), max(message.code, 1))
         return
     turn.set(errors=(*job.errors, error))
-    if _comes_again(turn.job.errors):
+    if comes_again(turn.job.errors):
         turn.end(False, _DOES_NOT_FIT.format(message.step) if message.short else
                  f"the program raises again when others do step {message.step}; it is no fault of a rank")
     elif message.short:
@@ -52,6 +52,42 @@ def failed(turn: Turn, message: Failed) -> None:
                "out of memory")
     else:
         _leave(turn, number, f"the program raised on rank {number}, which leaves: {error.summary}", "exception")
+
+
+def recall(turn: Turn, failed: Collection[Failed]) -> None:
+    """A new coordinator learns from agents what was raised before it took over, as far as that is not long ago."""
+    written = 0 if turn.job.ledger is None else turn.job.ledger.written
+    errors = sorted((_raised(each) for each in failed), key=lambda each: (each.epoch, each.rank))
+    turn.set(errors=tuple(each for each in errors if each.step > written - _STEPS))
+
+
+def _raised(message: Failed) -> Raised:
+    return Raised(message.rank, message.step or 0, message.epoch, message.traceback, short=message.short)
+
+
+def exited(turn: Turn, news: RankNews) -> None:
+    """Something has ended a rank's process with an exit code, and nobody has said why: a library, or ``os._exit``. That
+    counts as what a program raises.
+    """
+    job, rank = turn.job, turn.job.ranks[news.rank]
+    if not isinstance(news, RankExited) or news.returncode <= 0 or rank.returncode is not None:
+        return
+    trains = job.settings.elastic and job.layout is not None and job.ledger is not None
+    if not trains or job.outcome is not None or rank.standby or (rank.lost and rank.dying is None):
+        return
+    assert job.layout is not None and job.ledger is not None
+    what = f"rank {news.rank} ended with exit code {news.returncode}; see rank{news.rank}.log"
+    if job.settings.on_error == "stop":
+        turn.end(False, what, news.returncode)
+        return
+    step = job.ledger.written + 1
+    turn.record("error", rank=news.rank, traceback=what)
+    turn.set(errors=(*job.errors, Raised(news.rank, step, job.layout.epoch, what)))
+    if comes_again(turn.job.errors):
+        turn.end(False, f"ranks end with an exit code again when others do step {step}; it is no fault of a rank",
+                 news.returncode)
+    elif not rank.lost:
+        _leave(turn, news.rank, what, f"exit code {news.returncode}")
 
 
 def _leave(turn: Turn, number: int, why: str, cause: str) -> None:
@@ -70,20 +106,24 @@ def stays(turn: Turn, rank: int) -> None:
 def hung(turn: Turn, error: Raised) -> None:
     """A rank hung, and is being killed."""
     turn.set(errors=(*turn.job.errors, error))
-    if _comes_again(turn.job.errors):
+    if comes_again(turn.job.errors):
         turn.end(False, f"the program hangs again when others do step {error.step}; it is no fault of a rank")
 
 
-def _comes_again(errors: Sequence[Raised]) -> bool:
+def comes_again(errors: Sequence[Raised]) -> bool:
     """Whether the newest error is the program's: others raise in the step that they do anew, or one after the other.
 
     Those of one layout are one fault, say of a host: nobody has done anything anew yet. Ranks that hang in different
     places have nothing to do with each other, nor has memory that is short with other errors.
     """
     newest = errors[-1]
-    alike = [each for each in errors if (each.hung_at, bool(each.short)) == (newest.hung_at, bool(newest.short))]
+    alike = [each for each in errors if _kind(each) == _kind(newest)]
     redone = any(each.step == newest.step and each.epoch < newest.epoch for each in alike)
     return redone or len({each.epoch for each in alike}) >= _ROW
+
+
+def _kind(error: Raised) -> tuple[object, ...]:
+    return error.hung_at, bool(error.short), error.unheard
 
 
 def committed(turn: Turn, step: int) -> None:

@@ -212,7 +212,15 @@ class Ended(Happened, frozen=True):
     reason: str
 
 
+class Unheard(Happened, frozen=True):
+    """What happened could not be worked into the job, which is as it was before."""
+
+    event: Happened
+    traceback: str
+
+
 Event = (
     Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Paced | Metered | Leaves | Asked
     | Expired | Costed | Clocked | ClocksRefused | Found | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
+    | Unheard
 )

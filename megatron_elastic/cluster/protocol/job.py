@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import (
     Committed,
     Damage,
+    Failed,
     Finished,
     Hello,
     Kept,
@@ -118,6 +119,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Where it listens as a member of an embedded store."""
     ranks: tuple[int, ...] = ()
     """What it has been asked to start, ever."""
+    launched: bool = False
+    """Whether it was asked to start ranks of the beginning."""
     absent: float | None = None
     """Since when there is no connection."""
     strikes: int = 0
@@ -137,6 +140,8 @@ class Raised(msgspec.Struct, frozen=True):
     """Hook point and grain where it hung; None if it raised."""
     short: str = ""
     """The device whose memory was short, if that is why."""
+    unheard: bool = False
+    """It raised nothing: what it said could not be worked into the job."""
 
     @property
     def summary(self) -> str:
@@ -145,6 +150,8 @@ class Raised(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         text = self.traceback.rstrip()
+        if self.unheard:
+            return f"what rank {self.rank} said could not be heard: {text}"
         separator = "\n" if "\n" in text else " "
         how = "raised" if self.hung_at is None else "hung"
         what = f"memory of {self.short} was short" if self.short else f"the program {how}"
@@ -327,6 +334,7 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     committed: Map[tuple[int, int, str, str], Committed] = Map()
     """Steps that may not be on record, each once however many tell it: by step, epoch and what is compared of its vote.
     """
+    failed: tuple[Failed, ...] = ()
     since: float | None = None
     """Since when there was no coordinator."""
     resigned: bool = False
@@ -373,6 +381,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """At which ranks run that were told to run at another than the base clock."""
     measured: Map[int, float] = Map()
     """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
+    told: Map[int, None] = Map()
+    """Ranks that were measured since cells were compared last."""
     believed: Map[int, float] = Map()
     """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""
     fixed: frozenset[int] = frozenset()

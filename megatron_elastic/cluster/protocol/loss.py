@@ -28,6 +28,7 @@ from megatron_elastic.cluster.protocol import (
     whereabouts,
 )
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
+from megatron_elastic.cluster.protocol.job import without
 from megatron_elastic.cluster.protocol.turn import Turn
 
 _END_LIMIT = 10.0
@@ -85,7 +86,10 @@ def _exited(turn: Turn, message: RankExited) -> None:
     if code < 0 and turn.job.layout is None and turn.job.settings.elastic and turn.job.outcome is None:
         start.again(turn, number, cause)
         return
-    if before.dying is not None and (code < 0 or rank.standby):
+    if turn.job.outcome is not None and turn.job.settings.elastic:
+        return
+    silent = code > 0 and turn.job.layout is not None
+    if before.dying is not None and (code < 0 or silent or rank.standby):
         _died(turn, number, cause, before.dying)
         membership.respawn(turn, number)
         return
@@ -167,9 +171,10 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
     there = [rank for rank in node.ranks
              if membership.runs_on(job, rank, event.node) and job.ranks[rank].returncode is None]
     alive = [rank for rank in there if not job.ranks[rank].lost]
-    if job.layout is None and not job.launched:
+    if job.layout is None and (job.settings.elastic or not job.launched):
         membership.leave(turn, node)
-    elif alive and not job.settings.elastic:
+        return
+    if alive and not job.settings.elastic:
         turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
     elif alive:
         lose(turn, alive, event.cause, event.since)
@@ -193,6 +198,7 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
         if cause is not None:
             _name(turn, ranks, cause, when)
         return
+    _forget(turn, ranks)
     if all(change.unneeded(turn.job, rank) and not turn.job.ranks[rank].accused for rank in ranks):
         change.drop(turn, ranks, cause or "killed", when)
         return
@@ -202,6 +208,13 @@ def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> No
     if not turn.job.alive:
         raised = f": the program raised, the last time {turn.job.errors[-1].summary!r}" if turn.job.errors else ""
         turn.end(False, f"every rank is dead{raised}; restart the job from its newest checkpoint")
+
+
+def _forget(turn: Turn, ranks: Sequence[int]) -> None:
+    """Of the dead only that they are so is asked again, however many there come to be."""
+    for rank in ranks:
+        turn.set_rank(rank, hello=None)
+    turn.set(settled=without(turn.job.settled, ranks), copies=without(turn.job.copies, ranks))
 
 
 def accused(turn: Turn, message: Suspect) -> None:

@@ -41,12 +41,13 @@ def came(turn: Turn, event: NodeCame) -> None:
         # Others have taken over what its ranks did, while it had no coordinator, or had not heard that it may go.
         turn.do(Tell(event.node, Stop(ok=hello.leaving, reason="its ranks are no longer part of the job", again=True)))
         return
-    add(turn, event.node, hello)
-    ours = job.settings.heartbeat_timeout
-    if hello.heartbeat_timeout != ours:
-        turn.end(False, f"--elastic-heartbeat-timeout is {ours:g} s on node 0 and {hello.heartbeat_timeout:g} s on "
-                        f"node {hello.node_rank}; give every node the same flags")
+    if (wrong := unlike(job, hello)) is not None:
+        if job.launched:
+            turned_away(turn, event, wrong)
+        else:
+            turn.end(False, wrong)
         return
+    add(turn, event.node, hello)
     first = hello.node_rank * hello.slots
     if job.settings.elastic and (job.launched or first >= job.world_size):
         if job.layout is None:
@@ -56,6 +57,22 @@ def came(turn: Turn, event: NodeCame) -> None:
         return
     last = first + hello.slots
     _take_place(turn, event.node, range(first, min(last, job.world_size) if job.settings.spares else last))
+
+
+def unlike(job: Job, hello: AgentHello) -> str | None:
+    """What an agent was told otherwise than this coordinator, for people; None if they can work together."""
+    ours, theirs = job.settings.heartbeat_timeout, hello.heartbeat_timeout
+    if theirs == ours:
+        return None
+    return (f"--elastic-heartbeat-timeout is {ours:g} s where the job is coordinated and {theirs:g} s on node "
+            f"{hello.node_rank}; give every node the same flags")
+
+
+def turned_away(turn: Turn, event: NodeCame, why: str) -> None:
+    """A node cannot be one of a running job, which goes on without it."""
+    turn.record("refused", reason=why)
+    turn.say(f"node {event.hello.node_rank} is turned away: {why}", "refused")
+    turn.do(Tell(event.node, Stop(ok=False, reason=why)))
 
 
 def add(turn: Turn, node: int, hello: AgentHello) -> None:
@@ -121,7 +138,9 @@ def _take_place(turn: Turn, node: int, ranks: range) -> None:
         return
     turn.set(launched=True, hosts=len(job.nodes))
     for each, value in job.nodes.items():
-        launch(turn, each, value.ranks)
+        if not value.launched:  # else it is there since before another was lost
+            turn.set(nodes=turn.job.nodes.set(each, replace(value, launched=True)))
+            launch(turn, each, value.ranks)
     if not job.settings.elastic:
         turn.cancel_timer("start")
 
@@ -155,6 +174,8 @@ def spawn(turn: Turn, node: int, local_ranks: Iterable[int], host: int) -> list[
     _place(turn, node, ranks.items())
     tell_given(turn, node)  # first: a new coordinator that nobody has told of them would give their ids to others
     launch(turn, node, ranks)
+    for rank in ranks:
+        turn.set_timer(f"coming {rank}", turn.job.settings.start_timeout)
     turn.record("spawned", ranks=list(ranks), node=turn.job.nodes[node].node_rank)
     return list(ranks)
 
@@ -222,6 +243,14 @@ def replaced(turn: Turn, rank: int) -> None:
 
 
 def leave(turn: Turn, node: Node) -> None:
-    """Before anything is launched: another agent can take the place of one that has gone."""
-    ranks: Map[int, Rank] = turn.job.ranks.update({rank: Rank() for rank in node.ranks})
-    turn.set(ranks=ranks, unplaced=turn.job.unplaced + len(node.ranks))
+    """Before training begins another agent can take the place of one that has gone; its ranks begin anew."""
+    job = turn.job
+    there = [job.ranks[rank] for rank in node.ranks]
+    ranks: Map[int, Rank] = job.ranks.update({rank: Rank() for rank in node.ranks})
+    turn.set(ranks=ranks, unplaced=job.unplaced + len(node.ranks), launched=job.launched and not node.ranks,
+             silent=job.silent + sum(rank.hello is not None for rank in there),
+             first=None if 0 in node.ranks else job.first)
+    if job.launched and node.ranks:
+        turn.say(f"node {node.node_rank} is lost before training has begun; another one with its --node-rank can take "
+                 f"its place for {job.settings.start_timeout:g} s (--elastic-start-timeout)")
+        turn.set_timer("start", job.settings.start_timeout)

@@ -40,15 +40,15 @@ def paces(job: Job) -> dict[int, float]:
     return {rank: times for rank, times in job.pace.believed.items() if rank in job.layout.cells}
 
 
-def paced(turn: Turn, event: Paced) -> bool:
-    """A node has told how fast its ranks are. Returns whether something else is believed now."""
+def paced(turn: Turn, event: Paced) -> None:
+    """A node has told how fast its ranks are. Cells are compared when a step is committed, and not for each node."""
     job, layout = turn.job, turn.job.layout
     if job.settings.slow == "off" or layout is None or event.epoch != layout.epoch:
-        return False
+        return
     told = {rank: ms for rank, ms in event.paces.items()
             if rank in layout.places and job.ranks[rank].node == event.node and ms > 0}
-    turn.set(pace=replace(job.pace, measured=job.pace.measured.update(told)))
-    return _judge(turn, {layout.stage_of(rank) for rank in told})
+    turn.set(pace=replace(job.pace, measured=job.pace.measured.update(told),
+                          told=job.pace.told.update(dict.fromkeys(told))))
 
 
 def stepped(turn: Turn) -> bool:
@@ -57,7 +57,10 @@ def stepped(turn: Turn) -> bool:
     if layout is None:
         return False
     pending = {*job.pace.better, *(job.pace.believed if job.settings.slow == "evict" else ())}
-    return bool(pending) and _judge(turn, {layout.stage_of(rank) for rank in pending if rank in layout.cells})
+    stages = {layout.stage_of(rank) for rank in pending if rank in layout.cells}
+    stages |= {layout.stage_of(rank) for rank in job.pace.told}
+    turn.set(pace=replace(job.pace, told=Map()))
+    return _judge(turn, stages)
 
 
 def let_back(turn: Turn, rank: int) -> None:
@@ -161,7 +164,7 @@ def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
     job = turn.job
     found = Map({rank: clock for rank, clock in clocks.items() if job.ranks[rank].node not in job.pace.fixed})
     if found != job.pace.clocks:
-        turn.set(pace=replace(job.pace, clocks=found, measured=Map()))
+        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map()))
 
 
 def refused(turn: Turn, node: int) -> None:
@@ -175,4 +178,5 @@ def forget(turn: Turn) -> None:
     job, layout = turn.job, turn.job.layout
     assert layout is not None
     gone = [rank for rank in job.pace.believed if rank not in layout.places]
-    turn.set(pace=replace(job.pace, measured=Map(), better=Map(), believed=without(job.pace.believed, gone)))
+    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(),
+                          believed=without(job.pace.believed, gone)))

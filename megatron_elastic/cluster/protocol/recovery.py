@@ -364,7 +364,7 @@ def _close_if_over(turn: Turn) -> None:
 def _close(turn: Turn) -> None:
     job, recovery = turn.job, turn.job.recovery
     assert recovery is not None and job.layout is not None
-    turn.set(recovery=None)
+    turn.set(recovery=None, injected=without(job.injected, recovery.exits))
     fields = _event(recovery, job.injected)
     turn.record("recovered", **fields)
     what = "the loss of ranks" if set(_fallen(recovery)) <= set(job.lost) else "damage at ranks"

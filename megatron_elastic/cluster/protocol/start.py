@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Hello, Start
@@ -37,9 +39,10 @@ def late(turn: Turn) -> None:
 def hello(turn: Turn, message: Hello) -> None:
     """A rank introduces itself."""
     job, rank = turn.job, message.rank
-    if job.ranks[rank].hello is not None:
+    if job.ranks[rank].hello is not None or job.ranks[rank].lost:
         return
     turn.set_rank(rank, hello=message)
+    turn.cancel_timer(f"coming {rank}")
     membership.introduced(turn, message)
     if rank >= job.world_size:
         _newcomer(turn, message)
@@ -49,6 +52,12 @@ def hello(turn: Turn, message: Hello) -> None:
         turn.set(first=message)
     if turn.job.silent == 0:
         _all_up(turn)
+
+
+def does_not_come(turn: Turn, rank: int) -> None:
+    """A rank that was started while the job runs has not introduced itself in time."""
+    limit = turn.job.settings.start_timeout
+    fence(turn, rank, "fenced", f"it did not come up within {limit:g} s (--elastic-start-timeout)", stack=True)
 
 
 def again(turn: Turn, number: int, cause: str) -> None:
@@ -73,6 +82,7 @@ def _newcomer(turn: Turn, message: Hello) -> None:
     assert first is not None  # there are no newcomers before training begins
     wrong = difference(message, first)
     if wrong is None:
+        _note_computing(turn, [message])
         change.consider(turn)
     else:
         fence(turn, message.rank, "refused", f"it is not like the running job: {wrong}")
@@ -92,6 +102,7 @@ def _all_up(turn: Turn) -> None:
                             "all ranks must get the same flags and the same checkpoint")
             return
     turn.cancel_timer("start")
+    _note_computing(turn, [each.hello for each in job.ranks.values() if each.hello is not None])
     try:
         layout = decode(first.layout)
         layout.validate()
@@ -102,6 +113,24 @@ def _all_up(turn: Turn) -> None:
         _train(turn)
     else:
         turn.do(ReadCosts(job.settings.profile, layout.units))
+
+
+def _note_computing(turn: Turn, hellos: Iterable[Hello]) -> None:
+    """Say which ranks compute on something else than the first one does: results may differ in their last bits."""
+    first = turn.job.first
+    assert first is not None
+    others: dict[str, list[int]] = {}
+    for each in hellos:
+        if _computes_on(each) != _computes_on(first):
+            others.setdefault(_computes_on(each), []).append(each.rank)
+    for what, ranks in others.items():
+        turn.record("unlike", ranks=sorted(ranks), computes_on=what, instead_of=_computes_on(first))
+        turn.say(f"WARNING: ranks {sorted(ranks)} compute on {what}, others on {_computes_on(first)}: equal bits are "
+                 "promised on one type of machine only", "unlike")
+
+
+def _computes_on(hello: Hello) -> str:
+    return hello.processor if hello.device == "cpu" else f"{hello.device}, {hello.processor}"
 
 
 def costed(turn: Turn, event: Costed) -> None:
@@ -151,4 +180,8 @@ def difference(hello: Hello, first: Hello) -> str | None:
         theirs, ours = hello.flags.get(name), first.flags.get(name)
         if theirs != ours:
             return f"its --{name.replace('_', '-')} is {theirs} instead of {ours}"
+    for name in sorted({*hello.versions, *first.versions}):
+        theirs, ours = hello.versions.get(name), first.versions.get(name)
+        if theirs != ours:
+            return f"it has {name} {theirs} instead of {ours}"
     return "it would begin with another layout or number of steps; give it the same --nproc-per-node"

@@ -106,7 +106,7 @@ def reported(turn: Turn, rank: int) -> None:
 def clear(turn: Turn, rank: int) -> None:
     """Nothing is to be found out about a rank any more."""
     reported(turn, rank)
-    for name in ("stopped", "killed"):
+    for name in ("stopped", "killed", "coming"):
         turn.cancel_timer(f"{name} {rank}")
 
 

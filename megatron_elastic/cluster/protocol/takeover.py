@@ -12,7 +12,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop
-from megatron_elastic.cluster.protocol import damage, ledger, loss, membership, recovery, watch
+from megatron_elastic.cluster.protocol import damage, error, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -38,6 +38,9 @@ def came(turn: Turn, event: NodeCame) -> None:
     """An agent tells what it knows."""
     job, hello, known, past = turn.job, event.hello, turn.job.gathering, event.hello.past
     assert known is not None
+    if (wrong := membership.unlike(job, hello)) is not None and not hello.running:
+        membership.turned_away(turn, event, wrong)
+        return
     membership.add(turn, event.node, hello)
     if past is None or not past.torch_port:  # nothing was ever started there: it can join when the job is known
         turn.set(early=(*job.early, (event.node, hello.slots)))
@@ -51,7 +54,7 @@ def came(turn: Turn, event: NodeCame) -> None:
         committed=known.committed.update({_step(each): each for each in past.committed
                                           if _step(each) not in known.committed}),
         since=past.alone_since if known.since is None else min(known.since, past.alone_since),
-        resigned=known.resigned or past.resigned,
+        resigned=known.resigned or past.resigned, failed=(*known.failed, *past.failed),
     )  # fmt: skip
     # Most have the same one, and reading it takes as long as all the rest.
     if past.layout and (known.layout is None or past.in_force > known.layout.epoch):
@@ -176,7 +179,11 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     membership.tell_given(turn)
     for committed in sorted(known.committed.values(), key=lambda each: (each.vote.step, -each.epoch)):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
+    error.recall(turn, known.failed)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
+    for rank, each in known.running.items():
+        if each.hello is None and not turn.job.ranks[rank].lost:
+            turn.set_timer(f"coming {rank}", job.settings.start_timeout)
     _send_away(turn, layout)
     since = turn.now if known.since is None else known.since
     if missing:
