@@ -26,6 +26,7 @@ from megatron_elastic.support import (
     check_grouped,
     check_namespace,
     check_ramp,
+    check_schedule,
     check_split,
     check_whole,
     engine_installed,
@@ -93,6 +94,7 @@ def _check(args: argparse.Namespace) -> None:
     check_grouped(args)
     check_whole(args)
     check_ramp(args)
+    check_schedule(args)
     check_documents(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
