@@ -4,7 +4,7 @@ Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``
 A message that speaks about a layout carries the layout's epoch.
 """
 
-from megatron_elastic.cluster.messages.common import UNSCALED, Kept, Message, Part, Scaling, Stop, VoteResult
+from megatron_elastic.cluster.messages.common import UNSCALED, Kept, Message, Scaling, Stop, VoteResult
 from megatron_elastic.cluster.messages.from_rank import (
     Built,
     Committed,
@@ -83,7 +83,7 @@ __all__ = [
     "UNSCALED", "Addresses", "AgentHello", "Answer", "Back", "Built", "ClocksRefused", "Committed", "Damage", "Damaged",
     "Decision", "Drain", "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent", "FromRank", "Given",
     "Heartbeat", "Hello", "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept", "Launch", "Leaving",
-    "Members", "Message", "Metered", "Moves", "Order", "Paced", "Part", "Past", "Plan", "Profile", "Progress",
+    "Members", "Message", "Metered", "Moves", "Order", "Paced", "Past", "Plan", "Profile", "Progress",
     "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed", "RankStopped", "Reachable",
     "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload", "Report", "Resigned",
     "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown", "SliceDigest", "Start",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages.common import Done, Message, Part, VoteResult
-from megatron_elastic.layout import UnitShape
+from megatron_elastic.cluster.messages.common import Done, Message, VoteResult
+from megatron_elastic.layout import SlicePart, UnitShape
 from megatron_elastic.plan import Sample
 
 
@@ -118,7 +118,7 @@ class Report(Message, frozen=True):
     """Result of the vote of ``step`` when the rank is past it."""
     last: VoteResult | None
     """Result of the vote of ``step - 1``, so that its record survives its reporter."""
-    held: list[Part] | None
+    held: list[SlicePart] | None
     """Every live state here, as before ``step``, or after it if applied; None: just what the layout asks for here that
     the interrupt names.
     """
@@ -134,7 +134,7 @@ class Report(Message, frozen=True):
     """Whether that layout came with going back to a checkpoint, and no step of it has committed here."""
     saved: int = 0
     """Step of the newest complete checkpoint that it knows of; 0 without one."""
-    versions: dict[int, list[Part]] = msgspec.field(default_factory=dict)
+    versions: dict[int, list[SlicePart]] = msgspec.field(default_factory=dict)
     """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
 
     Told where replicas may be behind their owners, empty otherwise.
