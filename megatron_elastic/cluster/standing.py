@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Damaged, Progress, Report, VoteResult
+from megatron_elastic.cluster.messages import Damaged, Report, VoteResult, WorkDone
 from megatron_elastic.layout import Holdings, Layout, SlicePart
 
 
@@ -110,7 +110,7 @@ def committed(standing: Standing) -> Standing:
 
 def report(
     standing: Standing, epoch: int, layout: Layout, held: Sequence[SlicePart] | None,
-    versions: Mapping[int, Sequence[SlicePart]], now: float, newest: int, saved: int, work: Progress | None = None,
+    versions: Mapping[int, Sequence[SlicePart]], now: float, newest: int, saved: int, work: WorkDone | None = None,
 ) -> Report:
     """What it says when it is interrupted for ``epoch``.
 

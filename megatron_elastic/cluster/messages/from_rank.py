@@ -72,14 +72,14 @@ class Committed(Message, frozen=True):
     """Whether this is the lowest rank of the layout: its agent passes it on at once, others when they are asked."""
 
 
-class Progress(Done, frozen=True):
+class WorkDone(Done, frozen=True):
     """What a rank has done of ``step``, which has so many ``grains``: the first ones."""
 
     step: int
     grains: int
 
     @classmethod
-    def none(cls, step: int, grains: int) -> Progress:
+    def none(cls, step: int, grains: int) -> WorkDone:
         """Nothing yet."""
         return cls(step=step, grains=grains, added=[], live=[], half=[])
 
@@ -139,7 +139,7 @@ class Report(Message, frozen=True):
 
     Told where replicas may be behind their owners, empty otherwise.
     """
-    work: Progress | None = None
+    work: WorkDone | None = None
     """What it has done of ``step``, perhaps nothing yet; None if it could not go on from that."""
     damaged: Damaged | None = None
     """Damage that it has found in the layout that it is in: who was told may be gone."""

@@ -24,7 +24,7 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.protocol.events import News, Said
-from megatron_elastic.cluster.protocol.work import Counted
+from megatron_elastic.cluster.protocol.salvage import Counted
 from megatron_elastic.layout import Layout, SlicePart, UnitShape
 from megatron_elastic.plan import Costs, Sample
 from megatron_elastic.plan.policies import POLICIES, Policy

@@ -23,7 +23,7 @@ from megatron_elastic.cluster.messages import (
     Report,
     Resume,
 )
-from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion, work
+from megatron_elastic.cluster.protocol import change, damage, ledger, salvage, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.decision import decide, newest_complete, reloading, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
@@ -286,13 +286,13 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
         return decided
     begun = recovery.decided
     before = begun.kept if begun is not None and begun.step == decided.step else ()
-    kept = work.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
+    kept = salvage.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
     something = tuple(each for each in kept if each.numbers)
     if not something:
         return decided
     told = (report.work for report in recovery.reports.values())
     grains = next(each.grains for each in told if each is not None and each.step == decided.step)
-    return Decided("resume", decided.step, kept=something, counted=work.count(job.layout, kept, grains))
+    return Decided("resume", decided.step, kept=something, counted=salvage.count(job.layout, kept, grains))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
