@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.test_checkout import (
     needs_checkout,
     patched,
 )
+from tests.test_flags import last_plain_log
 from tests.test_interchange import tensors
 from tests.test_models import EP2, FLAGS, MODELS, PP2, TOLERANCE
 
@@ -58,6 +60,65 @@ def test_there_and_back(
     (back / TRACKER).write_text(str(LEFT_OUT))
     again = patched.plain(*rest[:-1], str(back), ranks=ranks)
     assert losses_of(again) == pytest.approx(losses_of(expected), rel=1e-6)
+
+
+DONE, OLDER, ALL = 4, 2, 8
+"""Steps of a checkpoint, of the one before it, and of the whole job."""
+OTHER = "--lr 1e-3 --min-lr 5e-4 --lr-decay-style linear --lr-decay-iters 6 --lr-warmup-iters 1"
+"""Another schedule than that of a checkpoint."""
+BEGINNINGS: dict[str, tuple[str, int]] = {
+    "goes on": ("--load SAVED", DONE),
+    "goes on from an older one": (f"--load SAVED --ckpt-step {OLDER}", OLDER),
+    "with its weights": ("--load SAVED --finetune", 0),
+    "with weights of an older one": (f"--load SAVED --finetune --ckpt-step {OLDER}", 0),
+    "with its weights, where it has none of its own": ("--load NONE --pretrained-checkpoint SAVED", 0),
+    "its own come first": ("--load SAVED --pretrained-checkpoint OTHER", DONE),
+    "the optimizer anew": ("--load SAVED --no-load-optim", DONE),
+    "random numbers anew": ("--load SAVED --no-load-rng", DONE),
+    "it must be there": ("--load SAVED --exit-on-missing-checkpoint", DONE),
+    "its flags": ("--load SAVED --use-checkpoint-args", DONE),
+    "its schedule": (f"--load SAVED --use-checkpoint-opt_param-scheduler {OTHER}", DONE),
+    "another schedule": ("--load SAVED --override-opt_param-scheduler --lr-decay-style linear --weight-decay 1", DONE),
+}
+"""Flags, and the step after which training begins."""
+
+
+def rates_of(*logs: Path) -> dict[int, float]:
+    """The learning rate of every step that Megatron logged."""
+    pattern = re.compile(r"iteration +(\d+)/.* learning rate: (\S+) ")
+    return {int(step): float(rate) for log in logs for step, rate in pattern.findall(log.read_text())}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("source", ["plain", "elastic"])
+def test_what_a_job_begins_with(patched: CheckoutJobs, tmp_path: Path, source: str) -> None:
+    """By each row of the table in the docs that is about a checkpoint with a number: losses, norms of gradients and
+    learning rates are those of plain Megatron, which begins with the same one.
+    """
+    saved = tmp_path / "saved"
+    flags = (*FLAGS[2:], "--eval-iters", "0", "--train-iters", str(ALL), "--lr-warmup-iters", "3", "--lr-decay-iters",
+             "20")  # fmt: skip
+    saves = (*flags, "--exit-interval", str(DONE), "--save", str(saved))
+    if source == "plain":
+        patched.plain(*saves, ranks=1)
+    else:
+        patched.run("--elastic", *saves, *PP2, ranks=4)
+    places = {"SAVED": str(saved), "NONE": str(tmp_path / "none"), "OTHER": str(tmp_path / "other")}
+    shutil.copytree(saved / f"iter_{OLDER:07d}", tmp_path / "other" / f"iter_{OLDER:07d}")
+    (tmp_path / "other" / TRACKER).write_text(str(OLDER))
+    for name, (given, begins) in BEGINNINGS.items():
+        row = (*flags, *(places.get(word, word) for word in given.split()))
+        logged = patched.plain(*row, ranks=1)
+        first, second, *others = losses_of(logged)
+        whole = losses_after_loading(logged)
+        job = patched.run("--elastic", *row, *PP2, ranks=2)
+        found = {step: line["loss"] for step, line in job.metrics().items()}
+        assert list(found) == list(range(begins + 1, ALL + 1)), name
+        for step in (first, *others):
+            assert found[step] == pytest.approx(whole[step], rel=1e-6), name
+        assert found[second] == pytest.approx(whole[second], rel=TOLERANCE), name  # known from a mean
+        rates = rates_of(last_plain_log(patched))
+        assert rates_of(*job.run_dir.glob("logs/*")) == pytest.approx(rates, rel=1e-6), name
 
 
 def test_models_that_were_converted(patched: CheckoutJobs, tmp_path: Path) -> None:
