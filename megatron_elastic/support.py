@@ -16,9 +16,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 from megatron_elastic import argument_file
-from megatron_elastic.config import UsageError
+from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
+from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.plan.split import split
 
 _OFF = (None, False, 0)
@@ -289,6 +290,24 @@ def check_ramp(args: argparse.Namespace) -> None:
         raise UsageError(f"{shown}: START and INCREMENT must be multiples of --micro-batch-size "
                          f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}, as "
                          "--global-batch-size is")
+
+
+def check_faults(args: argparse.Namespace) -> None:
+    """Raise UsageError if faults are to happen (``--elastic-inject``) on a rank, or in what, there will never be."""
+    config, ramp = ElasticConfig.from_args(args), Ramp.of(args)
+    steps = ramp.steps(args.train_samples) if args.train_iters is None else args.train_iters
+    for fault in config.inject:
+        flag = f"--elastic-inject {fault}"
+        # A rank that joins has an id that nobody had before.
+        if fault.rank < 0 or (fault.rank >= args.world_size and not (config.respawn or config.spares)):
+            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}, unless --elastic-respawn or "
+                             "--elastic-spares is given")
+        if fault.step is not None and not 1 <= fault.step <= steps:
+            raise UsageError(f"{flag}: step must be from 1 to {steps}, which is the last one")
+        grains = ramp.grains(steps if fault.step is None else fault.step)
+        if fault.grain is not None and not 0 <= fault.grain < grains:
+            raise UsageError(f"{flag}: grain must be from 0 to {grains - 1} "
+                             "(batch size / --micro-batch-size / --expert-model-parallel-size - 1)")
 
 
 def check_schedule(args: argparse.Namespace) -> None:
