@@ -19,7 +19,7 @@ from megatron_elastic.cluster.gauge import Gauge
 from megatron_elastic.cluster.instruments import Instruments
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.config import ElasticConfig
-from megatron_elastic.faults.odometer import Odometer, Work
+from megatron_elastic.faults.odometer import Effort, Odometer
 
 SCRIPT = str(Path(__file__).parent / "programs" / "watched_gpt.py")
 _TIMES, _REPEAT = 20_000, 5
@@ -54,14 +54,14 @@ def _written(log: Path) -> Mapping[str, int]:
 
 def _write_us() -> dict[str, float]:
     odometer = Odometer.alone()
-    work, sent = Work(1, 2.0, 3.0), odometer.dials.sent
+    effort, sent = Effort(1, 2.0, 3.0), odometer.dials.sent
 
     def add() -> None:
         sent[0] += 4096
 
     return {name: _us(write) for name, write in {
         "at": lambda: odometer.at("forward", 3, 1), "moved": odometer.moved, "wait": lambda: odometer.wait(3),
-        "worked": lambda: odometer.worked(work), "settle": odometer.settle,
+        "worked": lambda: odometer.worked(effort), "settle": odometer.settle,
         "add": add,
     }.items()}  # fmt: skip
 
@@ -80,7 +80,7 @@ def _look_us(ranks: int, every: float) -> float:
         done += 1.0
         for odometer in odometers:
             odometer.moved()
-            odometer.worked(Work(0, done, done))
+            odometer.worked(Effort(0, done, done))
             odometer.dials.sent[0] += 4096
 
     def look() -> None:

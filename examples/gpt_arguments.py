@@ -221,6 +221,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--exit-signal", type=_signal, default=signal.SIGTERM, metavar="NAME")
     group.add_argument("--load", type=Path, metavar="DIR",
                        help="go on from the newest checkpoint there; an empty folder is the beginning")
+    group.add_argument("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
+                       action="store_true",
+                       help="learning rates and weight decay go by what the checkpoint says, not by the flags")
     group.add_argument("--eval-interval", type=int, default=1000, metavar="STEPS")
     group.add_argument("--eval-iters", type=int, default=100, help="0 does not evaluate")
     group.add_argument("--log-interval", type=int, default=100, metavar="STEPS")

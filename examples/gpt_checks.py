@@ -20,6 +20,7 @@ from megatron_elastic.support import (
     check_cells,
     check_engine,
     check_expert_parallel,
+    check_faults,
     check_ramp,
     check_split,
     check_whole,
@@ -356,20 +357,9 @@ def _check_elastic(args: argparse.Namespace) -> None:
     if args.tensorboard_dir and not args.elastic:
         raise UsageError("--tensorboard-dir needs --elastic: it is the launcher of an elastic job that writes there")
     emulation.check(args, args.world_size)
-    for fault in config.inject:
-        flag = f"--elastic-inject {fault}"
-        if not args.elastic:
-            raise UsageError(f"{flag} needs --elastic: add it")
-        # A rank that joins has an id that nobody had before.
-        if fault.rank < 0 or (fault.rank >= args.world_size and not (config.respawn or config.spares)):
-            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}, unless --elastic-respawn or "
-                             "--elastic-spares is given")
-        if fault.step is not None and not 1 <= fault.step <= args.train_iters:
-            raise UsageError(f"{flag}: step must be from 1 to --train-iters {args.train_iters}")
-        grains = args.num_grains if fault.step is None else Ramp.of(args).grains(fault.step)
-        if fault.grain is not None and not 0 <= fault.grain < grains:
-            raise UsageError(f"{flag}: grain must be from 0 to {grains - 1} "
-                             "(batch size / --micro-batch-size / --expert-model-parallel-size - 1)")
+    if config.inject and not args.elastic:
+        raise UsageError(f"--elastic-inject {config.inject[0]} needs --elastic: add it")
+    check_faults(args)
 
 
 def _at_least(limit: int, **values: float) -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_elastic.adaptor.checkpoints import plain, writer
 from megatron_elastic.adaptor.checkpoints.folder import newest
-from megatron_elastic.adaptor.checkpoints.plain import Progress
+from megatron_elastic.adaptor.checkpoints.plain import Reached
 from megatron_elastic.adaptor.samples.sample import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
 from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
@@ -98,7 +98,7 @@ class _Trainer:
         self.run_batch = get_forward_backward_func()
         # The last rank is in the last stage, which knows the loss.
         self.reports = torch.distributed.get_rank() == args.world_size - 1
-        self.progress = Progress(0, 0)
+        self.progress = Reached(0, 0)
         if args.load and newest(args.load) is not None:
             self.progress = plain.load(args.load, self.bare, self.optimizer, self.scheduler)
             self.say(f"loaded {args.load} at iteration {self.progress.iteration}")
@@ -149,7 +149,7 @@ class _Trainer:
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=batch)
-        self.progress = Progress(self.progress.iteration + 1, self.progress.consumed_samples + batch)
+        self.progress = Reached(self.progress.iteration + 1, self.progress.consumed_samples + batch)
         return losses, float(grad_norm) if updated else math.inf
 
     def report_evaluation(self, name: str, data: Any, position: int) -> None:

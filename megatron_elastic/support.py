@@ -16,9 +16,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 from megatron_elastic import argument_file
-from megatron_elastic.config import UsageError
+from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
+from megatron_elastic.plan.ramp import Ramp
 from megatron_elastic.plan.split import split
 
 _OFF = (None, False, 0)
@@ -85,7 +86,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--optimizer", "slices are updated by Adam or SGD", "use adam or sgd", but=("adam", "sgd")),
     _switch("--optimizer-cpu-offload", "replicas are in host memory already"),
     _switch("--use-precision-aware-optimizer", _PRECISION),
-    Refusal("--main-grads-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--main-params-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--exp-avg-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
     Refusal("--exp-avg-sq-dtype", _PRECISION, "use fp32", but=("fp32", "torch.float32")),
@@ -121,8 +121,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--load-main-params-from-ckpt", "optimizer states belong to a checkpoint"),
     Refusal("--save-wgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
     Refusal("--save-dgrads-interval", "gradients are in slices, and not in Megatron's buffers"),
-    _switch("--use-checkpoint-opt_param-scheduler", "learning rates follow from the flags and the step",
-            "give the flags that the checkpoint was made with"),
     _switch("--inprocess-restart", "--elastic recovers in its place"),
     _switch("--enable-ft-package", "--elastic watches the ranks in its place"),
     _switch("--adlr-autoresume", _LOOP, "use --exit-signal-handler"),
@@ -156,7 +154,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--cp-comm-type`": "keys and values of all context-parallel ranks are gathered",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
     "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
-    "`--override-opt_param-scheduler`": "always",
+    "`--override-opt_param-scheduler`, `--override-opt-param-scheduler`": "always, without "
+    "`--use-checkpoint-opt_param-scheduler`",
     "`--manual-gc`, `--empty-unused-memory-level`, `--train-sync-interval`": "of Megatron's own loop",
 }
 """Flags that are accepted and change nothing, with the reason."""
@@ -291,6 +290,31 @@ def check_ramp(args: argparse.Namespace) -> None:
         raise UsageError(f"{shown}: START and INCREMENT must be multiples of --micro-batch-size "
                          f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}, as "
                          "--global-batch-size is")
+
+
+def check_faults(args: argparse.Namespace) -> None:
+    """Raise UsageError if faults are to happen (``--elastic-inject``) on a rank, or in what, there will never be."""
+    config, ramp = ElasticConfig.from_args(args), Ramp.of(args)
+    steps = ramp.steps(args.train_samples) if args.train_iters is None else args.train_iters
+    for fault in config.inject:
+        flag = f"--elastic-inject {fault}"
+        # A rank that joins has an id that nobody had before.
+        if fault.rank < 0 or (fault.rank >= args.world_size and not (config.respawn or config.spares)):
+            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}, unless --elastic-respawn or "
+                             "--elastic-spares is given")
+        if fault.step is not None and not 1 <= fault.step <= steps:
+            raise UsageError(f"{flag}: step must be from 1 to {steps}, which is the last one")
+        grains = ramp.grains(steps if fault.step is None else fault.step)
+        if fault.grain is not None and not 0 <= fault.grain < grains:
+            raise UsageError(f"{flag}: grain must be from 0 to {grains - 1} "
+                             "(batch size / --micro-batch-size / --expert-model-parallel-size - 1)")
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raise UsageError if learning rates are to go by the flags and by a checkpoint."""
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise UsageError("--override-opt_param-scheduler goes by the flags and --use-checkpoint-opt_param-scheduler by "
+                         "the checkpoint: leave out one of them")
 
 
 def check_documents(args: argparse.Namespace) -> None:

@@ -212,7 +212,7 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),
     ("--tensorboard-dir curves", 1, "--tensorboard-dir needs --elastic"),
     ("--elastic --elastic-inject kill:rank=4,step=1,at=forward", 4, "rank must be from 0 to 3"),
-    ("--elastic --elastic-inject kill:rank=0,step=11,at=forward", 4, "step must be from 1 to --train-iters 10"),
+    ("--elastic --elastic-inject kill:rank=0,step=11,at=forward", 4, "step must be from 1 to 10"),
     ("--elastic --elastic-dvfs energy --elastic-schedule search --elastic-profile p.json", 4,
      "--elastic-dvfs does not work with --elastic-schedule search"),
     ("--elastic --elastic-placement search", 4, "--elastic-placement search needs --elastic-schedule search"),
@@ -225,6 +225,11 @@ def test_impossible_flags(data: Path, extra: str, world_size: int, message: str)
         check_arguments(flags(data, extra), world_size)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_faults_of_ranks_that_come_later(data: Path) -> None:
+    for more in ("--elastic-respawn", "--elastic-spares 1"):
+        check_arguments(flags(data, f"--elastic --elastic-inject kill:rank=4,step=10,at=forward {more}"), 4)
 
 
 def test_data_that_is_not_there(data: Path, tmp_path: Path) -> None:

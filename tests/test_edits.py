@@ -158,7 +158,7 @@ def rank_main(rank: int, orders: multiprocessing.connection.Connection,
         reports.send((rank, edit.epoch, outcome, counted[-1], threading.active_count()))
     listener.join()
     transport.close()
-    assert not transport._progress._tasks and threading.active_count() == 1
+    assert not transport._pump._tasks and threading.active_count() == 1
     reports.send("closed")
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_elastic import support
 from megatron_elastic.adaptor import doctor
 from megatron_elastic.config import UsageError
-from tests import engine
+from tests import engine, test_numbers
 from tests.jobs import MODERN, ROOT, Job, Jobs, assert_same_training, inject
 from tests.test_checkout import CheckoutJobs, assert_same, checkout, grid, needs_checkout, patched, search_path
 
@@ -127,6 +127,29 @@ def test_local_layers(jobs: Jobs, engine_jobs: EngineJobs, flags: tuple[str, ...
     assert losses(again, 5) == pytest.approx(losses(local, 5), rel=TOLERANCE)
     moved = engine_jobs.run(*ENGINE, "--train-iters", "6", "--load", second, *flags[2:], *PP2, *TP2)
     assert losses(moved, 5) == pytest.approx(losses(local, 5), rel=TOLERANCE)
+
+
+@needs_checkout
+@needs_engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["latent attention", "latent attention, no latent queries", "DeepSeek-like"])
+def test_latent_attention_over_tensor_ranks(patched: CheckoutJobs, tmp_path: Path, name: str) -> None:
+    """Losses and norms of gradients are those of one rank: the key that all heads share gets all of its gradient."""
+    env, saved = environment(tmp_path, search_path()), str(tmp_path / "saved")
+    model = (*test_numbers.FLAGS, *ENGINE, *test_numbers.ROWS[name].split())
+
+    def run(*flags: str, ranks: int) -> Job:
+        job = patched.start(*model, *flags, ranks=ranks, env=env)
+        job.finish()
+        return job
+
+    alone = run("--save", saved, "--save-interval", "1", ranks=1)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
+    split = test_numbers.TP2.split()
+    layouts = {"TP2": split, "TP2, SP": [*split, "--sequence-parallel"], "PP2": PP2}
+    gaps = {layout: test_numbers.gap(run("--load", saved, *flags, ranks=2), alone)
+            for layout, flags in layouts.items() if layout != "TP2" or "--num-experts" not in model}  # fmt: skip
+    assert {layout: value for layout, value in gaps.items() if value > test_numbers.TOLERANCE} == {}, gaps
 
 
 @needs_checkout

@@ -90,6 +90,15 @@ def test_weight_decay_of_norms_of_queries(patched: CheckoutJobs, tmp_path: Path,
     assert without > expected * 1.01
 
 
+def test_gradients_that_the_optimizer_gets_in_bf16(patched: CheckoutJobs) -> None:
+    """``--main-grads-dtype bf16``: whoever is lost; other numbers than in fp32, and not far from them."""
+    flags = ("--elastic", *FLAGS, *PP2, "--bf16")
+    usual, undisturbed = patched.run(*flags, ranks=4), patched.run(*flags, "--main-grads-dtype", "bf16", ranks=4)
+    ours, theirs = ([line["loss"] for line in job.metrics().values()] for job in (undisturbed, usual))
+    assert ours[2:] != theirs[2:] and ours == pytest.approx(theirs, rel=1e-2)
+    assert_same(patched.run(*flags, "--main-grads-dtype", "bf16", *KILLS, ranks=4), undisturbed)
+
+
 def test_learning_rate_and_optimizer_that_begin_anew(patched: CheckoutJobs, tmp_path: Path) -> None:
     """``--no-load-optim`` as in plain Megatron, in the middle of a warm-up. And with ranks that are lost without
     replicas, so that all go back, first to what was loaded, and ranks that join, when --load has newer checkpoints.

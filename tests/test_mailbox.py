@@ -291,7 +291,7 @@ def test_an_arrival_costs_the_same_however_much_is_awaited(count: int, monkeypat
     """Operations are looked at when the wait begins and never again, in waits and in tasks."""
     monkeypatch.setattr(transport_module, "Recv", Counted)
     here, peer = _two()
-    monkeypatch.setattr(here._progress, "wake", lambda: None)
+    monkeypatch.setattr(here._pump, "wake", lambda: None)
     recvs = [here.recv(1, Channel.VOTE, i, torch.empty(1)) for i in range(count)]
 
     def one(i: int) -> Steps:

@@ -7,7 +7,7 @@ prints a line of the table in ``docs/megatron.md`` for each model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -62,12 +62,22 @@ LAYOUTS = {
     "PP4": "--pipeline-model-parallel-size 4",
     "VPP2": f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
 }
+COMBINED = {
+    "TP2 x PP2": f"{TP2} {PP2}",
+    "TP2 x PP2, SP": f"{TP2} {PP2} --sequence-parallel",
+    "PP2 x CP2": f"{PP2} {CP2}",
+    "EP2 x PP2": f"{EP2} {PP2}",
+    "TP2 x CP2": f"{TP2} {CP2}",
+    "TP2 x CP2, SP": f"{TP2} {CP2} --sequence-parallel",
+}
+"""Of four ranks."""
 
 
-def layouts_of(model: str) -> dict[str, str]:
+def layouts_of(model: str, layouts: Mapping[str, str]) -> dict[str, str]:
     """Those that a model can have: experts are shared if there are some, and need ``--sequence-parallel`` with TP."""
-    without = {"TP2"} if "--num-experts" in model else {"EP2", "EP2, allgather"}
-    return {name: flags for name, flags in LAYOUTS.items() if name not in without}
+    experts = "--num-experts" in model
+    return {name: flags for name, flags in layouts.items()
+            if not (TP2 in flags and "--sequence" not in flags if experts else "--expert-model" in flags)}  # fmt: skip
 
 
 def gap(job: Job, reference: Job) -> float:
@@ -86,17 +96,29 @@ def logged(job: Job) -> dict[int, dict[str, float]]:
 def test_every_layout_learns_what_one_rank_learns(
     patched: CheckoutJobs, tmp_path: Path, measured: Callable[[object], None], name: str
 ) -> None:
-    """Steps 2 and 3, from a checkpoint of step 1."""
+    measured(compare_layouts(patched, tmp_path, name, LAYOUTS))
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "latent attention"])
+def test_combined_layouts_do(
+    patched: CheckoutJobs, tmp_path: Path, measured: Callable[[object], None], name: str
+) -> None:
+    measured(compare_layouts(patched, tmp_path, name, COMBINED))
+
+
+def compare_layouts(patched: CheckoutJobs, tmp_path: Path, name: str, layouts: Mapping[str, str]) -> str:
+    """Steps 2 and 3 of a model, from a checkpoint of step 1, in each layout. Returns its line of the table."""
     model = (*FLAGS, *ROWS[name].split())
     alone = patched.run(*model, "--save", str(tmp_path), "--save-interval", "1", ranks=1)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     gaps = {}
-    for layout, flags in layouts_of(ROWS[name]).items():
-        job = patched.run(*model, "--load", str(tmp_path), *flags.split(), ranks=4 if layout == "PP4" else 2)
+    for layout, flags in layouts_of(ROWS[name], layouts).items():
+        ranks = 4 if layout == "PP4" or layout in COMBINED else 2
+        job = patched.run(*model, "--load", str(tmp_path), *flags.split(), ranks=ranks)
         assert list(job.metrics()) == [2, 3]
         gaps[layout] = gap(job, alone)
         for step, values in logged(job).items():
             assert values == pytest.approx(logged(alone)[step], rel=LOGGED), layout
-    cells = ((f"{gaps[layout]:.0e}" if gaps[layout] else "0") if layout in gaps else "" for layout in LAYOUTS)
-    measured(f"| {name} | {' | '.join(cells)} |")
     assert {layout: value for layout, value in gaps.items() if value > TOLERANCE} == {}
+    cells = ((f"{gaps[layout]:.0e}" if gaps[layout] else "0") if layout in gaps else "" for layout in layouts)
+    return f"| {name} | {' | '.join(cells)} |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,21 @@ def test_going_on_after_batches_that_grew(ramp: Ramp, done: int, samples: int, b
         assert since.before(done + 3) == samples + 2 * BATCH
 
 
+def test_docs_name_a_test_for_each_row() -> None:
+    tests = Path(__file__).parent
+    text = (tests.parent / "docs" / "megatron.md").read_text()
+    sources = (tests / "test_origin.py").read_text(), (tests / "test_loading.py").read_text()
+    table = text.partition("### What a job begins with")[2].partition("\n*Italic*")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"[*`]([^*`]+)[*`]", row[3])
+        assert named and len(row) == 4, row
+        for name in named:
+            shown = f"def {name}(" if name.startswith("test_") else f'("{name}", ' if name[0] == "-" else f'"{name}": ('
+            assert any(shown in source for source in sources), name
+
+
 def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
     """Is named, with what is wrong, and so is the one before it."""
     saved(tmp_path, 4)
@@ -187,6 +203,7 @@ def test_other_formats_are_told_with_what_converts_them(tmp_path: Path, files: t
     with pytest.raises(UsageError) as refused:
         whole.check(tmp_path / "iter_0000004", "--load X")
     assert f"--ckpt-format {name} --load {tmp_path} --ckpt-convert-format torch_dist" in str(refused.value)
+    assert "--dist-ckpt-optim-fully-reshardable, and give --load NEW/torch_dist" in str(refused.value)
     assert ("fsdp_dtensor" in str(refused.value)) == (name == "torch_dcp")
 
 

@@ -24,7 +24,6 @@ from megatron_elastic.cluster.messages import (
     Launch,
     Moves,
     Plan,
-    Progress,
     RankDying,
     RankExited,
     Ready,
@@ -41,6 +40,7 @@ from megatron_elastic.cluster.messages import (
     Suspect,
     Switched,
     VoteResult,
+    WorkDone,
 )
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, events
@@ -153,7 +153,7 @@ def test_a_fault_before_what_killed_a_rank_is_known_is_told_with_it(play: Play) 
 
 @pytest.mark.parametrize(("redo", "kept"), [("lost", True), ("step", False)])
 def test_a_step_is_resumed_if_that_is_wanted_and_there_is_anything_to_keep(redo: str, kept: bool) -> None:
-    for work in (Progress(step=1, grains=4, added=[1], live=[3], half=[]), None):
+    for work in (WorkDone(step=1, grains=4, added=[1], live=[3], half=[]), None):
         play = Play(settings=replace(SETTINGS, redo=redo))
         play.news(RankDying(rank=0, time=1.0))
         play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
@@ -179,7 +179,7 @@ def test_of_a_step_what_was_made_with_damaged_weights_is_done_again(
     play.say(Damaged(rank=1, epoch=0, step=1, found=[found], verified=0))
     for rank, cell in play.first.cells.items():
         play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
-                        work=Progress(step=1, grains=4, added=list(cell.share), live=[], half=[])))
+                        work=WorkDone(step=1, grains=4, added=list(cell.share), live=[], half=[])))
     if keeping:
         assert [each.leader for each in play.sent(Resume)[1].kept] == keeping
     else:
@@ -192,7 +192,7 @@ def test_damage_is_known_from_reports_if_nobody_was_told_before(play: Play) -> N
                       verified=0)
     play.news(RankDying(rank=0, time=1.0))
     play.say(Report(rank=1, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0,
-                    work=Progress(step=1, grains=4, added=list(play.first.cells[1].share), live=[], half=[]),
+                    work=WorkDone(step=1, grains=4, added=list(play.first.cells[1].share), live=[], half=[]),
                     damaged=damaged))
     assert play.sent(Back)[1].gather, "weights are sent anew"
     assert play.job.trust.healing

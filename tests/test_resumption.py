@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.cluster.messages import Kept, Progress, Report
-from megatron_elastic.cluster.protocol.work import Counted, count, kept
+from megatron_elastic.cluster.messages import Kept, Report, WorkDone
+from megatron_elastic.cluster.protocol.salvage import Counted, count, kept
 from megatron_elastic.layout import Cell, Layout, Part, Stage
 from megatron_elastic.pipeline.program import Op, ProgramError
 from megatron_elastic.pipeline.resumption import Remainder, check, remainder
@@ -55,7 +55,7 @@ class ModelCell:
         return Report(
             rank=rank, epoch=0, member=True, step=STEP, vote=None, last=None, held=None, interrupted_at=0.0,
             layout=self.layout,
-            work=Progress(step=STEP, grains=grains, added=sorted(self.added), live=sorted(self.live),
+            work=WorkDone(step=STEP, grains=grains, added=sorted(self.added), live=sorted(self.live),
                           half=sorted(self.half)),
         )  # fmt: skip
 
@@ -256,7 +256,7 @@ TP2 = Layout.grid(
 )  # fmt: skip
 
 
-def reports(**work: Progress | None) -> dict[int, Report]:
+def reports(**work: WorkDone | None) -> dict[int, Report]:
     """What the ranks r0, r1, ... have done; the others nothing."""
     return {
         rank: Report(
@@ -267,8 +267,8 @@ def reports(**work: Progress | None) -> dict[int, Report]:
     }  # fmt: skip
 
 
-def done(added: str = "", live: str = "", half: str = "", step: int = STEP) -> Progress:
-    return Progress(step=step, grains=4, added=list(map(int, added)), live=list(map(int, live)),
+def done(added: str = "", live: str = "", half: str = "", step: int = STEP) -> WorkDone:
+    return WorkDone(step=step, grains=4, added=list(map(int, added)), live=list(map(int, live)),
                     half=list(map(int, half)))
 
 
@@ -288,7 +288,7 @@ def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
     [(done("02"), done("0")), (done("0", half="2"), done("0", live="2")), (done("0"), done("0", step=STEP - 1))],
     ids=["sums", "halves", "step"],
 )
-def test_ranks_that_differ_in_their_sums_begin_anew(one: Progress, other: Progress) -> None:
+def test_ranks_that_differ_in_their_sums_begin_anew(one: WorkDone, other: WorkDone) -> None:
     assert kept(TP2, TP2, STEP, reports(r0=one, r1=other), (), ()) == ()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.adaptor.checkpoints.share import boxes
+from megatron_elastic.adaptor.checkpoints.owned import boxes
 from tests.disks import fill, freezer, mounted
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 from tests.tiers.examples import examples

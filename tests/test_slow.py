@@ -16,7 +16,7 @@ from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteE
 from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.speedometer import Speedometer
-from megatron_elastic.faults.odometer import Odometer, Odometers, Work
+from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
 from megatron_elastic.layout import Stage
 from megatron_elastic.plan.cost import Costs
 from megatron_elastic.plan.power import PowerModel
@@ -265,7 +265,7 @@ def test_what_is_new_is_told() -> None:
         """Two grains take so long."""
         nonlocal busy, grains
         busy, grains = busy + seconds, grains + 2.0
-        odometer.worked(Work(epoch, busy, grains))
+        odometer.worked(Effort(epoch, busy, grains))
         return [{rank: round(ms) for rank, ms in each.paces.items()} for each in speedometer.look({7: 0})]
 
     assert [looks(0.2) for _ in range(4)] == [[], [], [{7: 100}], []]

@@ -17,6 +17,7 @@ from megatron_elastic.support import (
     check_arguments,
     check_expert_parallel,
     check_namespace,
+    check_schedule,
 )
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -71,6 +72,17 @@ def test_experts_are_shared_by_all_ranks(ranks: int, cp: int, ep: int, fits: boo
     else:
         with pytest.raises(UsageError, match=r"does not divide the data-parallel size .* start a multiple of 4 proc"):
             check_expert_parallel(args)
+
+
+def test_learning_rates_go_by_one_of_two() -> None:
+    def check(override: bool, use: bool) -> None:
+        args = argparse.Namespace(override_opt_param_scheduler=override, use_checkpoint_opt_param_scheduler=use)
+        check_schedule(args)
+
+    check(True, False)
+    check(False, True)
+    with pytest.raises(UsageError, match=r"^--override-opt_param-scheduler .*: leave out one of them$"):
+        check(True, True)
 
 
 def test_what_becomes_of_flags() -> None:

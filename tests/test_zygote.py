@@ -60,7 +60,7 @@ class Started:
     def spawn(self, rank: int, log: str = "") -> None:
         log = log or str(self._folder / f"rank{rank}.log")
         env = {"RANK": str(rank), "LOCAL_RANK": "0"}
-        self._socket.sendall(wire.encode(Spawn(rank, env, log, log, self.program, False)))
+        self._socket.sendall(wire.encode(Spawn(rank, env, log, log, self.program, ())))
 
     def end(self) -> None:
         self._socket.close()

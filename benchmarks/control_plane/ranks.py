@@ -25,7 +25,6 @@ from megatron_elastic.cluster.messages import (
     Interrupt,
     Invite,
     Plan,
-    Progress,
     Ready,
     Recovered,
     Resume,
@@ -35,6 +34,7 @@ from megatron_elastic.cluster.messages import (
     ToRank,
     VoteResult,
     Where,
+    WorkDone,
 )
 from megatron_elastic.cluster.standing import Standing
 from megatron_elastic.layout import Holdings, Layout, ParameterShape, UnitShape, decode, encode, gpt_units
@@ -180,10 +180,10 @@ class Ranks:
         work = self._done(rank) if each.member else None
         say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout, 0, work))
 
-    def _done(self, rank: int) -> Progress:
+    def _done(self, rank: int) -> WorkDone:
         """Nothing of the step, or in its middle a quarter, and the forward of another one."""
         layout = self._layout
-        done = Progress.none(self.step, layout.num_grains)
+        done = WorkDone.none(self.step, layout.num_grains)
         if self.working:
             stage, cell, _ = layout.places[rank]
             numbers = [grain * layout.num_chunks + chunk for grain in cell.share

@@ -35,6 +35,7 @@ from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
 from megatron_elastic.numerics.exact import Diverged
 from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.split import UNSAID
 from megatron_elastic.state.vote import vote
 
 _STARTED = time.time()
@@ -120,21 +121,13 @@ def _judging(original: Callable[..., None]) -> Callable[..., None]:
     return judge
 
 
-_ANY_SPLIT: dict[str, Any] = {
-    "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}  # fmt: skip
-"""Arguments that say which layers a stage has; with --elastic the layout says it."""
-
-
 def _build_model(
     provider: Callable[..., torch.nn.Module], model_type: Any, args: argparse.Namespace,
     overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
     virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
-    with _meanwhile(args, {**_ANY_SPLIT, **(overrides or {})}):
+    with _meanwhile(args, {**UNSAID, **(overrides or {})}):
         model = provider(pre_process=first, post_process=last, **virtual)
     if not isinstance(model, GPTModel):
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
@@ -196,7 +189,7 @@ class CheckoutTrainer(Trainer):
         args, layout = self.args, self.layout
         size = args.micro_batch_size * self.stage.key.part.size // layout.samples
         now = {"micro_batch_size": size, "pipeline_model_parallel_size": layout.pipeline_size}
-        with _meanwhile(args, {**_ANY_SPLIT, **now}), groups.looped(layout):
+        with _meanwhile(args, {**UNSAID, **now}), groups.looped(layout):
             return forward_step(data, model)
 
     def make_rates(self) -> RatesByStep:

@@ -164,6 +164,6 @@ def build_scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamS
         end_wd=args.end_weight_decay,
         wd_incr_steps=whole,
         wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
     )

@@ -23,10 +23,10 @@ from megatron_elastic import argument_file, usage
 from megatron_elastic.cluster import first_process, script, torchrun
 from megatron_elastic.cluster.agent import END_LIMIT
 from megatron_elastic.cluster.agent import Job as AgentsJob
+from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Choice, parse
 from megatron_elastic.cluster.output import ROLE, Console, streams_shown
-from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
 from megatron_elastic.cluster.screen import Screen, as_object, complain
@@ -409,7 +409,7 @@ async def _take_part(
 ) -> int:  # fmt: skip
     """Run this node's part of the job to its end; returns the exit code. Why it failed is the last that it says."""
     screen = Screen(command.config.log_format == "json")
-    station = Station(_part(command, run_dir), exit_signal, screen, note)
+    station = Station(_brief(command, run_dir), exit_signal, screen, note)
     outcome = await station.run()
     if not outcome.ok:
         say_where()
@@ -423,7 +423,7 @@ async def _take_part(
     return 0 if outcome.ok else outcome.code
 
 
-def _part(command: _Command, run_dir: Path) -> Part:
+def _brief(command: _Command, run_dir: Path) -> Brief:
     config = command.config
     job = AgentsJob(
         program=command.program, nodes=command.rendezvous.nodes, node_rank=command.rendezvous.node_rank,
@@ -433,7 +433,7 @@ def _part(command: _Command, run_dir: Path) -> Part:
         elastic=config.elastic, tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
         actuator=None if config.dvfs is None else "emulated" if config.emulate is not None else config.actuator,
     )  # fmt: skip
-    return Part(job, config, command.credentials, command.choice, command.rendezvous.port)
+    return Brief(job, config, command.credentials, command.choice, command.rendezvous.port)
 
 
 def _tells_paces(config: ElasticConfig, ranks: int) -> bool:

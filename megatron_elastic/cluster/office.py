@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_elastic.cluster import leadership, seats
 from megatron_elastic.cluster.agent import END_LIMIT, Agent, AgentError
 from megatron_elastic.cluster.board import Board, folder_of
+from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.coordinator import Coordinator
 from megatron_elastic.cluster.curves import Curves
 from megatron_elastic.cluster.leadership import Deposed, Durable, Member, Place, Store, StoreError
-from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.protocol import Job, Settings, drain
 from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
@@ -49,7 +49,7 @@ class Office:
     """One node's.
 
     Args:
-        part: what this node was told.
+        brief: what this node was told.
         uplink: this node's line to whoever coordinates; learns where this node listens.
         screen: for lines to people.
         note: prints a line about this node.
@@ -57,19 +57,19 @@ class Office:
             one is, or was.
     """
 
-    def __init__(self, part: Part, uplink: Uplink, screen: Screen, note: Callable[[str], None],
+    def __init__(self, brief: Brief, uplink: Uplink, screen: Screen, note: Callable[[str], None],
                  let_go: Callable[[], Awaitable[str]]) -> None:
         self.coordinator: Coordinator | None = None
         """While this node coordinates."""
         self.store: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
         """The newest, once training has begun, unless there is none."""
-        self._part = part
-        self._config = part.config
+        self._brief = brief
+        self._config = brief.config
         self._uplink = uplink
         self._screen = screen
         self._note = note
         self._let_go = let_go
-        self._server = Server(part.config, part.credentials, part.agent.run_dir, screen.say)
+        self._server = Server(brief.config, brief.credentials, brief.agent.run_dir, screen.say)
         self._changed = asyncio.Event()
         """Set when this node begins or ceases to coordinate, or opens another store."""
         self._records: Recorder | None = None
@@ -91,7 +91,7 @@ class Office:
 
     def hears(self, store: Store) -> bool:
         """Whether a store tells this node who leads, or is made to be asked. An observer of an embedded one is not."""
-        return self._part.choice.kind != "embedded" or isinstance(store, Member)
+        return self._brief.choice.kind != "embedded" or isinstance(store, Member)
 
     async def close(self) -> None:
         """End all that was begun here."""
@@ -105,11 +105,11 @@ class Office:
             self._listening.close()
         if self._records is not None:
             if self.coordinator is not None:
-                remove_address(self._part.agent.run_dir)
+                remove_address(self._brief.agent.run_dir)
             if self._metrics is not None:
                 self._metrics.close()
             if left := self._records.close(END_LIMIT):
-                self._note(f"{left} records could not be written to {self._part.agent.run_dir}")
+                self._note(f"{left} records could not be written to {self._brief.agent.run_dir}")
         for curves in self._curves:
             curves.close(END_LIMIT)
         if self._spans is not None:
@@ -119,17 +119,17 @@ class Office:
 
     def begin(self) -> Coordinator:
         """The first node: coordinate a job that begins. Raises AgentError if the port is in use."""
-        part, config = self._part, self._config
+        brief, config = self._brief, self._config
         # To a job of one node others can come only if it was started with an address that they can reach.
-        local = part.agent.nodes == 1 and part.agent.host in ("127.0.0.1", "localhost")
-        self.listen(part.agent.host, "127.0.0.1" if local else every_interface(part.agent.host), part.port)
+        local = brief.agent.nodes == 1 and brief.agent.host in ("127.0.0.1", "localhost")
+        self.listen(brief.agent.host, "127.0.0.1" if local else every_interface(brief.agent.host), brief.port)
         self._open_records()
-        job = Job.new(_settings(config), part.agent.world_size)
+        job = Job.new(_settings(config), brief.agent.world_size)
         coordinator = Coordinator(job, self._records, self._screen.say,
-                                  None if part.choice.kind == "alone" else self._record.put_nowait)
+                                  None if brief.choice.kind == "alone" else self._record.put_nowait)
         self._coordinate(coordinator)
-        self._screen.say(f"{part.agent.world_size} ranks of {part.agent.program.target}, logs in "
-                         f"{_shown(part.agent.log_dir)}")
+        self._screen.say(f"{brief.agent.world_size} ranks of {brief.agent.program.target}, logs in "
+                         f"{_shown(brief.agent.log_dir)}")
         coordinator.post(Begun(now=time.time(), torch_port=_free_port(), key=secrets.token_bytes(32),
                                name=secrets.token_hex(8), seats=self._seats()))
         return coordinator
@@ -143,27 +143,27 @@ class Office:
         """
         interface = interface or every_interface(host)
         try:
-            port = self._server.listen(interface, port, self._part.agent.nodes)
+            port = self._server.listen(interface, port, self._brief.agent.nodes)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise AgentError(f"cannot listen on {interface}:{port}: {error.strerror}") from None
             fix = "choose another --master-port" + (
-                ", or leave it out" if self._part.agent.nodes == 1 else " on every node"
+                ", or leave it out" if self._brief.agent.nodes == 1 else " on every node"
             )
             raise AgentError(f"port {port} is in use by another program; {fix}") from None
         self._uplink.address = f"{host}:{port}"
-        if self._part.choice.kind == "embedded":
+        if self._brief.choice.kind == "embedded":
             self._listening = leadership.reserve(every_interface(host))
             self._uplink.member = f"{host}:{self._listening.getsockname()[1]}"
 
     def _open_records(self) -> None:
         if self._config.elastic:
-            run_dir = self._part.agent.run_dir
+            run_dir = self._brief.agent.run_dir
             self._serve_metrics()
             self._records = self._records or Recorder(run_dir, self._trouble, self._watchers())
             host, _, port = self._uplink.address.rpartition(":")
             try:
-                leave_address(run_dir, Address(host, int(port), self._part.credentials))
+                leave_address(run_dir, Address(host, int(port), self._brief.credentials))
             except OSError as error:
                 self._note(f"cannot write down where the job can be asked: {error}")
 
@@ -173,7 +173,7 @@ class Office:
         if self._screen.as_json:
             self._screen.watch()
             watchers.append(self._screen)
-        arguments, run_dir = self._part.agent.program.arguments, self._part.agent.run_dir
+        arguments, run_dir = self._brief.agent.program.arguments, self._brief.agent.run_dir
         if (folder := folder_of(arguments)) is not None:
             self._curves.append(Board(folder, self._note))
         if (project := project_of(arguments, run_dir, self._note)) is not None:
@@ -191,7 +191,7 @@ class Office:
         if self._metrics is None:
             from megatron_elastic.observe.metrics import Metrics  # only who asks for them needs it
 
-            self._metrics = Metrics(self._part.agent.run_dir.name)
+            self._metrics = Metrics(self._brief.agent.run_dir.name)
         try:
             self._metrics.serve(port)
         except OSError as error:
@@ -208,7 +208,7 @@ class Office:
             lambda _, context: coordinator.defect(_stray(context)))
 
     def _entitle(self, what: str) -> None:
-        entitle(f"run (node {self._part.agent.node_rank}, {what})", self._part.agent.program.target)
+        entitle(f"run (node {self._brief.agent.node_rank}, {what})", self._brief.agent.program.target)
 
     # ---- terms -------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Office:
             await asyncio.sleep(self._limit)
         try:
             store = await self._open(told.name, told.addresses)
-            if self._part.choice.kind == "embedded" and self._uplink.member not in told.addresses:
+            if self._brief.choice.kind == "embedded" and self._uplink.member not in told.addresses:
                 seat = await asyncio.shield(agent.seat)
                 store = await self._open(told.name, seat.addresses)
                 self._screen.say("this node has a lost member's seat in the store")
@@ -297,11 +297,11 @@ class Office:
 
         ``looks_on``: without being a member of an embedded one.
         """
-        part, place = self._part, None
-        if part.choice.kind == "embedded":
+        brief, place = self._brief, None
+        if brief.choice.kind == "embedded":
             me = "" if looks_on else self._uplink.member
-            place = Place(tuple(members), part.credentials.token, me, self._listening if me in members else None)
-        store = leadership.make(part.choice, name, self._limit, place=place, note=self._note)
+            place = Place(tuple(members), brief.credentials.token, me, self._listening if me in members else None)
+        store = leadership.make(brief.choice, name, self._limit, place=place, note=self._note)
         self._opened.append(store)
         await store.open()
         if self.store.done():
@@ -317,7 +317,7 @@ class Office:
             await asyncio.get_running_loop().create_future()
 
     def _seats(self) -> int:
-        return leadership.seats(self._part.agent.nodes) if self._part.choice.kind == "embedded" else 0
+        return leadership.seats(self._brief.agent.nodes) if self._brief.choice.kind == "embedded" else 0
 
     @property
     def _limit(self) -> float:
@@ -327,10 +327,10 @@ class Office:
     async def _take_over(self, store: Store, term: int, agent: Agent) -> None:
         durable = await store.recall()
         # In a thread: the lease is renewed meanwhile, and the disk may be shared, and slow.
-        written = await asyncio.to_thread(newest_step, self._part.agent.run_dir)
+        written = await asyncio.to_thread(newest_step, self._brief.agent.run_dir)
         before = await self._let_go()
         self._open_records()
-        coordinator = Coordinator(Job.new(_settings(self._config), self._part.agent.world_size), self._records,
+        coordinator = Coordinator(Job.new(_settings(self._config), self._brief.agent.world_size), self._records,
                                   self._screen.say, self._record.put_nowait)
         coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
                                   epoch=0 if durable is None else durable.epoch,
@@ -343,7 +343,7 @@ class Office:
 
     def _patience(self) -> float:
         """Seconds that the other nodes have to come: those that are no members of the store look for it less often."""
-        few = self._part.agent.nodes <= leadership.seats(self._part.agent.nodes)
+        few = self._brief.agent.nodes <= leadership.seats(self._brief.agent.nodes)
         return self._config.suspect_timeout + (0 if few else 2 * self._config.heartbeat_timeout)
 
     def _step_down(self) -> None:

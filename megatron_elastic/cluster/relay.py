@@ -86,10 +86,10 @@ class Post:
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
-        hellos = {rank: self._brief(hello) for rank, hello in self._hellos.items()}
+        hellos = {rank: self._short(hello) for rank, hello in self._hellos.items()}
         return [Running(rank=rank, local_rank=slot, hello=hellos.get(rank)) for rank, slot in slots.items()]
 
-    def _brief(self, hello: Hello) -> Hello:
+    def _short(self, hello: Hello) -> Hello:
         """Without what the first rank of this node tells."""
         first = next(iter(self._hellos.values()))
         alike = first.rank != hello.rank and first.likeness == hello.likeness
@@ -115,7 +115,7 @@ class Post:
                 self._hellos[rank] = replace(message, layout=b"")
                 # The coordinator compares those of others with rank 0's.
                 if rank != 0:
-                    message = self._brief(self._hellos[rank])
+                    message = self._short(self._hellos[rank])
             case Reachable():
                 if rank in self._hellos:
                     self._hellos[rank] = replace(self._hellos[rank], address=message.address, linked=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from statistics import median_low
 
 from megatron_elastic.cluster.messages import Paced
-from megatron_elastic.faults.odometer import Odometers, Work
+from megatron_elastic.faults.odometer import Effort, Odometers
 
 _SAMPLES = 3
 """Looks at which a rank had done more steps of which the middle one counts: one that was slow by chance does not."""
@@ -25,7 +25,7 @@ class Speedometer:
 
     def __init__(self, odometers: Odometers) -> None:
         self._odometers = odometers
-        self._marks: dict[int, Work] = {}
+        self._marks: dict[int, Effort] = {}
         """What each rank had worked when it was last seen to have done another step."""
         self._paces: dict[int, deque[float]] = {}
         self._told: dict[int, tuple[int, float]] = {}
@@ -48,7 +48,7 @@ class Speedometer:
             self._told.pop(rank, None)
         news: dict[int, dict[int, float]] = defaultdict(dict)
         for rank, slot in slots.items():
-            now, mark = self._odometers.work(slot), self._marks.get(rank)
+            now, mark = self._odometers.effort(slot), self._marks.get(rank)
             if mark is None or mark.epoch != now.epoch or now.grains < mark.grains:
                 self._marks[rank], self._paces[rank] = now, deque(maxlen=_SAMPLES)
             elif now.grains > mark.grains:

@@ -12,11 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Damaged, Progress, Report, VoteResult
-from megatron_elastic.layout import Holdings, Layout
-
-Part = tuple[int, int, int]
-"""(unit, slice, part)"""
+from megatron_elastic.cluster.messages import Damaged, Report, VoteResult, WorkDone
+from megatron_elastic.layout import Holdings, Layout, SlicePart
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +109,8 @@ def committed(standing: Standing) -> Standing:
 
 
 def report(
-    standing: Standing, epoch: int, layout: Layout, held: Sequence[Part] | None, versions: Mapping[int, Sequence[Part]],
-    now: float, newest: int, saved: int, work: Progress | None = None,
+    standing: Standing, epoch: int, layout: Layout, held: Sequence[SlicePart] | None,
+    versions: Mapping[int, Sequence[SlicePart]], now: float, newest: int, saved: int, work: WorkDone | None = None,
 ) -> Report:
     """What it says when it is interrupted for ``epoch``.
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 from megatron_elastic.cluster.agent import Agent, AgentError
+from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.exit_signal import ExitSignal
 from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.office import Office
-from megatron_elastic.cluster.part import Part
 from megatron_elastic.cluster.protocol import Outcome
 from megatron_elastic.cluster.race import race
 from megatron_elastic.cluster.screen import Screen
@@ -29,21 +29,21 @@ class Station:
     """Takes part in a job until that is over for this node.
 
     Args:
-        part: what this node was told.
+        brief: what this node was told.
         exit_signal: learns of the ranks that it is passed on to.
         screen: for lines to people.
         note: prints a line about this node.
     """
 
-    def __init__(self, part: Part, exit_signal: ExitSignal, screen: Screen, note: Callable[[str], None]) -> None:
-        self._part = part
-        self._config = part.config
+    def __init__(self, brief: Brief, exit_signal: ExitSignal, screen: Screen, note: Callable[[str], None]) -> None:
+        self._brief = brief
+        self._config = brief.config
         self._exit_signal = exit_signal
         self._note = note
         # Where there is a store, it lets nobody lead who is silent for that long.
-        silence = part.config.cut_off if part.choice.kind == "alone" else part.config.heartbeat_timeout
-        self._uplink = Uplink(part.config, part.credentials, silence)
-        self._office = Office(part, self._uplink, screen, note, self._let_go)
+        silence = brief.config.cut_off if brief.choice.kind == "alone" else brief.config.heartbeat_timeout
+        self._uplink = Uplink(brief.config, brief.credentials, silence)
+        self._office = Office(brief, self._uplink, screen, note, self._let_go)
         self._agent: Agent | None = None
         self._following: asyncio.Task[None] | None = None
         self._term = 0
@@ -81,8 +81,8 @@ class Station:
     # ---- the way of a job -------------------------------------------------------------------
 
     async def _serve(self) -> Outcome:
-        part, config, office = self._part, self._config, self._office
-        if part.agent.node_rank == 0:
+        brief, config, office = self._brief, self._config, self._office
+        if brief.agent.node_rank == 0:
             coordinator = office.begin()
             self._uplink.attach(coordinator, await self._prepare())
         else:
@@ -107,11 +107,11 @@ class Station:
                 if office.coordinator is not None and office.coordinator.outcome.done():
                     return office.coordinator.outcome.result()
             elif self._gone or not (config.elastic and agent.members.done()):
-                return Outcome(False, f"lost the coordinator at {part.agent.host}:{part.port}")
+                return Outcome(False, f"lost the coordinator at {brief.agent.host}:{brief.port}")
             elif self._leader and self._leader != self._uplink.address:
                 leader, self._leader = self._leader, ""
                 await self._follow(leader)
-            elif part.choice.kind == "alone" or not await self._look():
+            elif brief.choice.kind == "alone" or not await self._look():
                 since = self._uplink.alone_since or self._alone_since
                 if time.time() - since > config.start_timeout:
                     return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
@@ -120,13 +120,13 @@ class Station:
 
     async def _join(self) -> Outcome | None:
         """Another node: come to the first one, and do what it says. An outcome if the job is over with it."""
-        part, host, port = self._part, self._part.agent.host, self._part.port
+        brief, host, port = self._brief, self._brief.agent.host, self._brief.port
         try:
             wire = await self._uplink.connect(host, port, self._config.start_timeout)
         except TimeoutError as error:
             return Outcome(False, f"{error}; is node 0 started, and its address right?")
         try:
-            if part.choice.kind != "alone":
+            if brief.choice.kind != "alone":
                 self._office.listen(wire.local_host)
             agent = await self._prepare()
         except BaseException:
@@ -138,14 +138,14 @@ class Station:
         return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
 
     async def _prepare(self) -> Agent:
-        agent = self._agent = Agent(self._part.agent, self._tell)
+        agent = self._agent = Agent(self._brief.agent, self._tell)
         self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
         await asyncio.get_running_loop().run_in_executor(None, restore_left_behind, self._note)
         ready = await agent.prepare(self._config.start_timeout)
         if ready.threads > 1:
             self._note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "
                        "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
-        if self._part.choice.kind != "alone":
+        if self._brief.choice.kind != "alone":
             self._office.stand(agent)
         return agent
 
@@ -186,7 +186,7 @@ class Station:
                 why = await self._uplink.follow(wire, host, int(port), agent)
             except (TimeoutError, WireError) as error:
                 why = str(error)
-                self._gone = self._part.choice.kind == "alone" and isinstance(error.__cause__, ConnectionRefusedError)
+                self._gone = self._brief.choice.kind == "alone" and isinstance(error.__cause__, ConnectionRefusedError)
 
         self._following = asyncio.create_task(follow(wire))
         await race(self._following, agent.over, self._another(address))

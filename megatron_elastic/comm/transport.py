@@ -8,7 +8,7 @@ A device's memory is nothing that messages know: what lies there is copied to ho
 and the message begins when the copy is there.
 
 What carries messages is ``comm.fabric``. Work that was started and not yet waited for goes on while the rank computes
-(``comm.progress``); everything else happens in the thread that calls.
+(``comm.pump``); everything else happens in the thread that calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_elastic.comm.operation import (
     Steps,
     Task,
 )
-from megatron_elastic.comm.progress import Progress
+from megatron_elastic.comm.pump import Pump
 from megatron_elastic.comm.sleep import Sleep
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag
 from megatron_elastic.device import allowance
@@ -109,7 +109,7 @@ class Transport:
         self._inbox = Inbox(rank, memory // _SHARE if inbox_limit is None else inbox_limit)
         self._fabric = Fabric(rank, self._inbox, events, memory // _UNPROVED, find, refused, self.dials)
         self._peers, self._outbox = self._fabric.peers, self._fabric.outbox
-        self._progress = Progress(rank, self._fabric, events, self._lock)
+        self._pump = Pump(rank, self._fabric, events, self._lock)
         self._interrupts = Interrupts(interrupt, self._peers, patience)
         self._helpers: dict[str, Helper] = {}
         self._doubted = -1
@@ -168,12 +168,12 @@ class Transport:
                 # What is here is compared with the epoch before, which it is near to (``comm.tag``).
                 self._fabric.take_in()
             except Exception as error:
-                self._progress.failure = error
+                self._pump.failure = error
             self.epoch = epoch
-            self._progress.abandon(Interrupted(epoch))
+            self._pump.abandon(Interrupted(epoch))
             self._inbox.advance(epoch, lost)
             self._fabric.advance(epoch, lost)
-            self._progress.rest()
+            self._pump.rest()
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Transport:
                 self.tracer.sent(peer, tag)
             send = self._fabric.send(peer, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
-                self._progress.wake()
+                self._pump.wake()
             return send
 
     def send_all(
@@ -203,7 +203,7 @@ class Transport:
                     self.tracer.sent(peer, tag)
             sends = self._fabric.send_all(peers, tag, buffer, channel == _BACKGROUND)
             if self._outbox.busy:
-                self._progress.wake()
+                self._pump.wake()
             return sends
 
     def exchange(
@@ -223,7 +223,7 @@ class Transport:
                     self.tracer.sent(peer, tag | self.rank)
                 started.append(self._fabric.send(peer, tag | self.rank, buffer, channel == _BACKGROUND))
             if self._outbox.busy:
-                self._progress.wake()
+                self._pump.wake()
             return started
 
     def recv(self, peer: int, channel: Channel, coordinate: int, buffer: torch.Tensor) -> Recv:
@@ -303,9 +303,9 @@ class Transport:
         """
         with self._lock:
             if not self.tracer.on:
-                return self._progress.start(steps)
+                return self._pump.start(steps)
             lane = self.tracer.begin(name, unit)
-            task = self._progress.start(self.tracer.follow(lane, steps))
+            task = self._pump.start(self.tracer.follow(lane, steps))
             task.lane = lane
             return task
 
@@ -333,11 +333,11 @@ class Transport:
         """
         with self._lock:
             pending = Pending(operations)
-            if pending.done and self._progress.failure is None:
+            if pending.done and self._pump.failure is None:
                 if self.tracer.on:
                     self.tracer.had(operations)
                 return
-            self._progress.attend()
+            self._pump.attend()
         traced = self.tracer.waits(operations) if self.tracer.on else None
         arrived = False
         try:
@@ -348,21 +348,21 @@ class Transport:
                 traced.over(arrived)
             self._odometer.moved()
             with self._lock:
-                self._progress.leave()
+                self._pump.leave()
 
     def _wait(
         self, operations: Sequence[Operation], pending: Pending, own: float | None, traced: Waiting | None
     ) -> None:
         limit = self._wait_timeout if own is None else own
-        begun, looks, progress = time.monotonic(), self._sleep.looks, self._progress
+        begun, looks, pump = time.monotonic(), self._sleep.looks, self._pump
         deadline, noted = begun + limit, False
         while True:
             with self._lock:
                 if traced is not None:
                     traced.look()
-                progress.make()
-                if progress.failure is not None:
-                    failure, progress.failure = progress.failure, None
+                pump.turn()
+                if pump.failure is not None:
+                    failure, pump.failure = pump.failure, None
                     raise failure
                 if pending.done:
                     return
@@ -418,13 +418,13 @@ class Transport:
     def progress(self) -> None:
         """Let everything under way progress, without waiting."""
         with self._lock:
-            self._progress.make()
+            self._pump.turn()
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""
         for helper in self._helpers.values():
             helper.close()
-        self._progress.close()
+        self._pump.close()
         self._sleep.close()
         self._inbox.clear()
         self._fabric.close()

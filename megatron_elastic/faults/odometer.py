@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     """Number of a thread of which it waits for the result, and with which it comes further; 0: of none."""
 
 
-class Work(NamedTuple):
+class Effort(NamedTuple):
     """What the steps have taken that a rank has done in a layout."""
 
     epoch: int
@@ -137,10 +137,10 @@ class Odometer:
             self._words[_WORKER] = 0
             self.moved()
 
-    def worked(self, work: Work) -> None:
-        """A step is done. ``work``: of all steps since the rank has built its stage."""
+    def worked(self, effort: Effort) -> None:
+        """A step is done. ``effort``: of all steps since the rank has built its stage."""
         words = self._words
-        words[_EPOCH], words[_BUSY], words[_GRAINS] = work.epoch, round(work.busy * 1e9), round(work.grains * 1e3)
+        words[_EPOCH], words[_BUSY], words[_GRAINS] = effort.epoch, round(effort.busy * 1e9), round(effort.grains * 1e3)
 
     def settle(self) -> None:
         """From now on nothing takes long that it does not say so of."""
@@ -178,10 +178,10 @@ class Odometers:
             patient=bool(words[_PATIENT]), worker=words[_WORKER],
         )  # fmt: skip
 
-    def work(self, slot: int) -> Work:
+    def effort(self, slot: int) -> Effort:
         """What a rank has worked. (Of a step that ends meanwhile there may be only a part.)"""
         words = self._of(slot)
-        return Work(words[_EPOCH], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
+        return Effort(words[_EPOCH], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
 
     def figures(self, slot: int, resident: int) -> Figures:
         """What the dials of a rank show, whose process has so many bytes in memory."""

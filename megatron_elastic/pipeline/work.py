@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_elastic.cluster.messages import Kept, Progress
+from megatron_elastic.cluster.messages import Kept, WorkDone
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
 
@@ -82,11 +82,11 @@ class Work:
         """What an operation has made. Raises KeyError if it is not in the log."""
         return self._log[_key(op)]
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> WorkDone | None:
         """What has been done, if that can be gone on from."""
         if self._torn or self._logged > self._limit:
             return None
-        return Progress(
+        return WorkDone(
             step=self.step, grains=self.grains, added=self._numbers(self.added),
             live=self._numbers(self.live), half=self._numbers(self.half),
         )  # fmt: skip

@@ -20,6 +20,10 @@ _OF_A_V = 2
 """Chunks of each stage with ``--elastic-placement v``; the last stage's follow one another, and are one."""
 _FIRST_LAST = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+UNSAID: dict[str, Any] = {
+    "pipeline_model_parallel_layout": None, **dict.fromkeys(_FIRST_LAST), **dict.fromkeys(_ACCOUNTED, False)
+}  # fmt: skip
+"""Arguments that say how many layers a stage has, with values that say nothing."""
 
 
 def split(args: Any) -> Split:

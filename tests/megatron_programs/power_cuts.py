@@ -29,8 +29,8 @@ stand_in.install()
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_elastic.adaptor.checkpoints import writer
+from megatron_elastic.adaptor.checkpoints.draft import Draft
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, newest, step_folder
-from megatron_elastic.adaptor.checkpoints.part import Part
 from megatron_elastic.adaptor.checkpoints.saving import Saving
 from megatron_elastic.faults.odometer import Odometer
 
@@ -167,10 +167,10 @@ def main(folder: Path) -> None:
     disk = Disk(root, starts.look)
     saving = Saving(root, 1, None, 0, 0, 60.0, Odometer.alone(), lambda: None)
 
-    def prepare(value: float) -> Callable[[Path], Part]:
+    def prepare(value: float) -> Callable[[Path], Draft]:
         tensor = torch.full((3000,), value)
         state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "iteration": int(value)}
-        return lambda partial: Part(partial, state)
+        return lambda partial: Draft(partial, state)
 
     def save(step: int, epoch: int, value: float) -> None:
         starts.coming = step

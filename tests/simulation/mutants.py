@@ -20,9 +20,9 @@ from megatron_elastic.cluster.protocol import (
     ledger,
     loss,
     recovery,
+    salvage,
     suspicion,
     takeover,
-    work,
 )
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.relay import Post
@@ -394,16 +394,16 @@ def cells_have_another_shape_while_states_are_on_their_way() -> list[Patch]:
 @_mutant
 def ranks_of_a_cell_need_not_agree() -> list[Patch]:
     """What the first rank of a cell has done counts for all of them."""
-    real = work._agreed
-    return [patch.object(work, "_agreed", lambda leader, told, step: real(leader, told[:1] * len(told), step))]
+    real = salvage._agreed
+    return [patch.object(salvage, "_agreed", lambda leader, told, step: real(leader, told[:1] * len(told), step))]
 
 
 @_mutant
 def work_of_another_step_counts() -> list[Patch]:
     """What is reported counts for the step that is decided, whichever it was done for."""
-    real = work._agreed
+    real = salvage._agreed
 
     def agreed(leader: int, told: Any, step: int) -> Any:
         return real(leader, [each and replace(each, step=step) for each in told], step)
 
-    return [patch.object(work, "_agreed", agreed)]
+    return [patch.object(salvage, "_agreed", agreed)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_elastic.cluster.messages import Kept, Progress
+from megatron_elastic.cluster.messages import Kept, WorkDone
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
 from tests.simulation.errors import Violation
@@ -42,9 +42,9 @@ class Work:
         else:
             raise Violation("sums", f"{op} of step {self.step} comes too early, or again")
 
-    def progress(self) -> Progress:
+    def progress(self) -> WorkDone:
         """What has been done."""
-        return Progress(
+        return WorkDone(
             step=self.step, grains=self.grains, added=sorted(self.added), live=sorted(self.live),
             half=sorted(self.half),
         )

@@ -76,9 +76,15 @@ def _first(told: Mapping[str, Any]) -> Mapping[str, Any]:
     return first
 
 
+def schedule(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The state of Megatron's scheduler in a checkpoint; None if there is none."""
+    found: Mapping[str, Any] | None = common.get("opt_param_scheduler")
+    return found
+
+
 def scheduled(common: Mapping[str, Any], samples: int) -> int:
     """How many samples of a checkpoint's steps the schedule counts; ``samples`` if it does not say."""
-    return int(common.get("opt_param_scheduler", {}).get("num_steps", samples))
+    return int((schedule(common) or {}).get("num_steps", samples))
 
 
 def scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:

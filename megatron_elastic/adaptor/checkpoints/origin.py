@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_elastic.adaptor.checkpoints import common, whole
 from megatron_elastic.adaptor.checkpoints.folder import (
@@ -100,6 +101,12 @@ class Origin:
         if begins_optimizer:
             return Start(done, samples, 0, 0)
         return Start(done, samples, common.scheduled(told, samples), common.updates(told, done))
+
+    def schedule(self, begins_optimizer: bool) -> Mapping[str, Any] | None:
+        """The state of Megatron's scheduler in the checkpoint; None if learning rates begin anew."""
+        if self.folder is None or self.anew or begins_optimizer:
+            return None
+        return common.schedule(common.told(self.folder))
 
 
 def _chosen(directory: Path, step: int | None, required: bool) -> Path | None:

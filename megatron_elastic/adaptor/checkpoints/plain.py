@@ -18,14 +18,14 @@ from megatron_elastic.adaptor.checkpoints.folder import RELEASE, mark_newest, ne
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Reached:
     """How far a checkpoint got: steps done, and training samples used by them."""
 
     iteration: int
     consumed_samples: int
 
 
-def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler: Any) -> None:
+def save(folder: Path, progress: Reached, model: Any, optimizer: Any, scheduler: Any) -> None:
     """Write a checkpoint and make it the newest. Every rank calls this; returns when all have written.
 
     ``model`` is the bare model (not wrapped for data parallelism), ``optimizer`` Megatron's.
@@ -45,7 +45,7 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Any, scheduler
     torch.distributed.barrier()
 
 
-def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
+def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Reached:
     """Load the newest checkpoint into ``model``, ``optimizer``, ``scheduler`` and the random generators.
 
     The parallel sizes may differ from those of the job that saved; then the generators' states, which
@@ -57,7 +57,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     if path.name == RELEASE:
         model.load_state_dict(dist_checkpointing.load({"model": template["model"]}, str(path))["model"])
         optimizer.reload_model_params()
-        return Progress(0, 0)
+        return Reached(0, 0)
     saved = dist_checkpointing.load_common_state_dict(str(path))
     if saved.get("grid") != _grid():  # or --elastic has saved it: then random numbers are no state
         del template["random"]
@@ -67,7 +67,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Progress:
     scheduler.load_state_dict(state["opt_param_scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
-    return Progress(state["iteration"], state[common.SAMPLES])
+    return Reached(state["iteration"], state[common.SAMPLES])
 
 
 def _grid() -> list[int]:

@@ -1,6 +1,6 @@
 """Saving: which checkpoint is due, and writing it, between two steps or while training goes on.
 
-A checkpoint is written in three parts: all ranks plan it between two steps, each writes its own part (``Part``) in a
+A checkpoint is written in three parts: all ranks plan it between two steps, each writes its own part (``Draft``) in a
 thread, and all meet between two steps once more to complete it. With ``--async-save`` steps are done meanwhile; else
 all wait, and can be interrupted.
 
@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_elastic.adaptor.checkpoints.draft import Draft, Written
 from megatron_elastic.adaptor.checkpoints.folder import has_step, mark_newest, publish, step_folder
-from megatron_elastic.adaptor.checkpoints.part import Part, Written
 from megatron_elastic.faults.odometer import DISK, Odometer
 
-Prepare = Callable[[Path], Part]
+Prepare = Callable[[Path], Draft]
 """Plans a checkpoint in a folder, on all ranks of the layout."""
 
 
@@ -212,12 +212,12 @@ class _Errand:
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, rank: int, step: int, partial: Path, part: Part, fault: DiskFault) -> None:
+    def __init__(self, rank: int, step: int, partial: Path, draft: Draft, fault: DiskFault) -> None:
         self.step = step
         self.abandoned = False
         """It was given up, or there is another layout: others may be on their way by now."""
         self._written: Written = []
-        self._rank, self._partial, self._part, self._first = rank, partial, part, dist.get_rank() == 0
+        self._rank, self._partial, self._draft, self._first = rank, partial, draft, dist.get_rank() == 0
         self._fault = fault
         self.errand = _Errand(self._write)
         """Ends when this rank's part is written, or it is known that it cannot be."""
@@ -235,7 +235,7 @@ class _Write:
         try:
             if problems := [each for each in told if isinstance(each, str)]:
                 raise OSError("; ".join(problems))
-            self._part.complete([each for each in told if not isinstance(each, str)])
+            self._draft.complete([each for each in told if not isinstance(each, str)])
             publish(self._partial, self.step, lambda: not self.abandoned, retain)
         except (OSError, RuntimeError):
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -248,7 +248,7 @@ class _Write:
                 for folder in older:
                     shutil.rmtree(folder, ignore_errors=True)
         self._fault.meet()
-        self._written = self._part.write()
+        self._written = self._draft.write()
         if self.abandoned:  # who comes so late makes a folder anew that was removed
             shutil.rmtree(self._partial, ignore_errors=True)
 

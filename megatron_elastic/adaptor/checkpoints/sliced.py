@@ -22,8 +22,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.checkpoints import buckets, common, norms
 from megatron_elastic.adaptor.checkpoints.buckets import Place
-from megatron_elastic.adaptor.checkpoints.part import Part
-from megatron_elastic.adaptor.checkpoints.share import share
+from megatron_elastic.adaptor.checkpoints.draft import Draft
+from megatron_elastic.adaptor.checkpoints.owned import owned
 from megatron_elastic.adaptor.checkpoints.whole import reading
 from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
@@ -60,16 +60,16 @@ def parts(optimizer: Optimizer) -> tuple[str, ...]:
 def prepare(
     folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
     store: StateStore, names: Sequence[str], step: int, samples: int, besides: Mapping[str, Any], apart: bool,
-) -> Part:  # fmt: skip
+) -> Draft:  # fmt: skip
     """Plan to save the state after ``step`` steps, which took ``samples``, into a new folder (``Saving``).
 
     ``names``: of the parts of the optimizer's state, none if it is left out. ``besides``: what only Megatron needs, to
     go on without us. Every rank of the layout calls it between the same two steps. With ``apart`` training may go on
     meanwhile.
     """
-    mine = share(models, layout, rank, units, store, names, apart)
+    mine = owned(models, layout, rank, units, store, names, apart)
     told = {"iteration": step, common.SAMPLES: samples, "content_metadata": common.METADATA}
-    return Part(folder, {"share": mine, **told, **besides})
+    return Draft(folder, {"owned": mine, **told, **besides})
 
 
 def load(

@@ -23,9 +23,12 @@ _INDEX = ".metadata"
 _CONVERT = (
     "{flag}: {folder} is in the format {name}, and --elastic reads torch_dist: run pretrain_gpt.py without --elastic, "
     "with the flags of the job that saved it and --ckpt-format {name} --load {directory} --ckpt-convert-format "
-    "torch_dist --ckpt-convert-save NEW, and give --load NEW/torch_dist"
+    "torch_dist --ckpt-convert-save NEW --dist-ckpt-optim-fully-reshardable, and give --load NEW/torch_dist"
 )
-_FSDP = " (what --use-megatron-fsdp has saved, fsdp_dtensor, looks the same, and Megatron-LM 0.16.1 cannot convert it)"
+_FSDP = (
+    " (on GPUs, which --use-torch-fsdp2 needs; what --use-megatron-fsdp has saved, fsdp_dtensor, looks the same, and "
+    "Megatron-LM 0.16.1 cannot convert it)"
+)
 
 
 def check(folder: Path, flag: str) -> None:

@@ -48,10 +48,14 @@ class ParameterGroups:
             return SIGNED
         return sum(1 << bit for bit, (key, _) in enumerate(self._overrides) if key.matches(parameter, name))
 
-    def for_scheduler(self) -> list[dict[str, Any]]:
-        """The groups, by index, as Megatron's scheduler wants them: it writes their learning rate and weight decay."""
+    def for_scheduler(self, max_lr: float | None = None, min_lr: float | None = None) -> list[dict[str, Any]]:
+        """The groups, by index, as Megatron's scheduler wants them: it writes their learning rate and weight decay.
+
+        ``max_lr``, ``min_lr``: of those without an override, if they are not the configuration's.
+        """
+        base = {**self._base, **({} if max_lr is None else {"max_lr": max_lr, "min_lr": min_lr})}
         return [
-            {"params": [], "lr": self._base["max_lr"], "weight_decay": 0.0, **self._base, **self._of(index),
+            {"params": [], "lr": base["max_lr"], "weight_decay": 0.0, **base, **self._of(index),
              "default_config": not any("lr" in name for name in self._of(index))}
             for index in range(1 << len(self._overrides))
         ]

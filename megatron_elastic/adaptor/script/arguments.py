@@ -16,16 +16,18 @@ from megatron_elastic.adaptor.checkpoints import whole
 from megatron_elastic.adaptor.checkpoints.common import allow_enums
 from megatron_elastic.adaptor.checkpoints.folder import newest_folder
 from megatron_elastic.adaptor.checkpoints.origin import Origin
-from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
+from megatron_elastic.config import UsageError, add_elastic_arguments
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.support import (
     check_cells,
     check_documents,
     check_engine,
     check_expert_parallel,
+    check_faults,
     check_grouped,
     check_namespace,
     check_ramp,
+    check_schedule,
     check_split,
     check_whole,
     engine_installed,
@@ -93,12 +95,11 @@ def _check(args: argparse.Namespace) -> None:
     check_grouped(args)
     check_whole(args)
     check_ramp(args)
+    check_schedule(args)
     check_documents(args)
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
-    for fault in ElasticConfig.from_args(args).inject:
-        if not 0 <= fault.rank < args.world_size:
-            raise UsageError(f"--elastic-inject {fault}: rank must be from 0 to {args.world_size - 1}")
+    check_faults(args)
     emulation.check(args, args.world_size)
 
 

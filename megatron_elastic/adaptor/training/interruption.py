@@ -10,7 +10,7 @@ from megatron_elastic.adaptor.training.adoption import adopt, come_into
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster import standing
 from megatron_elastic.cluster.control import Interrupted
-from megatron_elastic.cluster.messages import Back, Decision, Forward, Progress, Reload, Resume, Suspect
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect, WorkDone
 from megatron_elastic.comm.devices import end_blocked
 
 
@@ -41,14 +41,14 @@ def _suspect(trainer: Trainer, suspects: tuple[int, ...]) -> None:
     trainer.control.wait((), timeout=trainer.config.wait_timeout)
 
 
-def _progress(trainer: Trainer) -> Progress | None:
+def _progress(trainer: Trainer) -> WorkDone | None:
     if not trainer.standing.member:
         return None
     if trainer.work is not None:
         # A device goes on with garbage when a collective is given up, and nobody knows which sums that got into.
         return None if trainer.transport.doubted else trainer.work.progress()
     step = trainer.standing.step
-    return Progress.none(step, trainer.ramp.grains(step))
+    return WorkDone.none(step, trainer.ramp.grains(step))
 
 
 def _report(trainer: Trainer) -> Decision:

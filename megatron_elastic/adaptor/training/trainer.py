@@ -166,6 +166,8 @@ class Trainer:
         self.ramp = self.counts.ramp(args)
         """How large the batch of each step is. Its grains are those of the layout."""
         self.rates = self.make_rates()
+        if start is not None:
+            self.rates.begin(self.origin.schedule(self.begins_optimizer))
         self.measures = (*router.names(args), *mtp.names(args))
         """What is measured besides losses and norms."""
         self.counts_zeros: bool = getattr(args, "log_num_zeros_in_grad", False)
@@ -458,8 +460,11 @@ class Trainer:
         return self.counts.counted(step, self.ramp)
 
     def agree(self) -> None:
-        """Let all ranks of the layout know what lay behind the job when it began. All of them call it."""
+        """Let all ranks of the layout know what lay behind the job when it began, and by which schedule it goes. All of
+        them call it.
+        """
         self.counts.agree()
+        self.rates.agree()
         self.ramp = self.counts.ramp(self.args)
 
     # ---- what it shows and tells -----------------------------------------------------------------------

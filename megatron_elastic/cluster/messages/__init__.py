@@ -4,7 +4,7 @@ Typed ``msgspec`` structs, encoded as MessagePack and framed by ``cluster.wire``
 A message that speaks about a layout carries the layout's epoch.
 """
 
-from megatron_elastic.cluster.messages.common import UNSCALED, Kept, Message, Part, Scaling, Stop, VoteResult
+from megatron_elastic.cluster.messages.common import UNSCALED, Kept, Message, Scaling, Stop, VoteResult
 from megatron_elastic.cluster.messages.from_rank import (
     Built,
     Committed,
@@ -17,7 +17,6 @@ from megatron_elastic.cluster.messages.from_rank import (
     Hello,
     Injected,
     Profile,
-    Progress,
     Reachable,
     Ready,
     Recovered,
@@ -28,6 +27,7 @@ from megatron_elastic.cluster.messages.from_rank import (
     Suspect,
     Switched,
     Where,
+    WorkDone,
 )
 from megatron_elastic.cluster.messages.node import (
     AgentHello,
@@ -84,9 +84,10 @@ __all__ = [
     "UNSCALED", "Addresses", "AgentHello", "Answer", "Back", "Built", "ClocksRefused", "Committed", "Damage",
     "Damaged", "Decision", "Drain", "Enter", "Event", "Failed", "Fence", "Finished", "Forward", "FromAgent",
     "FromRank", "Given", "Heartbeat", "Hello", "Injected", "Inspect", "Inspected", "Interrupt", "Invite", "Kept",
-    "Launch", "Leave", "Leaving", "Members", "Message", "Metered", "Moves", "Order", "Paced", "Part", "Past", "Plan",
-    "Profile", "Progress", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed",
-    "RankStopped", "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload",
-    "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
+    "Launch", "Leave", "Leaving", "Members", "Message", "Metered", "Moves", "Order", "Paced", "Past", "Plan",
+    "Profile", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed", "RankStopped",
+    "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload", "Report",
+    "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
     "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
+    "WorkDone",
 ]  # fmt: skip

@@ -6,9 +6,6 @@ import math
 
 import msgspec
 
-Part = tuple[int, int, int]
-"""(unit, slice, tensor-parallel index)"""
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
     """Base of all control messages."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages.common import Done, Message, Part, VoteResult
-from megatron_elastic.layout import UnitShape
+from megatron_elastic.cluster.messages.common import Done, Message, VoteResult
+from megatron_elastic.layout import SlicePart, UnitShape
 from megatron_elastic.plan import Sample
 
 
@@ -76,14 +76,14 @@ class Committed(Message, frozen=True):
     """Whether this is the lowest rank of the layout: its agent passes it on at once, others when they are asked."""
 
 
-class Progress(Done, frozen=True):
+class WorkDone(Done, frozen=True):
     """What a rank has done of ``step``, which has so many ``grains``: the first ones."""
 
     step: int
     grains: int
 
     @classmethod
-    def none(cls, step: int, grains: int) -> Progress:
+    def none(cls, step: int, grains: int) -> WorkDone:
         """Nothing yet."""
         return cls(step=step, grains=grains, added=[], live=[], half=[])
 
@@ -122,7 +122,7 @@ class Report(Message, frozen=True):
     """Result of the vote of ``step`` when the rank is past it."""
     last: VoteResult | None
     """Result of the vote of ``step - 1``, so that its record survives its reporter."""
-    held: list[Part] | None
+    held: list[SlicePart] | None
     """Every live state here, as before ``step``, or after it if applied; None: just what the layout asks for here that
     the interrupt names.
     """
@@ -138,12 +138,12 @@ class Report(Message, frozen=True):
     """Whether that layout came with going back to a checkpoint, and no step of it has committed here."""
     saved: int = 0
     """Step of the newest complete checkpoint that it knows of; 0 without one."""
-    versions: dict[int, list[Part]] = msgspec.field(default_factory=dict)
+    versions: dict[int, list[SlicePart]] = msgspec.field(default_factory=dict)
     """Number of steps -> the states that are here after so many, or can be made with the vote of the last of them.
 
     Told where replicas may be behind their owners, empty otherwise.
     """
-    work: Progress | None = None
+    work: WorkDone | None = None
     """What it has done of ``step``, perhaps nothing yet; None if it could not go on from that."""
     damaged: Damaged | None = None
     """Damage that it has found in the layout that it is in: who was told may be gone."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_elastic.cluster.messages.common import Kept, Message, Part, Stop, VoteResult
-from megatron_elastic.layout import Transfer, UnitShape
+from megatron_elastic.cluster.messages.common import Kept, Message, Stop, VoteResult
+from megatron_elastic.layout import SlicePart, Transfer, UnitShape
 
 
 class Start(Message, frozen=True):
@@ -50,7 +50,7 @@ class Moves(Message, frozen=True):
     epoch: int
     moves: list[Transfer]
     """Copies from or to this rank."""
-    kept: list[Part] | None
+    kept: list[SlicePart] | None
     """What of its states is live; None: all that it has reported."""
 
 

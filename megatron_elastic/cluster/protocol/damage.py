@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Damaged, Event, Part
+from megatron_elastic.cluster.messages import Damaged, Event
 from megatron_elastic.cluster.protocol.job import Trust, without
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, SlicePart
 
 
 def saved(turn: Turn, message: Event) -> None:
@@ -84,7 +84,7 @@ def undecided(trust: Trust) -> str | None:
             f"{trust.verified} was sound. With --elastic-replicas 2 the majority would be")
 
 
-def sound(trust: Trust, rank: int, parts: Iterable[Part]) -> list[Part]:
+def sound(trust: Trust, rank: int, parts: Iterable[SlicePart]) -> list[SlicePart]:
     """Of what a rank holds, what is not known to be damaged."""
     if not trust.damaged:
         return list(parts)

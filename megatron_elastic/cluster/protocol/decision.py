@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron_elastic.cluster.messages import Part, Report
+from megatron_elastic.cluster.messages import Report
 from megatron_elastic.cluster.protocol.job import Decided, Told
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, SlicePart
 
 
 def working(since: Mapping[int, int], reports: Iterable[Report]) -> list[Report]:
@@ -57,7 +57,7 @@ def decide(reports: Collection[Report], votes: Mapping[int, Told]) -> Decided:
 
 
 def newest_complete(
-    decided: Decided, parts: Collection[Part], versions: Mapping[int, Mapping[int, Collection[Part]]]
+    decided: Decided, parts: Collection[SlicePart], versions: Mapping[int, Mapping[int, Collection[SlicePart]]]
 ) -> tuple[Decided, int]:
     """What to do where replicas may be behind their owners (``state.replay``), and after how many steps state is taken.
 

@@ -20,15 +20,14 @@ from megatron_elastic.cluster.messages import (
     Finished,
     Hello,
     Kept,
-    Part,
     RankReading,
     Report,
     VoteResult,
     Where,
 )
 from megatron_elastic.cluster.protocol.events import News, Said
-from megatron_elastic.cluster.protocol.work import Counted
-from megatron_elastic.layout import Layout, UnitShape
+from megatron_elastic.cluster.protocol.salvage import Counted
+from megatron_elastic.layout import Layout, SlicePart, UnitShape
 from megatron_elastic.plan import Costs, Sample
 from megatron_elastic.plan.policies import POLICIES, Policy
 
@@ -198,7 +197,7 @@ class Trust(msgspec.Struct, frozen=True, kw_only=True):
     """Step whose checkpoint may have damage in it -> epoch of the layout in which that was found."""
     found: Map[Damage, int] = Map()
     """Damage since which no step has committed -> epoch of the layout in which it was found last."""
-    damaged: Map[tuple[int, Part], None] = Map()
+    damaged: Map[tuple[int, SlicePart], None] = Map()
     """(rank, part of a slice) of copies that have not been replaced yet."""
     verified: int | None = None
     """Step of the newest state that can be trusted, if damage says that the present one cannot."""

@@ -18,26 +18,25 @@ from megatron_elastic.cluster.messages import (
     Damaged,
     Forward,
     Interrupt,
-    Part,
     Recovered,
     Reload,
     Report,
     Resume,
 )
-from megatron_elastic.cluster.protocol import change, damage, ledger, suspicion, work
+from megatron_elastic.cluster.protocol import change, damage, ledger, salvage, suspicion
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.decision import decide, newest_complete, reloading, units_move, working
 from megatron_elastic.cluster.protocol.events import Sent
 from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Holdings, Layout, encode, transfers
+from megatron_elastic.layout import Holdings, Layout, SlicePart, encode, transfers
 from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, readable
 from megatron_elastic.plan.order import foreseen
 
 LOST, STUCK = "message lost", "device collective"
 """Causes for which nobody has to go."""
-Held = Mapping[int, Collection[Part] | None]
+Held = Mapping[int, Collection[SlicePart] | None]
 """What each rank has; None: just what the newest layout asks for."""
 
 
@@ -207,7 +206,7 @@ def _send(turn: Turn, decided: Decided, held: Held, layout: Layout) -> None:
     turn.send(message, job.alive)
 
 
-def _kept(job: Job, held: Held) -> dict[int, list[Part]]:
+def _kept(job: Job, held: Held) -> dict[int, list[SlicePart]]:
     """Of ranks that must not count on all that they have reported: what they may count on."""
     assert job.recovery is not None and job.layout is not None
     asked = Holdings.of(job.layout)
@@ -266,7 +265,7 @@ def _with_state(turn: Turn, decided: Decided, at_work: Collection[Report]) -> tu
     voted = job.ledger.votes.get(done)
     asked, current = Holdings.of(job.layout), {report.rank for report in at_work}
     damaged = {rank for rank, _ in job.trust.damaged}
-    held: dict[int, Collection[Part] | None] = {}
+    held: dict[int, Collection[SlicePart] | None] = {}
     for rank, report in recovery.reports.items():
         had_part = report.member and report.step == done and voted is not None and voted.cast == report.layout
         if rank not in current and report.step <= done and not had_part:
@@ -287,13 +286,13 @@ def _resumed(turn: Turn, decided: Decided, layout: Layout) -> Decided:
         return decided
     begun = recovery.decided
     before = begun.kept if begun is not None and begun.step == decided.step else ()
-    kept = work.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
+    kept = salvage.kept(job.layout, layout, decided.step, recovery.reports, before, damage.wrong(job.trust, job.layout))
     something = tuple(each for each in kept if each.numbers)
     if not something:
         return decided
     told = (report.work for report in recovery.reports.values())
     grains = next(each.grains for each in told if each is not None and each.step == decided.step)
-    return Decided("resume", decided.step, kept=something, counted=work.count(job.layout, kept, grains))
+    return Decided("resume", decided.step, kept=something, counted=salvage.count(job.layout, kept, grains))
 
 
 def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster import standing
-from megatron_elastic.cluster.messages import Back, Forward, Progress, Reload, Resume, Suspect
+from megatron_elastic.cluster.messages import Back, Forward, Reload, Resume, Suspect, WorkDone
 from tests.simulation.errors import Interrupted
 from tests.simulation.training.adoption import adopt, come_into
 from tests.simulation.work import grains
@@ -41,11 +41,11 @@ def _suspect(rank: Rank, suspects: tuple[int, ...]) -> Waits:
     yield ()
 
 
-def _progress(rank: Rank) -> Progress | None:
+def _progress(rank: Rank) -> WorkDone | None:
     if not rank.standing.member:
         return None
     step = rank.standing.step
-    return Progress.none(step, grains(rank.layout, step)) if rank.work is None else rank.work.progress()
+    return WorkDone.none(step, grains(rank.layout, step)) if rank.work is None else rank.work.progress()
 
 
 def _report(rank: Rank) -> Waits:

@@ -1,4 +1,4 @@
-"""Progress: what is under way goes on, in the thread that waits, and in one of its own while nobody does.
+"""Pump: what is under way goes on, in the thread that waits, and in one of its own while nobody does.
 
 The thread sleeps unless there is work that was started and not yet waited for.
 """
@@ -13,7 +13,7 @@ from megatron_elastic.comm.fabric import Fabric
 from megatron_elastic.comm.operation import Steps, Task
 
 
-class Progress:
+class Pump:
     """One transport's. Every call but ``close`` needs the transport's lock.
 
     Args:
@@ -51,7 +51,7 @@ class Progress:
             self.wake()
         return task
 
-    def make(self) -> None:
+    def turn(self) -> None:
         """Let everything go on as far as it can now."""
         self._fabric.take_in()
         if self._outbox.busy:
@@ -130,7 +130,7 @@ class Progress:
         with self._lock:
             if self._waiting:
                 return  # who waits makes everything progress, and would miss events taken from under it
-            self.make()
+            self.turn()
             idle = self._fabric.arm()
         if idle and self._work.is_set():
             events = self._events.poll(0.1)

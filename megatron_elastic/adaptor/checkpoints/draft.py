@@ -1,4 +1,4 @@
-"""Part: one rank's part of a checkpoint in Megatron's torch_dist format: planned by all, written by each.
+"""Draft: one rank's part of a checkpoint in Megatron's torch_dist format: planned by all, written by each.
 
 What Megatron's own saving does in one call is in three here. Only the middle one takes time, and it needs nobody else,
 so a thread can do it. And no disk is touched between two collectives, where a rank whose disk is full, or stands still,
@@ -33,7 +33,7 @@ class _Writer(FileSystemWriterAsync):
         return plan
 
 
-class Part:
+class Draft:
     """Plan a checkpoint of ``state``, Megatron's sharded state, in a new folder. Every rank calls it.
 
     What is to be written is copied if it is part of something larger, and else must not change until it is written.

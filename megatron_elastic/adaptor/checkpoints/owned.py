@@ -1,4 +1,4 @@
-"""Share: what one rank writes of a checkpoint: weights and optimizer state of the slices that it owns.
+"""Owned: what one rank writes of a checkpoint: weights and optimizer state of the slices that it owns.
 
 A slice is a run of a unit's flat tensor, and a checkpoint has Megatron's tensors, any boxes of them. So a slice is
 written as it lies, as the boxes that it makes in each tensor; all ranks write, and none collects anything.
@@ -26,12 +26,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in each dimension."""
 
 
-def share(
+def owned(
     models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer], store: StateStore,
     names: Sequence[str], copy: bool,
 ) -> list[ShardedBase]:  # fmt: skip
-    """A rank's share, as Megatron's sharded tensors in host memory; ``names``: of the parts of an optimizer state that
-    are saved.
+    """What a rank owns, as Megatron's sharded tensors in host memory; ``names``: of the parts of an optimizer state
+    that are saved.
 
     With ``copy`` it stays as it is whatever training does.
     """

@@ -1,4 +1,4 @@
-"""Work: what of a step that nobody has voted is kept, so that only the rest of it is computed.
+"""Salvage: what of a step that nobody has voted is kept, so that only the rest of it is computed.
 
 It is told by cells: what all ranks of one have added to their sums is done, whatever becomes of the others.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from megatron_elastic.cluster.messages import Kept, Progress, Report
+from megatron_elastic.cluster.messages import Kept, Report, WorkDone
 from megatron_elastic.layout import Cell, Layout
 
 
@@ -88,7 +88,7 @@ def _stays(cell: Cell, stage: int, old: Layout) -> bool:
     return before is not None and before[0] == stage and before[1].ranks == cell.ranks
 
 
-def _agreed(leader: int, work: Collection[Progress | None], step: int) -> list[Kept]:
+def _agreed(leader: int, work: Collection[WorkDone | None], step: int) -> list[Kept]:
     """What all ranks of a cell have. A forward that some have not done is done again; sums must be the same."""
     told = [each for each in work if each is not None and each.step == step]
     if len(told) < len(work):

@@ -1,4 +1,4 @@
-"""Part: what one node was told of a job, by its command line and its environment."""
+"""Brief: what one node was told of a job, by its command line and its environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_elastic.config import ElasticConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Brief:
     """A node's. ``port`` 0 means any free one."""
 
     agent: Job
