@@ -286,7 +286,8 @@ def test_control_is_measured_with_the_real_coordinator(tmp_path: Path) -> None:
                           env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    phases = {"start", "rank_lost", "rank_lost_even", "node_lost", "node_lost_even", "node_joins", "steps"}
+    phases = {"start", "rank_lost", "rank_lost_even", "node_lost", "node_lost_even", "node_joins", "steps", "resume",
+              "takeover"}
     assert [size["ranks"] for size in figures["sizes"]] == [32, 64]
     for size in figures["sizes"]:
         assert size["nodes"] == size["ranks"] // 8

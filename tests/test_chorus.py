@@ -17,12 +17,14 @@ from megatron_elastic.cluster.messages import (
     Back,
     FromRank,
     Hello,
+    Kept,
     Plan,
     RankExited,
     Ready,
     Recovered,
     Relay,
     Report,
+    Resume,
     Said,
     Settled,
     Start,
@@ -120,6 +122,25 @@ def test_ranks_of_a_plan_that_was_overtaken_are_remembered() -> None:
         after = encode(dataclasses.replace(first, epoch=2))
         post.noted(Back(epoch=2, layout=after, step=3, shapes={}, saved=0, gather=False))
         assert post.past(1, 0.0, False, []).newest == newest + 3
+
+    run(body)
+
+
+def test_what_cells_keep_of_a_step_is_told_to_each_node_as_far_as_it_needs_it() -> None:
+    async def body() -> None:
+        delivered: list[Any] = []
+        post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), lambda message: None, later())
+        layout = dataclasses.replace(grid(), epoch=1)
+        job = replace(Job.new(Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0,
+                                       suspect_timeout=1.0, report_timeout=1.0, wait_timeout=1.0,
+                                       heartbeat_timeout=1.0), 16), layout=layout)
+        kept = [Kept(leader=cell.leader, added=[i], live=[], half=[])
+                for stage in layout.stages for i, cell in enumerate(stage.cells)]
+        resume = Resume(epoch=1, layout=encode(layout), step=3, shapes={}, saved=0, gather=False, kept=kept)
+        post.relay(Outgoing(resume, job).to(layout.stages[0].cells[0].ranks, None))
+        about_its_grains = [each for each in kept if each.added == [0]]
+        assert delivered[0] == replace(resume, kept=about_its_grains)
+        assert 0 < len(about_its_grains) < len(kept)
 
     run(body)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.cluster.messages import Kept, Report, WorkDone
-from megatron_elastic.cluster.protocol.salvage import Counted, count, kept
+from megatron_elastic.cluster.protocol.salvage import Counted, Needed, count, kept
 from megatron_elastic.layout import Cell, Layout, Part, Stage
 from megatron_elastic.pipeline.program import Op, ProgramError
 from megatron_elastic.pipeline.resumption import Remainder, check, remainder
@@ -105,7 +105,10 @@ class ModelStep:
 
     def of_cell(self, leader: int) -> Remainder:
         if self.kept:
-            return remainder(self.schedule, self.layout, self.kept, leader, self.grains)
+            told = Needed(self.layout, self.kept).of(self.layout.cells[leader].ranks)
+            mine = remainder(self.schedule, self.layout, told, leader, self.grains)
+            assert mine == remainder(self.schedule, self.layout, self.kept, leader, self.grains)
+            return mine
         legs = usual(self.layout, leader, for_cell(self.schedule, self.layout, leader))
         return Remainder((), first_of(legs, self.grains))
 
@@ -290,6 +293,21 @@ def test_what_all_ranks_of_a_cell_have_is_kept() -> None:
 )
 def test_ranks_that_differ_in_their_sums_begin_anew(one: WorkDone, other: WorkDone) -> None:
     assert kept(TP2, TP2, STEP, reports(r0=one, r1=other), (), ()) == ()
+
+
+def test_a_node_is_told_what_its_grains_are_about_and_no_more() -> None:
+    layout = Layout.grid(tp=1, pp=2, dp=8, stage_units=[[0, 1], [2]], units=["embedding", "layer.0", "head"],
+                         num_grains=16, num_slices=8, replicas=1)  # fmt: skip
+    what = [Kept(leader=leader, added=[leader % 8], live=[leader % 8 + 8], half=[]) for leader in layout.ranks]
+    assert Needed(layout, what).of([2, 3, 99]) == [what[leader] for leader in (2, 3, 10, 11)]
+    assert Needed(layout, what[:8]).of([10]) == [what[2]]
+    moved = Kept(leader=1, added=[1, 5], live=[], half=[])  # grain 5 is another's in the layout
+    told = Needed(layout, [moved, what[5]]).of([1])
+    assert told == [moved, replace_kept(what[5], added=[5], live=[])]
+
+
+def replace_kept(kept: Kept, **fields: list[int]) -> Kept:
+    return msgspec.structs.replace(kept, **fields)
 
 
 def test_where_units_move_or_grains_are_cut_nothing_is_kept() -> None:

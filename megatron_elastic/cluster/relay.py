@@ -33,6 +33,7 @@ from megatron_elastic.cluster.messages import (
     Reachable,
     Recall,
     Relay,
+    Resume,
     Running,
     Said,
     Settled,
@@ -153,11 +154,14 @@ class Post:
         """Pass a message on to ranks."""
         payload = bytes(message.message)
         content = _decoder.decode(payload)
+        told = content
         if message.differs:
             assert isinstance(content, Invite | Plan | Decision), type(content)
             content = replace(content, layout=restored(self._told, content.layout))
-            payload = msgspec.msgpack.encode(content)
-        if (passed := self.noted(content)) is not content:
+        if message.kept:
+            assert isinstance(content, Resume), type(content)
+            content = replace(content, kept=message.kept)
+        if (passed := self.noted(content)) is not told:
             payload = msgspec.msgpack.encode(passed)
         frame = wire.frame(payload)
         for rank in message.ranks:

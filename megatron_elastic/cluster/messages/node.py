@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.cluster.messages.common import Message, Stop
+from megatron_elastic.cluster.messages.common import Kept, Message, Stop
 from megatron_elastic.cluster.messages.from_rank import Committed, Failed, FromRank, Hello
 from megatron_elastic.layout import UnitShape
 from megatron_elastic.observe.dials import Figures
@@ -269,6 +269,8 @@ class Relay(Message, frozen=True):
     """Whether its layout is told as the difference (``layout.difference``) from the one that was sent here last; from
     the one that the ranks have proposed if none was.
     """
+    kept: list[Kept] = msgspec.field(default_factory=list)
+    """What of that of ``Resume`` these ranks need, which is left out of ``message``."""
 
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed

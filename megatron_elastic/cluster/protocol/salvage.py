@@ -5,7 +5,7 @@ It is told by cells: what all ranks of one have added to their sums is done, wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_elastic.cluster.messages import Kept, Report, WorkDone
@@ -19,6 +19,37 @@ class Counted(NamedTuple):
     """Done before the fault, and they count."""
     redone: int
     """Of cells that are lost, done or not, or whose work is: others do them."""
+
+
+class Needed:
+    """What the cells of some ranks have to know of what is kept of a step, to go on with it under ``layout``: all that
+    anybody keeps of the grains of which they do, or keep, anything (``pipeline.resumption``).
+    """
+
+    def __init__(self, layout: Layout, kept: Collection[Kept]) -> None:
+        self._layout = layout
+        self._of_leader = {each.leader: each for each in kept}
+        self._of_grain: dict[int, set[int]] = {}
+        """Leaders of the cells that keep something of each."""
+        for each in kept:
+            for number in each.numbers:
+                self._of_grain.setdefault(number // layout.num_chunks, set()).add(each.leader)
+
+    def of(self, ranks: Iterable[int]) -> list[Kept]:
+        """That of the cells of these ranks."""
+        layout, grains = self._layout, set[int]()
+        for leader in {layout.places[rank][1].leader for rank in ranks if rank in layout.places}:
+            grains.update(layout.cells[leader].share)
+            if (own := self._of_leader.get(leader)) is not None:
+                grains.update(number // layout.num_chunks for number in own.numbers)
+        leaders = sorted({leader for grain in grains for leader in self._of_grain.get(grain, ())})
+        return [self._about(self._of_leader[leader], grains) for leader in leaders]
+
+    def _about(self, each: Kept, grains: Collection[int]) -> Kept:
+        chunks = self._layout.num_chunks
+        added, live, half = ([number for number in numbers if number // chunks in grains]
+                             for numbers in (each.added, each.live, each.half))
+        return Kept(leader=each.leader, added=added, live=live, half=half)
 
 
 def kept(
