@@ -281,8 +281,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        "rank is killed (default: %(default)s)")
     group.add_argument("--elastic-store", metavar="WHAT", default=d.store,
                        help="what decides which node coordinates: auto (embedded from three nodes on, else alone), "
-                       "alone, embedded, etcd://HOST:PORT[,HOST:PORT...] or kubernetes://NAMESPACE/NAME; the same on "
-                       "every node (default: %(default)s)")
+                       "alone, embedded, etcd://HOST:PORT[,HOST:PORT...] (etcds://: over TLS) or "
+                       "kubernetes://NAMESPACE/NAME; the same on every node (default: %(default)s)")
     group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
                        help="this node's certificate for control connections (PEM), for both servers and clients; "
                        "needs the other two. Without them the coordinator makes one for itself, and the job's token "

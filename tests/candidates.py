@@ -160,25 +160,27 @@ def group(store: str, nodes: int, limit: float, members: int = 3, hosts: Hosts |
 
 
 class EtcdServer:
-    """A real etcd of one member on loopback."""
+    """A real etcd of one member on loopback. ``certificate``, ``key``: files with which it is asked over TLS."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, certificate: Path | None = None, key: Path | None = None) -> None:
         if shutil.which("etcd") is None:
             pytest.skip("no etcd on this machine; install it: apt-get install etcd-server")
         self._folder = folder
         self._client, self._peer = free_port(), free_port()
-        self.url = f"etcd://127.0.0.1:{self._client}"
+        self._scheme = "http" if certificate is None else "https"
+        self._files = [] if certificate is None else ["--cert-file", str(certificate), "--key-file", str(key)]
+        self.url = f"etcd{self._scheme[4:]}://127.0.0.1:{self._client}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start, with what was stored before. Clients wait for it."""
-        client, peer = f"http://127.0.0.1:{self._client}", f"http://127.0.0.1:{self._peer}"
+        client, peer = f"{self._scheme}://127.0.0.1:{self._client}", f"http://127.0.0.1:{self._peer}"
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 ["etcd", "--name", "one", "--data-dir", str(self._folder / "etcd"),
                  "--listen-client-urls", client, "--advertise-client-urls", client,
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                 "--initial-cluster", f"one={peer}"], stdout=log, stderr=log)
+                 "--initial-cluster", f"one={peer}", *self._files], stdout=log, stderr=log)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launches import TOKEN, Launch, Run, family, free_port, launches
+from tests.nursery import rest_of
 
 STEPS = 6
 
@@ -72,6 +73,20 @@ def test_who_coordinates_lets_another_at_sigterm(launch: Launch) -> None:
     (took,) = first.events("took_over")
     assert took["term"] == 2
     assert not first.events("fault")
+
+
+def test_sigterm_to_all_launchers_ends_the_job(launch: Launch) -> None:
+    """Whoever coordinates then: nobody is left who could take over what the others do."""
+    acts = [f"{rank}:3:begin:{act}" for rank in (1, 2) for act in ("tell", "wait")]
+    nodes = start(launch, *acts)
+    nodes[0].read_until("another node takes over")
+    launch.hear(2)
+    for node in nodes:
+        os.kill(node.process.pid, signal.SIGTERM)
+    for node in nodes:
+        rest_of(node.process, 100.0)
+        assert node.process.returncode in (143, 1), "interrupted, or told so by who was"
+    assert len(nodes[0].events("failed")) == 1 and not nodes[0].events("finished")
 
 
 def test_nodes_may_keep_their_own_records(launch: Launch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import functools
+import ipaddress
 import os
 import pickle
 import random
@@ -18,6 +20,10 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
 from pysyncobj.encryptor import getEncryptor
@@ -549,6 +555,48 @@ def test_etcd_survives_the_leaders_death(etcd: EtcdServer) -> None:
         assert agents.followed(by=new, after=last)[0] > last  # and at once, because the lease was given back
 
 
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Files of a certificate for 127.0.0.1, which is its own authority, and of its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd")])
+    begins = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(x509.random_serial_number()).not_valid_before(begins)
+        .not_valid_after(begins + datetime.timedelta(days=9))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    files = folder / "etcd.pem", folder / "etcd.key"
+    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    files[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+                                           serialization.NoEncryption()))
+    return files
+
+
+@pytest.mark.job
+def test_etcd_is_asked_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = self_signed(tmp_path)
+    server = EtcdServer(tmp_path, certificate, key)
+    monkeypatch.setenv("ETCDCTL_CACERT", str(certificate))
+
+    async def lead() -> Durable | None:
+        store = make(parse(server.url, 3), "test", LEASE)
+        await store.open()
+        try:
+            term = await store.lead("h:1")
+            await store.record(Durable(term, 7, 1, ""))
+            return await store.recall()
+        finally:
+            await store.close()
+
+    server.start()
+    try:
+        recalled = asyncio.run(lead())
+    finally:
+        server.kill()
+    assert recalled is not None and recalled.epoch == 7
+
+
 @pytest.mark.job
 def test_etcd_that_is_killed_and_started_again_is_waited_for(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
@@ -710,6 +758,7 @@ def test_a_member_with_another_token_is_not_let_in() -> None:
 def test_the_flag_names_a_store() -> None:
     assert parse("auto", 1).kind == parse("auto", 2).kind == parse("alone", 9).kind == "alone"
     assert parse("auto", 3).kind == parse("embedded", 3).kind == "embedded"
+    assert parse("etcds://a:2379", 1) == Choice("etcd", endpoints=("a:2379",), encrypted=True)
     assert parse("etcd://a:2379,[::1]:2", 1) == Choice("etcd", endpoints=("a:2379", "[::1]:2"))
     assert parse("kubernetes://train/gpt-7b", 1) == Choice("kubernetes", namespace="train", name="gpt-7b")
     assert (seats(3), seats(4), seats(5), seats(1000)) == (3, 3, 5, 5)

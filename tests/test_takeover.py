@@ -422,3 +422,17 @@ def test_who_says_meanwhile_that_it_leaves_does() -> None:
     assert job.gathering is not None
     job, _ = advance(job, events.Leaves(now=11.3, node=2))
     assert job.leaving == {2}
+
+
+def test_a_job_all_of_whose_nodes_are_to_leave_ends() -> None:
+    """As when a scheduler ends it: SIGTERM to all launchers, of which the one that coordinated was the first."""
+    job = Job.new(SETTINGS, 3)
+    for event in (
+        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
+                        limit=1.0),
+        events.NodeCame(now=11.1, node=1, hello=replace(hello(1), leaving=True)),
+        events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)),
+    ):
+        job, _ = advance(job, event)
+    assert job.outcome is not None and not job.outcome.ok
+    assert (job.outcome.reason, job.outcome.code) == ("all nodes of the job are to leave (SIGTERM)", 143)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Decision, Invite, Plan, Relay, Resume, Start, ToRank
 from megatron_elastic.cluster.protocol import Job
-from megatron_elastic.cluster.protocol.work import Needed
+from megatron_elastic.cluster.protocol.salvage import Needed
 from megatron_elastic.layout import Layout, difference
 
 _encoder = msgspec.msgpack.Encoder()

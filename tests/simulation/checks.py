@@ -242,6 +242,8 @@ class Checks:
             return None if self._world.kinds["fail"] > 1 else "no step has been done by others"
         if "raised" in reason:
             return None if "raised" in self._excuses else "no program has raised"
+        if reason.startswith("all nodes of the job are to leave"):
+            return None if all(agent.leaving or agent.over for agent in world.agents if agent.alive) else "some stay"
         if reason == "the disk is full":
             return None
         return "that must not be"

@@ -28,6 +28,8 @@ class Choice(msgspec.Struct, frozen=True):
     kind: Literal["alone", "embedded", "etcd", "kubernetes"]
     endpoints: tuple[str, ...] = ()
     """``host:port`` of etcd's members."""
+    encrypted: bool = False
+    """Whether etcd is asked over TLS."""
     namespace: str = ""
     name: str = ""
     """Of the Lease."""
@@ -54,20 +56,20 @@ def parse(flag: str, nodes: int) -> Choice:
             raise UsageError(f"{FLAG} embedded needs at least {_FEWEST} nodes, so that a majority survives the loss of "
                              f"one; this job has {nodes}. Use etcd or kubernetes, or alone")
         return Choice("embedded" if flag == "embedded" or (flag == "auto" and nodes >= _FEWEST) else "alone")
-    if separator and scheme == "etcd":
+    if separator and scheme in ("etcd", "etcds"):
         endpoints = tuple(rest.rstrip("/").split(","))
         for endpoint in endpoints:
             if not _ENDPOINT.fullmatch(endpoint) or not 0 < int(endpoint.rpartition(":")[2]) < 1 << 16:
-                raise UsageError(f"{FLAG} {flag}: {endpoint!r} is no HOST:PORT; write etcd://HOST:PORT[,HOST:PORT...]")
-        return Choice("etcd", endpoints=endpoints)
+                raise UsageError(f"{FLAG} {flag}: {endpoint!r} is no HOST:PORT; write {scheme}://HOST:PORT[,HOST:PORT...]")
+        return Choice("etcd", endpoints=endpoints, encrypted=scheme == "etcds")
     if separator and scheme == "kubernetes":
         namespace, slash, name = rest.partition("/")
         if not slash or not _NAME.fullmatch(namespace) or not _NAME.fullmatch(name):
             raise UsageError(f"{FLAG} {flag}: write kubernetes://NAMESPACE/NAME, as Kubernetes spells names; the "
                              "Lease NAME is made if it is not there")
         return Choice("kubernetes", namespace=namespace, name=name)
-    raise UsageError(f"{FLAG} {flag}: choose auto, alone, embedded, etcd://HOST:PORT[,HOST:PORT...] or "
-                     "kubernetes://NAMESPACE/NAME")
+    raise UsageError(f"{FLAG} {flag}: choose auto, alone, embedded, etcd://HOST:PORT[,HOST:PORT...], etcds://... "
+                     "or kubernetes://NAMESPACE/NAME")
 
 
 def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, place: Place | None = None,
@@ -95,7 +97,7 @@ def make(choice: Choice, job: str, limit: float, leads_at: str | None = None, pl
         case "etcd":
             from megatron_elastic.cluster.leadership.etcd import Etcd
 
-            return Leased(Etcd(choice.endpoints, job, limit), note)
+            return Leased(Etcd(choice.endpoints, job, limit, choice.encrypted), note)
         case "kubernetes":
             from megatron_elastic.cluster.leadership.kubernetes import Kubernetes
 

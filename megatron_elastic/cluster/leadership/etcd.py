@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -42,11 +43,14 @@ class Etcd:
         endpoints: ``host:port`` of its members; another is asked when one does not answer.
         job: names this run's keys; no two runs may share it.
         limit: seconds after which a silent leader is replaced, rounded up to whole ones, at least 2.
+        encrypted: whether it is asked over TLS, with the files that etcdctl's variables name (``ETCDCTL_CACERT``, else
+            the certificates that requests brings; ``ETCDCTL_CERT`` and ``ETCDCTL_KEY``, if it wants to see one).
     """
 
-    def __init__(self, endpoints: Sequence[str], job: str, limit: float) -> None:
+    def __init__(self, endpoints: Sequence[str], job: str, limit: float, encrypted: bool = False) -> None:
         self.limit: float = max(_SHORTEST_LEASE, math.ceil(limit))
         self._endpoints = endpoints
+        self._encrypted = encrypted
         self._current = 0
         self._leader_key = _encoded(f"megatron-elastic/{job}/leader".encode())
         self._durable_key = _encoded(f"megatron-elastic/{job}/durable".encode())
@@ -137,10 +141,13 @@ class Etcd:
         if getattr(self._here, "endpoint", None) != endpoint:
             session = requests.Session()
             session.trust_env = False  # proxies are for the world outside
+            session.verify = os.environ.get("ETCDCTL_CACERT") or True
+            if (shown := os.environ.get("ETCDCTL_CERT")) and (key := os.environ.get("ETCDCTL_KEY")):
+                session.cert = (shown, key)
             self._sessions.append(session)
             host, _, port = self._endpoints[endpoint].rpartition(":")
             self._here.client = Etcd3Client(host.strip("[]"), int(port), timeout=self.limit / 2, api_path="/v3/",
-                                            session=session)
+                                            protocol="https" if self._encrypted else "http", session=session)
             self._here.endpoint = endpoint
         client: Etcd3Client = self._here.client
         return client

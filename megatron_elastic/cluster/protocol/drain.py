@@ -7,6 +7,7 @@ leave in one change.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
@@ -55,6 +56,12 @@ def can_resign(job: Job) -> bool:
     there = {node.member for node in heirs}.intersection(job.members)
     enough = 2 * len(there) > len(job.members) if job.members else True
     return enough and _problem(replace(job, here=0), [job.here]) is None
+
+
+def end_if_all_leave(turn: Turn) -> None:
+    """Who signals all nodes of a job ends it: there is nobody for whom anything could be copied."""
+    if turn.job.nodes and turn.job.leaving.issuperset(turn.job.nodes):
+        turn.end(False, "all nodes of the job are to leave (SIGTERM)", 128 + signal.SIGTERM)
 
 
 def _named(node_ranks: Sequence[int]) -> str:

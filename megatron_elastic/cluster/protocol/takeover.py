@@ -12,7 +12,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop
-from megatron_elastic.cluster.protocol import damage, error, ledger, loss, membership, recovery, watch
+from megatron_elastic.cluster.protocol import damage, drain, error, ledger, loss, membership, recovery, watch
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -199,6 +199,7 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for node, slots in early:
         if node in turn.job.nodes:
             membership.join(turn, node, slots)
+    drain.end_if_all_leave(turn)
 
 
 def _send_away(turn: Turn, layout: Layout) -> None:
