@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_elastic.adaptor.layers import experts, mtp
 from megatron_elastic.adaptor.layers.router import is_bias
-from megatron_elastic.adaptor.layers.sequence import is_partial
+from megatron_elastic.adaptor.layers.sequence import MARK, is_partial
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.layout import EXPERTS, MTP, Layout, UnitShape
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator
@@ -101,12 +101,13 @@ class _Shared(NamedTuple):
 def _shared(name: str, parameter: torch.nn.Parameter) -> _Shared:
     """What Megatron has marked: the dimension that is cut, and with a stride how often that comes one after the other.
 
-    Queries, keys and values are one matrix that is ordered by query group, and cut like any other.
+    Queries, keys and values are one matrix that is ordered by query group, and cut like any other. Transformer Engine
+    marks all its weights as cut; those that each rank has whole, Megatron marks as norms are, for sequence parallelism.
     """
     if name.endswith(".softmax_offset"):  # one of each of the rank's heads, which Megatron does not mark
         return _Shared(1, parameter.numel())
     shared = vars(parameter)
-    if not shared.get("tensor_model_parallel", False):
+    if not shared.get("tensor_model_parallel", False) or MARK in shared:
         return _Shared()
     dim, stride = shared["partition_dim"], shared["partition_stride"]
     return _Shared(stride * math.prod(parameter.shape[:dim]), parameter.shape[dim] // stride)
