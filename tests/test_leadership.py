@@ -584,7 +584,7 @@ def test_etcd_is_asked_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         await store.open()
         try:
             term = await store.lead("h:1")
-            await store.record(Durable(term, 7, 1, ""))
+            await store.record(Durable(term, 7, 1))
             return await store.recall()
         finally:
             await store.close()
