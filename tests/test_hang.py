@@ -261,6 +261,16 @@ def test_all_that_wait_for_each_other_are_interrupted_and_then_one_is_killed() -
     assert not play.sent(Interrupt), "they are on their way"
 
 
+def test_who_was_in_every_circle_is_killed_and_not_whom_others_wait_for() -> None:
+    """Whatever the exchange was that a message is missing of: rank 2 can be reached by nobody."""
+    play = Watched()
+    play.look(reading(0, 5.0, 1), reading(1, 5.0, 2), reading(2, 5.0, 1), reading(3, 5.0, 1))
+    play.report(1, 0, 1, 2, 3)
+    play.look(reading(0, 5.0, 2), reading(1, 5.0, 0), reading(2, 5.0, 0), reading(3, 5.0, 0))
+    assert [each["rank"] for each in play.recorded("tangle")] == [2]
+    assert [rank for rank, each in play.job.ranks.items() if each.fenced] == [2]
+
+
 def test_who_waits_for_its_own_device_hangs() -> None:
     """What it waits for is its own, and out of use then. If others wait for theirs, too, these may wait for each other:
     interrupt all.

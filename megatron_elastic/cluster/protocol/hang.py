@@ -4,8 +4,9 @@ When no step has been committed for a while, agents say how far their ranks have
 others nor has come any further for longer than steps usually take hangs, or its device does, for which it waits; the
 others wait for it. But if all cells of a stage stand still, they stay: what they share may be at fault. So does who
 cannot be done without. If all wait for each other, a message is lost, or, if some wait for their devices, a collective
-of these does not end: everybody is interrupted, which sends it again, and if that happens again in the same step, who
-is waited for most is taken out. A device for which its rank alone has waited in vain is out of use.
+of these does not end: everybody is interrupted, which sends it again, and if that happens again in the same step, one
+is taken out: who was in all circles that waits have formed in it, and is waited for most. A device for which its rank
+alone has waited in vain is out of use.
 """
 
 from __future__ import annotations
@@ -168,19 +169,37 @@ def _untie(turn: Turn, readings: Mapping[int, RankReading]) -> None:
         each.waits is None or each.waits < 0 or each.stood < _usual_limit(job) for each in readings.values()
     ):
         return
-    waited = Counter(each.waits for each in readings.values() if each.waits in readings)
-    most = max(waited.values(), default=0)
-    if not most:
+    waits = {rank: each.waits for rank, each in readings.items() if each.waits is not None and each.waits in readings}
+    if not waits:
         return
-    blamed = max(rank for rank, count in waited.items() if rank is not None and count == most)
-    step, since = readings[blamed].step, turn.now - min(each.stood for each in readings.values())
-    turn.record("tangle", step=step, rank=blamed, waits={str(rank): each.waits for rank, each in readings.items()})
+    waited = Counter(waits.values())
+    circle = _circle(waits) or frozenset(waited)
+    step = readings[max(circle, key=lambda rank: (waited[rank], rank))].step
     if job.watch.freed == step:
+        circle = circle & job.watch.circle or circle
+    blamed = max(circle, key=lambda rank: (waited[rank], rank))
+    since = turn.now - min(each.stood for each in readings.values())
+    turn.record("tangle", step=step, rank=blamed, waits={str(rank): each.waits for rank, each in readings.items()})
+    again = job.watch.freed == step
+    turn.set(watch=replace(turn.job.watch, freed=step, circle=frozenset(circle)))
+    if again:
         turn.set_rank(blamed, stopped=since)
-        suspicion.fence(turn, blamed, "unreachable", f"all ranks wait for each other again in step {step}, most for it")
+        suspicion.fence(turn, blamed, "unreachable", f"all ranks wait for each other again in step {step}, and for it")
         return
     devices = any(each.waits == rank for rank, each in readings.items())
     what = "a collective of devices does not end" if devices else "a message is lost"
     turn.say(f"WARNING: all ranks wait for each other in step {step}; {what}. They are interrupted", "tangle")
-    turn.set(watch=replace(job.watch, freed=step))
     recovery.interrupt(turn, [blamed], recovery.STUCK if devices else recovery.LOST, since)
+
+
+def _circle(waits: Mapping[int, int]) -> frozenset[int]:
+    """Who waits, over others, for itself. What was lost is lost in there: all others wait for somebody in it."""
+    left = dict(waits)
+    waited = Counter(left.values())
+    outside = [rank for rank in left if not waited[rank]]
+    while outside:
+        rank = left.pop(outside.pop())
+        waited[rank] -= 1
+        if rank in left and not waited[rank]:
+            outside.append(rank)
+    return frozenset(left)

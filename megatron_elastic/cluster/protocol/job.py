@@ -371,6 +371,8 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     """When all of a stage were seen to stand still last. Who does so a little longer than the others has time again."""
     freed: int = 0
     """Step in which all waited for each other last, and were interrupted."""
+    circle: frozenset[int] = frozenset()
+    """Ranks that were in each circle of waits in that step."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):

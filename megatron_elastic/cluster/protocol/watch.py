@@ -11,5 +11,5 @@ EARLY = 0.9
 
 def anew(turn: Turn) -> None:
     """A step has been committed, or training begins: nobody hangs for now."""
-    turn.set(watch=Watch(freed=turn.job.watch.freed))
+    turn.set(watch=Watch(freed=turn.job.watch.freed, circle=turn.job.watch.circle))
     turn.set_timer("hang", turn.job.settings.hang_timeout * EARLY)
