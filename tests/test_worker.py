@@ -37,7 +37,7 @@ class Drawn:
         self.own = np.random.RandomState(7)
 
     def __getitem__(self, number: int) -> dict[str, object]:
-        return {"drawn": (number, random.random(), float(np.random.random()), float(self.own.random_sample()))}
+        return {"drawn": (number, random.getrandbits(32), float(np.random.standard_normal()), float(self.own.random_sample()))}
 
     def __len__(self) -> int:
         return 100

@@ -25,6 +25,8 @@ Batch = Mapping[str, Any]
 
 
 _STANDARD = (0, 1, 2)
+_FOR_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""What whole groups of processes get."""
 
 
 class Wish(NamedTuple):
@@ -105,7 +107,7 @@ def _let_go(kept: int) -> None:
     """Leave signals, links and the like to the rank. A data set's open files stay open."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)) or number in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)) or number in _FOR_RANKS:
             signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
