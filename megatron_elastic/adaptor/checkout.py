@@ -76,7 +76,7 @@ def pretrain(
         )
 
     targets.PRETRAIN.find()
-    entry.run(make)
+    entry.run(make, checkout=True)
 
 
 def _initialize(

@@ -53,8 +53,13 @@ def reused(units: Mapping[str, torch.nn.Module]) -> Iterator[None]:
             target.wrap(lambda build: build)
 
 
-def layer_index(config: Any, layer_number: int, vp_stage: int | None, **_: Any) -> int:
-    """Number in the whole model of a layer under construction, which Megatron numbers from its stage's first one."""
+def layer_index(config: Any, layer_number: int, vp_stage: int | None, is_mtp_layer: bool = False, **_: Any) -> int:
+    """Number in the whole model of a layer under construction, which Megatron numbers from its stage's first one.
+
+    And those that predict further tokens by themselves (0.17 and later); here they are numbered on.
+    """
+    if is_mtp_layer:
+        return int(config.num_layers) + layer_number - 1
     # As it is now: the layout says where a stage begins.
     return layer_number - 1 + int(transformer_layer.get_transformer_layer_offset(config, vp_stage))
 

@@ -23,7 +23,7 @@ from megatron_elastic.plan.split import mtp_layers
 def install() -> None:
     """Let Megatron's log and timers be one rank's. Call it before Megatron's global variables are set."""
     targets.TIMERS.replace(_set_timers)
-    targets.LOG_RATE.replace(lambda stat: stat)
+    targets.LOG_RATE.replace(lambda stat, group=None: stat)
     targets.LOG_ROUTERS.replace(lambda track_names=None, pg_collection=None: None)
 
 
