@@ -51,6 +51,7 @@ class Target:
         when: ``always`` with ``--elastic``; ``checkout`` with ``--elastic`` in a Megatron-LM checkout; ``cpu``
             on machines without a GPU; ``engine`` with ``--elastic`` and layers of Transformer Engine, whose it is.
         later: what later releases have changed, in their order.
+        first: the release that brought it.
     """
 
     module: str
@@ -60,6 +61,7 @@ class Target:
     when: Literal["always", "checkout", "cpu", "engine"]
     why: str
     later: tuple[Since, ...] = ()
+    first: str = RELEASES[0]
 
     def find(self) -> Any:
         """The target in the Megatron that is installed, as it is now. Raises AdaptorError if it is not as expected."""
@@ -114,8 +116,10 @@ class Target:
 
     def _shapes(self) -> Iterator[tuple[str, Target | None]]:
         """What it looks like, and since which release."""
-        shape = replace(self, later=())
-        yield RELEASES[0], shape
+        shape = replace(self, later=(), first=RELEASES[0])
+        if self.first != RELEASES[0]:
+            yield RELEASES[0], None
+        yield self.first, shape
         for since in self.later:
             shape = replace(
                 shape, module=since.module or shape.module, name=since.name or shape.name,
@@ -125,7 +129,7 @@ class Target:
 
     def _here(self) -> Target | None:
         """As it is in the release that is installed."""
-        return self.in_release(running(), Target._problem) if self.later else self
+        return self.in_release(running(), Target._problem) if self.later or self.first != RELEASES[0] else self
 
     def _put(self, make: Callable[[Any], Any]) -> None:
         target = self._here()
@@ -308,6 +312,16 @@ PRETRAIN = Target(
 )  # fmt: skip
 PARSE = Target(_TRAINING + "arguments", "parse_args", "called", ("extra_args_provider", "ignore_unknown_args"),
                "checkout", "the --elastic-* flags are a group of Megatron's own parser")
+PARSED_BY_SCRIPT = Target(
+    _TRAINING + "arguments", "parse_and_validate_args", "replaced",
+    ("extra_args_provider", "ignore_unknown_args", "args_defaults"), "checkout",
+    "the script parses the flags before it calls pretrain", first="0.19",
+)  # fmt: skip
+CONFIGURATION = Target(_TRAINING + "argument_utils", "gpt_config_from_args", "called", ("args", "model_config_cls"),
+                       "checkout", "a stage's model is made of the flags as they are for it", first="0.19")
+BUILT = Target(_TRAINING + "models.gpt", "GPTModelBuilder.build_model", "called",
+               ("self", "pg_collection", "pre_process", "post_process", "vp_stage"), "checkout",
+               "makes the model of a stage, or of a chunk of one", first="0.19")
 VALIDATE = Target(_TRAINING + "arguments", "validate_args", "called", ("args", "defaults"), "checkout",
                   "Megatron's own checks of its flags")
 CHECKPOINT_ARGS = Target(_TRAINING + "checkpointing", "load_args_from_checkpoint", "called", ("args", "load_arg"),
@@ -336,7 +350,7 @@ LOG_RATE = Target(_TRAINING + "training", "reduce_max_stat_across_model_parallel
                   (Since("0.19", parameters=("stat", "group")),))
 LOG_LAST = Target(_TRAINING + "training", "print_rank_last", "replaced", ("message",), "checkout",
                   "one rank logs alone, whichever it is")
-RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("kwargs",), "checkout",
+RERUN = Target(_CORE + "rerun_state_machine", "initialize_rerun_state_machine", "called", ("mode",), "checkout",
                "checks losses for NaN")
 RESULT = Target(_CORE + "rerun_state_machine", "RerunStateMachine.validate_result", "wrapped",
                 ("self", "result", "rejection_func", "message"), "checkout",
