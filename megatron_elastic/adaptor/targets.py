@@ -214,6 +214,9 @@ FINAL_NORM = Target(_CORE + "transformer.transformer_block", "TransformerBlock.h
                     "replaced", ("self",), "always", "the final norm is with the head, wherever the last layer is")
 MTP_LAYERS = Target(_CORE + "models.gpt.gpt_layer_specs", "get_mtp_num_layers_to_build", "replaced",
                     ("config", "vp_stage", "pp_rank"), "always", "further tokens are predicted where the head is")
+MTP_HERE = Target(_CORE + "models.gpt.gpt_model", "mtp_on_this_rank", "replaced",
+                  ("config", "ignore_virtual", "vp_stage"), "always", "further tokens are predicted where the head is",
+                  (Since("0.18", parameters=("layout", "mtp_num_layers", "ignore_virtual", "vp_stage")),), first="0.17")
 MTP_OFFSET = Target(_MTP, "get_transformer_layer_offset", "replaced", ("config", "vp_stage", "pp_rank"), "always",
                     "the layout says which layers a stage holds", (Since("0.17", gone=True),))
 MTP_BUILD = Target(_MTP, "build_module", "wrapped", ("spec_or_module", "kwargs"), "always",

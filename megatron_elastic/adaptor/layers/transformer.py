@@ -27,6 +27,7 @@ def hold(chunks: Sequence[Sequence[str]]) -> None:
     for target in (targets.LAYER_OFFSET, targets.BLOCK_OFFSET, targets.SPECS_OFFSET, targets.MTP_OFFSET):
         target.replace(lambda config, vp_stage=None, pp_rank=None: layers[vp_stage or 0].start)
     targets.MTP_LAYERS.replace(lambda config, vp_stage=None, pp_rank=None: further[vp_stage or 0])
+    targets.MTP_HERE.replace(lambda *_, vp_stage=None, **__: further[vp_stage or 0] > 0)
 
 
 @contextmanager
