@@ -613,9 +613,9 @@ def test_flags_are_counted() -> None:
         found.update(said["by_flag"])
         assert sum(said["counts"].values()) == said["flags"] == len(said["by_flag"])
         assert re.search(rf"the {said['flags']} (flags|at)", text)
-        column = ["core_v0.16", "core_v0.19"].index(said["tag"].rpartition(".")[0])
+        before = {"core_v0.16": "", "core_v0.19": r"\d+ \| "}[said["tag"].rpartition(".")[0]]
         for kind, count in said["counts"].items():
-            assert re.search(rf"^\| {kind} \| ({r'[0-9]+ \| ' * column}){count} \|", text, re.MULTILINE), kind
+            assert re.search(rf"^\| {kind} \| {before}{count} \|", text, re.MULTILINE), kind
     if len(sources) > 1:
         assert {refusal.flag for refusal in REFUSALS} <= found
 
@@ -623,7 +623,9 @@ def test_flags_are_counted() -> None:
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
-    """They are a group of Megatron's own parser."""
+    """They are a group of Megatron's own parser. (That of 0.19.0 cannot print its help, with a lone % in it.)"""
+    if Checkout.at(patched.checkout).tag.startswith("core_v0.19"):
+        pytest.skip("Megatron's own --help ends in an error there")
     command = [sys.executable, "-c", "from megatron_elastic.device import stand_in; stand_in.install(); "
                "from megatron_elastic.adaptor.without_cuda import stand_ins; stand_ins.install(); "
                "from megatron_elastic.adaptor.script.arguments import parse; parse()", "--help"]

@@ -38,7 +38,8 @@ _OF_A_REFUSED_ONE = frozenset({
 """Groups of Megatron's parser, by their titles."""
 _MORE_ABOUT = {
     "--dsa-*": "--experimental-attention-variant", "--no-dsa-*": "--experimental-attention-variant",
-    "--mamba-training-*": "--hybrid-layer-pattern", "--mup-*": "--use-mup", "--muon-*": "--optimizer", "--lion-*": "--optimizer",
+    "--mamba-training-*": "--hybrid-layer-pattern", "--mup-*": "--use-mup",
+    "--muon-*": "--optimizer", "--lion-*": "--optimizer",
     "--high-priority-a2a-comm-stream": "--overlap-moe-expert-parallel-comm",
     "--moe-router-quantile-balancing-ema": "--moe-router-load-balancing-type",
     "--moe-shared-expert-glu-interleave-size": "--use-grouped-gemm-for-shared-expert",
