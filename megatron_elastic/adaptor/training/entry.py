@@ -43,7 +43,7 @@ def run(make: Callable[[Control], Trainer], checkout: bool = False) -> None:
         warning = doctor.admit(checkout, stand_in.needed())
         trainer = make(control)
         if warning and trainer.rank == 0:
-            print(f"WARNING: {warning}", flush=True)
+            trainer.event("untried", what=warning)
         life.live(trainer)
     except JobStopped:
         raise
