@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from megatron_elastic.adaptor import doctor, lacking, releases, targets
 from megatron_elastic.adaptor.releases import RELEASES
 from megatron_elastic.adaptor.targets import TARGETS, Since, Target
+from megatron_elastic.comm import torch_release
 from megatron_elastic.config import UsageError
 from megatron_elastic.patching import Checkout, apply, main, revert
 from tests.jobs import ROOT, Jobs
@@ -93,24 +95,31 @@ def test_a_release_that_is_not_known_is_tried_or_refused(tmp_path: Path, monkeyp
     assert doctor.admit(checkout=False, cpu=True) == ""
 
 
+def test_which_torch_is_taken() -> None:
+    """By its number, and what the backend needs of the one that is here."""
+    assert [torch_release.admit(version) for version in ("2.11.0", "2.13.0+cpu", "2.14.1")] == ["", "", ""]
+    assert "2.15.0 is newer than 2.14: it is tried" in torch_release.admit("2.15.0")
+    with pytest.raises(UsageError, match=r"torch 2.10.1 is older than 2.11: install one from that to 2.14"):
+        torch_release.admit("2.10.1")
+
+
 def test_what_is_lacking_is_put_in_for_those_who_lack_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernels.py").write_text(
+    (tmp_path / "kernels_of_a_gpu.py").write_text(
         "import absent_thing\nimport absent_thing.language as al\nimport os.path\n\n"
         "@absent_thing.jit\ndef kernel(): ...\n"
     )
-    (tmp_path / "others.py").write_text("import absent_thing\n")
+    (tmp_path / "others_of_a_gpu.py").write_text("import absent_thing\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     language = type(sys)("absent_thing.language")
     thing = type(sys)("absent_thing")
     vars(thing).update(jit=lambda kernel: kernel, language=language)
-    finder = lacking._Finder({"kernels": {"absent_thing": thing, "absent_thing.language": language}})
+    finder = lacking._Finder({"kernels_of_a_gpu": {"absent_thing": thing, "absent_thing.language": language}})
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    import kernels  # type: ignore[import-not-found]
-
-    assert kernels.al is language
-    assert kernels.os.path is os.path
+    found = importlib.import_module("kernels_of_a_gpu")
+    assert found.al is language
+    assert found.os.path is os.path
     with pytest.raises(ModuleNotFoundError):
-        import others  # type: ignore[import-not-found]  # noqa: F401
+        importlib.import_module("others_of_a_gpu")
     assert "absent_thing" not in sys.modules
 
 

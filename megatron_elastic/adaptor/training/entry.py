@@ -13,6 +13,7 @@ from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Control, JobStopped
+from megatron_elastic.comm import torch_release
 from megatron_elastic.config import USAGE, UsageError
 from megatron_elastic.device import stand_in
 from megatron_elastic.numerics.exact import Diverged
@@ -40,9 +41,9 @@ def run(make: Callable[[Control], Trainer], checkout: bool = False) -> None:
     control = Control.connect()
     trainer: Trainer | None = None
     try:
-        warning = doctor.admit(checkout, stand_in.needed())
+        warnings = [torch_release.admit(), doctor.admit(checkout, stand_in.needed())]
         trainer = make(control)
-        if warning and trainer.rank == 0:
+        for warning in filter(None, warnings if trainer.rank == 0 else ()):
             trainer.event("untried", what=warning)
         life.live(trainer)
     except JobStopped:
