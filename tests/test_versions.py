@@ -3,7 +3,7 @@
     MEGATRON_LM_PATH=CORE_V0.16.1 MEGATRON_LM_NEXT_PATH=CORE_V0.19.0 bash scripts/test.sh tests/test_versions.py
 
 ``MEGATRON_CORE_PATH`` names a folder with another megatron-core than the one that is installed, for all tests; the part
-``versions`` of ``scripts/long.sh`` runs some of them with each.
+``cores`` of ``scripts/long.sh`` runs some of them with each.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ variables cannot be taken back to the start of a step.
 from __future__ import annotations
 
 import argparse
+import enum
 import logging
 import sys
 import time
@@ -227,6 +228,18 @@ def _build_datasets(
     return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
 
 
+_ENUMERATIONS = frozenset({
+    "AttnBackend", "CudaGraphScope", "ModelType", "RerunDiagnostic", "RerunMode", "RerunState", "Signals",
+})  # fmt: skip
+"""Those that the oldest release reads in a checkpoint. Later ones have more, for CUDA graphs, which are refused here."""
+
+
+def _known_to_all(value: Any) -> bool:
+    """Whether any release can read a flag's value in a checkpoint."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(type(one).__name__ in _ENUMERATIONS for one in values if isinstance(one, enum.Enum))
+
+
 class CheckoutTrainer(Trainer):
     """The elastic trainer with Megatron-LM's schedule, log and reasons to stop."""
 
@@ -269,7 +282,8 @@ class CheckoutTrainer(Trainer):
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """With Megatron's flags, which say what can be loaded: random numbers are no state."""
-        args = argparse.Namespace(**{k: v for k, v in vars(self.args).items() if not k.startswith("elastic")})
+        args = argparse.Namespace(**{name: value for name, value in vars(self.args).items()
+                                     if not name.startswith("elastic") and _known_to_all(value)})  # fmt: skip
         args.no_save_rng, args.consumed_train_samples = True, self.ramp.before(step + 1)
         rounds = step // args.eval_interval
         args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0
