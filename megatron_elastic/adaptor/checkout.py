@@ -231,7 +231,7 @@ def _build_datasets(
 _ENUMERATIONS = frozenset({
     "AttnBackend", "CudaGraphScope", "ModelType", "RerunDiagnostic", "RerunMode", "RerunState", "Signals",
 })  # fmt: skip
-"""Those that the oldest release reads in a checkpoint. Later ones have more, for CUDA graphs, which are refused here."""
+"""Those that the oldest release reads in a checkpoint. Later ones have more, for CUDA graphs, which are refused."""
 
 
 def _known_to_all(value: Any) -> bool:
