@@ -23,9 +23,10 @@ from megatron_elastic.adaptor.releases import RELEASES
 from megatron_elastic.adaptor.targets import TARGETS, Since, Target
 from megatron_elastic.comm import torch_release
 from megatron_elastic.config import UsageError
+from megatron_elastic.observe.records import read_digest
 from megatron_elastic.patching import Checkout, apply, main, revert
 from tests.jobs import ROOT, Jobs
-from tests.test_checkout import CheckoutJobs, assert_same, grid, inject, needs_checkout
+from tests.test_checkout import CheckoutJobs, grid, inject, needs_checkout
 
 NEXT = os.environ.get("MEGATRON_LM_NEXT_PATH", "")
 TREES = [pytest.param(os.environ.get("MEGATRON_LM_PATH", ""), id="this"), pytest.param(NEXT, id="next")]
@@ -186,9 +187,15 @@ def test_from_one_release_to_the_next_and_back(jobs: Jobs, tmp_path: Path) -> No
     flags = grid(1, 2, 6)
     reference = this.run(*flags, ranks=4)
     saved = ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "2")
-    this.run(*flags, *saved, "--exit-interval", "2", ranks=4)
-    following.run(*flags, *saved, "--exit-interval", "2", *inject("kill:rank=3,step=3,at=backward"), ranks=4)
-    assert_same(this.run(*flags, *saved, ranks=4), reference)
+    begun = this.run(*flags, *saved, "--exit-interval", "2", ranks=4)
+    killed = inject("kill:rank=3,step=3,at=backward")
+    gone_on = following.run(*flags, *saved, "--exit-interval", "2", *killed, ranks=4)
+    back = this.run(*flags, *saved, ranks=4)
+    expected = reference.metrics()
+    for job, steps in ((begun, (1, 2)), (gone_on, (3, 4)), (back, (5, 6))):
+        found = {step: line["loss_hex"] for step, line in job.metrics().items()}
+        assert found == {step: expected[step]["loss_hex"] for step in steps}
+    assert read_digest(back.run_dir)["units"] == read_digest(reference.run_dir)["units"]
 
 
 @pytest.mark.job

@@ -371,9 +371,12 @@ PROGRESS_SAVED = Target(_TRAINING + "training", "compute_throughputs_and_append_
 OPERATIONS = Target(_TRAINING + "training", "num_floating_point_operations", "called", ("args", "batch_size"),
                     "checkout", "what training has cost: for --log-progress, and in checkpoints")
 LOG_ROUTERS = Target(_CORE + "transformer.moe.moe_utils", "reduce_aux_losses_tracker_across_ranks", "replaced",
-                     ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows them")
+                     ("track_names", "pg_collection"), "checkout", "one rank logs alone, and knows routers' losses",
+                     (Since("0.18", module=_MOE_LOG, name="MoEMetricsTracker._sync_metrics",
+                            parameters=("self", "metric_names", "pg_collection")),))
 ROUTER_LOSSES = Target(_CORE + "transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker", "called", (),
-                       "checkout", "where Megatron's log looks for routers' losses")
+                       "checkout", "where Megatron's log looks for routers' losses",
+                       (Since("0.18", module=_MOE_LOG, name="get_moe_metrics_tracker"),))
 TIMER = Target(_CORE + "timers", "Timers._get_elapsed_time_all_ranks", "replaced",
                ("self", "names", "reset", "barrier"), "checkout", "a rank's timers are its own")
 MTP_LOSSES = Target(_MTP, "MTPLossLoggingHelper.tracker", "called", None, "checkout",
