@@ -1,5 +1,9 @@
-"""A shim for tools that still call it; all metadata is in pyproject.toml."""
+"""What pyproject.toml cannot say: the patches, of which there is a folder for each tag. All else is there."""
+
+from glob import glob
 
 from setuptools import setup
 
-setup()
+setup(data_files=[
+    (f"share/megatron_elastic/{folder}", sorted(glob(f"{folder}/*.patch"))) for folder in sorted(glob("patches/*"))
+])

@@ -95,11 +95,24 @@ def forward_step(
     data_iterator: Iterator[Mapping[str, torch.Tensor]], model: Any
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes it a loss."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    batch = get_batch_on_this_cp_rank(dict(next(data_iterator)))
+    batch = own_part(next(data_iterator))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def own_part(batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """What this context-parallel rank has of a micro-batch."""
+    import inspect
+
+    from megatron.core.parallel_state import get_context_parallel_group
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    since_0_18 = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+    kind = {"is_hybrid_cp": False} if since_0_18 else {}
+    part: Mapping[str, torch.Tensor] = get_batch_on_this_cp_rank(
+        dict(batch), cp_group=get_context_parallel_group(), **kind
+    )
+    return part
 
 
 def loss_func(

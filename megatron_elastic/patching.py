@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,18 +186,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(checkout: Checkout) -> int:
     known = find_patches()
-    ours = checkout.tag in known
-    print(f"{checkout.root}: Megatron-LM {checkout.tag}" + ("" if ours else ", for which there are no patches"))
+    tag = _fitting(checkout, known)
+    print(f"{checkout.root}: Megatron-LM {checkout.tag}" + ("" if tag else ", for which there are no patches"))
     states = []
-    for tag in [checkout.tag] if ours else known:
-        for patch in known[tag]:
+    for name in [tag] if tag else known:
+        for patch in known[name]:
             states.append(checkout.state(patch))
-            print(f"  {tag}/{patch.path}: {_explain(states[-1], tag)}")
-    if not ours:
+            print(f"  {name}/{patch.path}: {_explain(states[-1], name)}")
+    if not tag:
         print("  It was released for another version, so nothing is applied here. What the adaptors change and call:")
         print(f"  megatron-elastic doctor {checkout.root}")
         return 1
-    changed = checkout.changed_files(but=[patch.path for patch in known[checkout.tag]])
+    changed = checkout.changed_files(but=[patch.path for patch in known[tag]])
     if changed:
         print(f"  uncommitted changes, with which apply refuses to work: {_some(changed)}")
     return 0 if set(states) <= {"clean", "applied"} else 1
@@ -214,10 +214,20 @@ def _explain(state: str, tag: str) -> str:
 
 def _patches_for(checkout: Checkout) -> list[Patch]:
     known = find_patches()
-    if checkout.tag not in known:
+    tag = _fitting(checkout, known)
+    if tag is None:
         raise UsageError(f"{checkout.root} is Megatron-LM {checkout.tag}; there are patches for "
                          f"{', '.join(known)} only: check one of these out")
-    return known[checkout.tag]
+    return known[tag]
+
+
+def _fitting(checkout: Checkout, known: Mapping[str, Sequence[Patch]]) -> str | None:
+    """The tag whose patches are for a checkout: its own, or one of the same two numbers whose files it has."""
+    if checkout.tag in known:
+        return checkout.tag
+    alike = (tag for tag in known if tag.split(".")[:2] == checkout.tag.split(".")[:2])
+    return next((tag for tag in alike
+                 if {checkout.state(patch) for patch in known[tag]} <= {"clean", "applied"}), None)  # fmt: skip
 
 
 def _states(checkout: Checkout, patches: Sequence[Patch]) -> dict[str, str]:

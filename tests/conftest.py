@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -38,6 +39,8 @@ pytest_plugins = ["tests.tiers.selection", "tests.tiers.resuming", "tests.tiers.
 
 
 def pytest_configure() -> None:
+    if core := os.environ.get("MEGATRON_CORE_PATH"):
+        sys.path.insert(0, core)
     os.environ[_MARK] = uuid.uuid4().hex
 
 

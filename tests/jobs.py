@@ -45,9 +45,15 @@ PATIENT = (
 """Limits of a job on a busy machine, where a test is not about them."""
 
 
+SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("MEGATRON_CORE_PATH")])])
+"""Where jobs look for modules first: ``MEGATRON_CORE_PATH`` names a folder with another megatron-core than the one that
+is installed, for all tests (``tests/conftest.py``).
+"""
+
+
 def environment() -> dict[str, str]:
     """That of a job. Ranks outnumber cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCHED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class Jobs:
         run_dir = self.folder / uuid.uuid4().hex[:8]
         command = self.command(*flags, run_dir=run_dir, ranks=ranks, launcher=launcher, script=script)
         env = {**environment(), **(env or {})}
-        if self.nursery is not None and env["PYTHONPATH"] == str(ROOT):
+        if self.nursery is not None and env["PYTHONPATH"] == SEARCHED:
             return Job(self.nursery.start(command[3:], env), run_dir)
         process = subprocess.Popen(
             command, text=True, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -601,23 +601,31 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
 @pytest.mark.job
 @needs_checkout
 def test_flags_are_counted() -> None:
-    """The documentation has the numbers; and each refused flag is one of Megatron's."""
-    command = [sys.executable, "-c", "from megatron_elastic import cli; raise SystemExit(cli.main())", "flags", SOURCE,
-               "--json"]  # fmt: skip
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True).stdout
-    said = json.loads(shown.splitlines()[-1])
-    assert {refusal.flag for refusal in REFUSALS} <= set(said["by_flag"])
-    assert sum(said["counts"].values()) == said["flags"] == len(said["by_flag"])
+    """The documentation has the numbers; and each refused flag is one of Megatron's, in one release or another."""
     text = (ROOT / "docs" / "megatron.md").read_text()
-    assert f"Of the {said['flags']} flags" in text
-    for kind, count in said["counts"].items():
-        assert f"| {kind} | {count} |" in text, kind
+    found: set[str] = set()
+    sources = list(filter(None, (SOURCE, os.environ.get("MEGATRON_LM_NEXT_PATH"))))
+    for source in sources:
+        command = [sys.executable, "-c", "from megatron_elastic import cli; raise SystemExit(cli.main())", "flags",
+                   source, "--json"]  # fmt: skip
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True).stdout
+        said = json.loads(shown.splitlines()[-1])
+        found.update(said["by_flag"])
+        assert sum(said["counts"].values()) == said["flags"] == len(said["by_flag"])
+        assert re.search(rf"the {said['flags']} (flags|at)", text)
+        before = {"core_v0.16": "", "core_v0.19": r"\d+ \| "}[said["tag"].rpartition(".")[0]]
+        for kind, count in said["counts"].items():
+            assert re.search(rf"^\| {kind} \| {before}{count} \|", text, re.MULTILINE), kind
+    if len(sources) > 1:
+        assert {refusal.flag for refusal in REFUSALS} <= found
 
 
 @needs_checkout
 @pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
-    """They are a group of Megatron's own parser."""
+    """They are a group of Megatron's own parser. (That of 0.19.0 cannot print its help, with a lone % in it.)"""
+    if Checkout.at(patched.checkout).tag.startswith("core_v0.19"):
+        pytest.skip("Megatron's own --help ends in an error there")
     command = [sys.executable, "-c", "from megatron_elastic.device import stand_in; stand_in.install(); "
                "from megatron_elastic.adaptor.without_cuda import stand_ins; stand_ins.install(); "
                "from megatron_elastic.adaptor.script.arguments import parse; parse()", "--help"]

@@ -37,7 +37,8 @@ class Drawn:
         self.own = np.random.RandomState(7)
 
     def __getitem__(self, number: int) -> dict[str, object]:
-        return {"drawn": (number, random.getrandbits(32), float(np.random.standard_normal()), float(self.own.random_sample()))}
+        own = float(self.own.random_sample())
+        return {"drawn": (number, random.getrandbits(32), float(np.random.standard_normal()), own)}
 
     def __len__(self) -> int:
         return 100

@@ -8,3 +8,7 @@
     script/        what surrounds Megatron's loop: arguments, log
     without_cuda/  what Megatron needs on a machine without a GPU
 """
+
+from megatron_elastic.adaptor import lacking
+
+lacking.provide()  # before any of them imports Megatron

@@ -8,13 +8,14 @@ variables cannot be taken back to the start of a step.
 from __future__ import annotations
 
 import argparse
+import enum
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -65,19 +66,69 @@ def pretrain(
     Returns when training is over. Raises UsageError for flags or a script that cannot work.
     """
 
-    def make(control: Control) -> CheckoutTrainer:
-        if process_non_loss_data_func or non_loss_data_func or inprocess_call_wrapper:
-            raise UsageError("process_non_loss_data_func, non_loss_data_func and in-process restart are not supported "
-                             "with --elastic: call pretrain() without them")
-        return CheckoutTrainer(
-            _initialize(extra_args_provider, args_defaults), control,
-            model_provider=partial(_build_model, model_provider, model_type),
-            datasets_provider=partial(_build_datasets, train_valid_test_dataset_provider),
-            forward_step=forward_step_func,
-        )
+    targets.PRETRAIN.find()
+    _refuse(process_non_loss_data_func, non_loss_data_func, inprocess_call_wrapper)
+    entry.run(lambda control: CheckoutTrainer(
+        _initialize(extra_args_provider, args_defaults), control,
+        model_provider=partial(_build_model, model_provider, model_type),
+        datasets_provider=partial(_build_datasets, train_valid_test_dataset_provider),
+        forward_step=forward_step_func,
+    ), checkout=True)  # fmt: skip
+
+
+def pretrain_configured(
+    cfg_container: Any,
+    train_valid_test_dataset_provider: Callable[[tuple[int, int, int]], tuple[Any, Any, Any]],
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    model_provider: Callable[..., torch.nn.Module] | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    skip_model_parallel_init: bool = False,
+) -> None:
+    """The same for the scripts of 0.19, which have parsed the flags, and made configurations of them.
+
+    Of these only the kind of the model counts, for which the flags say the rest; groups are ours.
+    """
+    from megatron.training.global_vars import get_args
 
     targets.PRETRAIN.find()
-    entry.run(make)
+    _refuse(process_non_loss_data_func, non_loss_data_func, inprocess_call_wrapper)
+    entry.run(lambda control: CheckoutTrainer(
+        get_args(), control,
+        model_provider=partial(_build_model, model_provider or partial(_by_builder, cfg_container.model), model_type),
+        datasets_provider=partial(_build_datasets, train_valid_test_dataset_provider),
+        forward_step=forward_step_func,
+    ), checkout=True)  # fmt: skip
+
+
+def parse_and_validate_args(
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False, args_defaults: Mapping[str, Any] | None = None,
+) -> argparse.Namespace:  # fmt: skip
+    """What scripts of 0.19 call before ``pretrain``. What is wrong with the flags, the coordinator is told."""
+    try:
+        return _initialize(extra_args_provider, args_defaults)
+    except Exception as error:
+        entry.run(partial(_fail, error), checkout=True)
+        raise
+
+
+def _fail(error: Exception, _: Control) -> NoReturn:
+    raise error
+
+
+def _refuse(*given: object) -> None:
+    if any(given):
+        entry.run(partial(_fail, UsageError(
+            "process_non_loss_data_func, non_loss_data_func and in-process restart are not supported with --elastic: "
+            "call pretrain() without them")), checkout=True)  # fmt: skip
 
 
 def _initialize(
@@ -136,6 +187,21 @@ def _build_model(
     return model
 
 
+def _by_builder(given: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+    """The model of a script that has a configuration of it (0.19), made of the arguments as they are now."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.global_vars import get_args
+    from megatron.training.models.gpt import GPTModelConfig
+
+    if not isinstance(given, GPTModelConfig):
+        raise UsageError(f"the script configures a {type(given).__name__}; --elastic trains a GPTModel only")
+    targets.BUILT.find()
+    builder = given.get_builder_cls()(targets.CONFIGURATION.find()(get_args(), model_config_cls=type(given)))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model: torch.nn.Module = builder.build_model(groups, pre_process, post_process, vp_stage)
+    return model
+
+
 @contextmanager
 def _meanwhile(args: argparse.Namespace, values: Mapping[str, Any]) -> Iterator[None]:
     """Let some arguments have other values."""
@@ -153,6 +219,18 @@ def _build_datasets(
     # Steps that begin before --train-samples are used up while the batch grows may end after them.
     training, *others = targets.SAMPLES.find()()
     return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
+
+
+_ENUMERATIONS = frozenset({
+    "AttnBackend", "CudaGraphScope", "ModelType", "RerunDiagnostic", "RerunMode", "RerunState", "Signals",
+})  # fmt: skip
+"""Those that the oldest release reads in a checkpoint. Later ones have more, for CUDA graphs, which are refused."""
+
+
+def _known_to_all(value: Any) -> bool:
+    """Whether any release can read a flag's value in a checkpoint."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(type(one).__name__ in _ENUMERATIONS for one in values if isinstance(one, enum.Enum))
 
 
 class CheckoutTrainer(Trainer):
@@ -197,7 +275,8 @@ class CheckoutTrainer(Trainer):
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """With Megatron's flags, which say what can be loaded: random numbers are no state."""
-        args = argparse.Namespace(**{k: v for k, v in vars(self.args).items() if not k.startswith("elastic")})
+        args = argparse.Namespace(**{name: value for name, value in vars(self.args).items()
+                                     if not name.startswith("elastic") and _known_to_all(value)})  # fmt: skip
         args.no_save_rng, args.consumed_train_samples = True, self.ramp.before(step + 1)
         rounds = step // args.eval_interval
         args.consumed_valid_samples, args.skipped_train_samples = rounds * args.eval_iters * args.global_batch_size, 0

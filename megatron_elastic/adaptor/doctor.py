@@ -1,7 +1,7 @@
 """Doctor: ``megatron-elastic doctor`` compares what the adaptors need of Megatron with the sources of a checkout.
 
 And what they need of Transformer Engine with its Python. Sources are read, never run, so a checkout for another Python,
-or without what it depends on, can be looked at too.
+or without what it depends on, can be looked at too. A job asks as well, where the release is one that nobody has tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_elastic import usage
-from megatron_elastic.adaptor.targets import SUPPORTED, TARGETS, Target
+from megatron_elastic.adaptor import releases
+from megatron_elastic.adaptor.releases import SUPPORTED
+from megatron_elastic.adaptor.targets import TARGETS, Target
 from megatron_elastic.config import UsageError
 from megatron_elastic.patching import Checkout
 
@@ -34,16 +36,35 @@ The exit code is 0 if everything fits.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a checkout has in a target's place; ``problem`` is empty if the target fits."""
+    """What a checkout has in the place of a target, as its release has it; ``problem`` is empty if it fits."""
 
     target: Target
     problem: str
 
 
 def examine(root: Path) -> list[Finding]:
-    """Look every target of Megatron's up in the Megatron-LM source tree at ``root``."""
-    sources = _Sources(root)
-    return [Finding(target, sources.problem(target)) for target in TARGETS if target.when != "engine"]
+    """Look every target of Megatron's up in the Megatron-LM source tree at ``root``, but those that its release does
+    not have."""
+    sources, release = _Sources(root), releases.release_of(Checkout.at(root).tag)
+    here = [target.in_release(release, sources.problem) for target in TARGETS if target.when != "engine"]
+    return [Finding(target, sources.problem(target)) for target in here if target is not None]
+
+
+def admit(checkout: bool, cpu: bool) -> str:
+    """What is to be said of the Megatron that is installed before a job trains with it: nothing of a known release.
+
+    One that is not known is tried if everything fits that will be needed: ``checkout``, by its scripts; ``cpu``,
+    without a GPU. Raises UsageError with what does not.
+    """
+    here = releases.installed()
+    if here is None or releases.known(releases.running()):
+        return ""
+    whens = {"always", *(["checkout"] if checkout else []), *(["cpu"] if cpu else [])}
+    misfits = [finding for finding in examine(here.root) if finding.problem and finding.target.when in whens]
+    what = f"Megatron {here.tag.removeprefix('core_v')} at {here.root} is none of {SUPPORTED}"
+    if misfits:
+        raise UsageError(f"{what}, and does not fit; use one of these:\n" + "\n".join(map(_line, misfits)))
+    return f"{what}: it is tried, since everything that is changed and called there fits (megatron-elastic doctor)"
 
 
 def examine_engine(root: Path) -> list[Finding]:

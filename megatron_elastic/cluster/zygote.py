@@ -46,6 +46,7 @@ PRELOAD = (
     "megatron_elastic.comm.transport",  # loads UCX: fine before the fork as long as no context exists
     "megatron_elastic.device.npu",
     "megatron_elastic.device.stand_in",
+    "megatron_elastic.adaptor.lacking",  # puts in what Megatron imports and is not here
     "megatron.core",
     "megatron.core.models.gpt",
     "megatron.core.distributed",

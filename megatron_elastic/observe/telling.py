@@ -71,7 +71,7 @@ _LEVELS = {
     "warning": (
         "refused_message", "suspected", "hang", "standstill", "slow", "evicted", "tangle", "waits", "fault", "fenced",
         "damaged", "fallback", "restarted", "left_out", "device_out", "refused", "save_failed", "save_late", "skipped",
-        "unrecorded", "not_evaluated", "unlike",
+        "unrecorded", "not_evaluated", "unlike", "untried",
     ),
     "error": ("error", "diverged", "failed"),
 }  # fmt: skip
@@ -148,6 +148,7 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "spawned": lambda e: f"{ranks(e['ranks'])} started to join",
     "asked": _asked,
     "saved": lambda e: f"a checkpoint of step {e['step']} in {e['directory']}",
+    "untried": lambda e: _shown(e["what"]),
     "not_evaluated": lambda e: f"there are no {e['data']} data, and no evaluation on them",
     "slow": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']}: {e['times']:.1f} times as slow as the others",
     "well": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']} as fast as the others again",

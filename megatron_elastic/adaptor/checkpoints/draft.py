@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch.distributed.checkpoint.planner import SavePlan
@@ -53,7 +54,8 @@ class Draft:
         """Write this rank's files. Raises OSError, or the RuntimeError that torch makes of one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._first:
-            get_default_save_common_strategy().save_common(self._common, self._folder)
+            # A file of its own, as any release reads it; Megatron writes it into the others from 0.19 on.
+            torch.save(self._common, self._folder / COMMON_STATE_FNAME)
         files = write_files(self._buckets, [self._writer.transforms])
         return [result for file in files.values() for result in file]
 

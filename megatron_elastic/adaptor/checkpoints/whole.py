@@ -14,7 +14,9 @@ from pathlib import Path
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints.folder import COMPLETE, older
+from megatron_elastic.adaptor.releases import running
 from megatron_elastic.cluster.control import Interrupted, JobStopped
 from megatron_elastic.config import UsageError
 
@@ -64,12 +66,28 @@ def reading(folder: Path, flag: str) -> Iterator[None]:
         ) from error
 
 
+def _says_inside(folder: Path) -> bool:
+    """Whether what a checkpoint says besides tensors is among them; what cannot be read does not."""
+    try:
+        names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception:
+        return False
+    return any(name.startswith("common_state") for name in names)
+
+
 def _check_format(folder: Path, flag: str) -> None:
     if not folder.is_dir():
         raise UsageError(f"{flag}: there is no {folder}; {older(folder)}")
     names = {path.name for path in folder.iterdir()}
     if COMPLETE in names and {_COMMON, _INDEX} <= names:
         return
+    if COMPLETE in names and _INDEX in names and _says_inside(folder):
+        if targets.COMMON_INSIDE.there:
+            return
+        raise UsageError(
+            f"{flag}: {folder} was saved by Megatron 0.19 or later without --elastic, and Megatron {running()} cannot "
+            "read it: go on with 0.19 there; what it saves with --elastic, both can read"
+        )
     for name, found in (("torch", any(name.startswith("mp_rank_") for name in names)),
                         ("torch_dcp", _INDEX in names and not names & {COMPLETE, _COMMON})):  # fmt: skip
         if found:

@@ -90,7 +90,8 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
             grad_input = part
         elif ctx.allreduce_dgrad:
             dist.all_reduce(grad_input, group=ctx.tp_group)
-        return grad_input, None, grad.sum(dim=0) if ctx.use_bias else None, *[None] * 6
+        others = len(ctx.needs_input_grad) - 3  # releases differ in what else a layer takes
+        return grad_input, None, grad.sum(dim=0) if ctx.use_bias else None, *[None] * others
 
     return backward
 

@@ -31,7 +31,7 @@ def install() -> None:
     targets.FINAL_NORM.replace(_has_final_norm)
     targets.MTP_ROLL.replace(_roll)
     targets.LABEL_ROLL.replace(_roll)
-    targets.MTP_LOSS.replace(_note)
+    targets.MTP_LOSS.replace(_note_with_hits if targets.MTP_LOSS.takes("correct") else _note)
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
@@ -78,6 +78,14 @@ def _note(
     """In place of ``save_loss_to_tracker``: a rank's part of the mean over a micro-batch."""
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         measures.note(_name(layer_number), layer_number, loss)
+
+
+def _note_with_hits(
+    loss: torch.Tensor, correct: object, total: object, layer_number: int, num_layers: int,
+    reduce_group: object = None, avg_group: object = None,
+) -> None:  # fmt: skip
+    """In place of ``save_metrics_to_tracker`` (0.19), which is also told how many predictions were right."""
+    _note(loss, layer_number, num_layers)
 
 
 def _name(layer: int) -> str:

@@ -33,7 +33,7 @@ def install(by_token: bool) -> None:
 
     ``by_token``: whether gradients are those of losses that are summed over tokens. Idempotent.
     """
-    targets.ROUTER_LOSS.replace(_note)
+    targets.ROUTER_LOSS.replace(_record if targets.ROUTER_LOSS.takes("needs_dp_avg") else _note)
     targets.AUXILIARY.replace(_OfAllTokens if by_token else MoEAuxLossAutoScaler)
     targets.SINKHORN.wrap(_over_all_tokens)
     targets.ROUTING.wrap(_counting)
@@ -154,3 +154,11 @@ def _note(
     tensor-parallel rank tells.
     """
     measures.note(name, layer_number, loss if reduce_group is not None else loss / _sharers())
+
+
+def _record(
+    tracker: object, name: str, value: torch.Tensor, layer_number: int, num_layers: int, reduce_group: object = None,
+    avg_group: object = None, needs_dp_avg: bool = True,
+) -> None:  # fmt: skip
+    """In place of ``MoEMetricsTracker.record`` (0.18), which is told the same."""
+    _note(name, value, layer_number, num_layers, reduce_group)

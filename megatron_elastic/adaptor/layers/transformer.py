@@ -27,6 +27,7 @@ def hold(chunks: Sequence[Sequence[str]]) -> None:
     for target in (targets.LAYER_OFFSET, targets.BLOCK_OFFSET, targets.SPECS_OFFSET, targets.MTP_OFFSET):
         target.replace(lambda config, vp_stage=None, pp_rank=None: layers[vp_stage or 0].start)
     targets.MTP_LAYERS.replace(lambda config, vp_stage=None, pp_rank=None: further[vp_stage or 0])
+    targets.MTP_HERE.replace(lambda *_, vp_stage=None, **__: further[vp_stage or 0] > 0)
 
 
 @contextmanager
@@ -53,8 +54,13 @@ def reused(units: Mapping[str, torch.nn.Module]) -> Iterator[None]:
             target.wrap(lambda build: build)
 
 
-def layer_index(config: Any, layer_number: int, vp_stage: int | None, **_: Any) -> int:
-    """Number in the whole model of a layer under construction, which Megatron numbers from its stage's first one."""
+def layer_index(config: Any, layer_number: int, vp_stage: int | None, is_mtp_layer: bool = False, **_: Any) -> int:
+    """Number in the whole model of a layer under construction, which Megatron numbers from its stage's first one.
+
+    And those that predict further tokens by themselves (0.17 and later); here they are numbered on.
+    """
+    if is_mtp_layer:
+        return int(config.num_layers) + layer_number - 1
     # As it is now: the layout says where a stage begins.
     return layer_number - 1 + int(transformer_layer.get_transformer_layer_offset(config, vp_stage))
 

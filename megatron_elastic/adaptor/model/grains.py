@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.layers import context, documents, linear, measures
 from megatron_elastic.adaptor.layers.random import GrainKey
 from megatron_elastic.layout import Part
@@ -116,7 +117,7 @@ class GrainModel:
         self._key.part = part
         if grad is not None and self._ends(op) and self._config.grad_scale_func is not None:
             output = self._config.grad_scale_func(output)  # as Megatron does where the loss is that of a whole grain
-        step = partial(schedules.backward_step, received, output, grad, ModelType.encoder_or_decoder, self._config)
+        step = partial(schedules.backward_step, received, output, grad, *_model_type(), self._config)
         result: torch.Tensor | None
         # Where layers are computed again, they measure again.
         with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
@@ -136,6 +137,11 @@ class GrainModel:
         with _found_in(op.grain):
             for gradient in self._work.due.pop((op.grain, op.chunk)):
                 gradient.add()
+
+
+def _model_type() -> tuple[ModelType, ...]:
+    """What ``backward_step`` is told of the model, if it wants to know."""
+    return (ModelType.encoder_or_decoder,) if targets.BACKWARD.takes("model_type") else ()
 
 
 @contextmanager

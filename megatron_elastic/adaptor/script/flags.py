@@ -36,6 +36,26 @@ _OF_A_REFUSED_ONE = frozenset({
     "profiling", "rl", "straggler",
 })  # fmt: skip
 """Groups of Megatron's parser, by their titles."""
+_MORE_ABOUT = {
+    "--dsa-*": "--experimental-attention-variant", "--no-dsa-*": "--experimental-attention-variant",
+    "--mamba-training-*": "--hybrid-layer-pattern", "--mup-*": "--use-mup",
+    "--muon-*": "--optimizer", "--lion-*": "--optimizer",
+    "--high-priority-a2a-comm-stream": "--overlap-moe-expert-parallel-comm",
+    "--moe-router-quantile-balancing-ema": "--moe-router-load-balancing-type",
+    "--moe-shared-expert-glu-interleave-size": "--use-grouped-gemm-for-shared-expert",
+    "--moe-*hybridep*": "--moe-token-dispatcher-type", "--moe-ncclep-*": "--moe-token-dispatcher-type",
+    "--moe-flex-*": "--moe-token-dispatcher-type", "--moe-paged-stash-*": "--moe-paged-stash",
+    "--moe-routing-trace-*": "--moe-routing-trace-path", "--logits-save-*": "--logits-save-dir",
+    "--logits-load-*": "--logits-load-dir", "--fault-injector-*": "--fault-injector-ranks",
+    "--megatron-fsdp-*": "--use-megatron-fsdp", "--fsdp-db-*": "--use-megatron-fsdp",
+    "--delay-offload-until-cuda-graph": "--fine-grained-activation-offloading",
+    "--delta-offload-*": "--fine-grained-activation-offloading",
+    "--activation-offload-fraction": "--fine-grained-activation-offloading",
+    "--fine-grained-offloading-*": "--fine-grained-activation-offloading",
+}  # fmt: skip
+"""What says more about a flag that is refused, by name; Megatron has these among those of other kinds."""
+_FOR_INFERENCE = "--inference-*", "--nccl-all-reduce-for-prefill"
+"""Flags that Megatron has outside of that group, too."""
 _OFF = (None, False, 0)
 _EXAMPLES = """\
 examples:
@@ -70,9 +90,11 @@ def sort(parser: argparse.ArgumentParser) -> Iterator[Flag]:
                 yield Flag(found[0].flag, _refused(found[0], action), found[0].why)
             elif reasons:
                 yield Flag(names[0], "no effect", reasons[0])
+            elif more := [of for pattern, of in _MORE_ABOUT.items() if fnmatch(names[0], pattern)]:
+                yield Flag(names[0], "of a refused one", more[0])
             elif group.title in _OF_A_REFUSED_ONE:
                 yield Flag(names[0], "of a refused one", str(group.title))
-            elif group.title in _OTHER_PROGRAMS:
+            elif group.title in _OTHER_PROGRAMS or any(fnmatch(names[0], pattern) for pattern in _FOR_INFERENCE):
                 yield Flag(names[0], "of other programs", str(group.title))
             else:
                 yield Flag(names[0], "passed on", "")

@@ -23,8 +23,8 @@ from megatron_elastic.plan.split import mtp_layers
 def install() -> None:
     """Let Megatron's log and timers be one rank's. Call it before Megatron's global variables are set."""
     targets.TIMERS.replace(_set_timers)
-    targets.LOG_RATE.replace(lambda stat: stat)
-    targets.LOG_ROUTERS.replace(lambda track_names=None, pg_collection=None: None)
+    targets.LOG_RATE.replace(lambda stat, group=None: stat)
+    targets.LOG_ROUTERS.replace(lambda *_, **__: None)
 
 
 def _set_timers(args: argparse.Namespace) -> None:
@@ -144,15 +144,25 @@ def _tell_measures(measures: Mapping[str, float], layers: int) -> None:
 
     further = [value for name, value in measures.items() if name.startswith("mtp_")]
     if further:
-        targets.MTP_LOSSES.find()["values"] = torch.tensor(further) * get_num_microbatches()
-    routers = targets.ROUTER_LOSSES.find()()
+        name = "loss_values" if targets.MTP_LOSS.takes("correct") else "values"
+        targets.MTP_LOSSES.find()[name] = torch.tensor(further) * get_num_microbatches()
     for name, value in measures.items():
         if name.startswith("mtp_") or name == NUM_ZEROS:
             continue
         kind, _, layer = name.partition("/")
-        if kind not in routers:
-            routers[kind] = {"values": torch.zeros(layers), "reduce_group": None, "avg_group": None}
-        routers[kind]["values"][int(layer or 1) - 1] = value * get_num_microbatches()
+        _of_routers(kind, layers)[int(layer or 1) - 1] = value * get_num_microbatches()
+
+
+def _of_routers(kind: str, layers: int) -> torch.Tensor:
+    """Where Megatron's log looks for losses of this kind, by layer: in a dictionary, or in a tracker (0.18)."""
+    routers = targets.ROUTER_LOSSES.find()()
+    if targets.LOG_ROUTERS.takes("metric_names"):
+        routers.ensure_initialized(kind, layers, "cpu")
+        entry: Any = vars(routers.metrics[kind])
+    else:
+        entry = routers.setdefault(kind, {"values": torch.zeros(layers), "reduce_group": None, "avg_group": None})
+    values: torch.Tensor = entry["values"]
+    return values
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class ProgressLog:
         self._args = args
         self._path = Path(args.save) / "progress.txt" if args.log_progress and args.save else None
         self._before = operations(args, samples)
-        targets.PROGRESS.replace(self._append)
+        told = targets.PROGRESS.takes("save_dir")
+        targets.PROGRESS.replace((lambda save_dir, *args: self._append(*args)) if told else self._append)
 
     def starting(self) -> None:
         """The job starts."""

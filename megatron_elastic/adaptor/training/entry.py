@@ -6,13 +6,16 @@ import argparse
 import traceback
 from collections.abc import Callable
 
+from megatron_elastic.adaptor import doctor
 from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.model.stage import ModelProvider
 from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.control import Control, JobStopped
+from megatron_elastic.comm import torch_release
 from megatron_elastic.config import USAGE, UsageError
+from megatron_elastic.device import stand_in
 from megatron_elastic.numerics.exact import Diverged
 
 
@@ -30,12 +33,18 @@ def pretrain(
     run(lambda control: Trainer(args, control, model_provider, datasets_provider, forward_step))
 
 
-def run(make: Callable[[Control], Trainer]) -> None:
-    """Let the trainer that ``make`` builds train as this rank, and tell the coordinator if the program fails."""
+def run(make: Callable[[Control], Trainer], checkout: bool = False) -> None:
+    """Let the trainer that ``make`` builds train as this rank, and tell the coordinator if the program fails.
+
+    ``checkout``: whether a script of Megatron-LM's asks for it.
+    """
     control = Control.connect()
     trainer: Trainer | None = None
     try:
+        warnings = [torch_release.admit(), doctor.admit(checkout, stand_in.needed())]
         trainer = make(control)
+        for warning in filter(None, warnings if trainer.rank == 0 else ()):
+            trainer.event("untried", what=warning)
         life.live(trainer)
     except JobStopped:
         raise

@@ -1,7 +1,8 @@
 """``megatron.core.datasets.helpers_cpp``: the C++ part of the data sets, where a checkout does not have it yet.
 
 Megatron compiles it at start with whatever ``python3-config`` comes first in PATH, which need not be of the Python that
-runs. Here an installed megatron-core of the same version lends its compiled one; only without that it is compiled.
+runs. Here an installed megatron-core that has it of the same source, as all from 0.16 to 0.19 have, lends its compiled
+one; only without that it is compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from megatron_elastic.config import UsageError
 
 _NAME = "megatron.core.datasets.helpers_cpp"
+_SOURCE = "helpers.cpp"
 
 
 def provide() -> None:
@@ -41,7 +43,7 @@ def _importable() -> bool:
 
 
 def borrow() -> bool:
-    """Where it cannot be imported, take it from another megatron-core of the same version on the module search path.
+    """Where it cannot be imported, take it from another megatron-core on the module search path, of the same source.
 
     Says whether it can be imported now. It is this process's alone, and that of those it forks.
     """
@@ -49,13 +51,13 @@ def borrow() -> bool:
         return True
     import megatron.core
 
-    own = Path(megatron.core.__path__[0])
+    own = Path(megatron.core.__path__[0]) / "datasets"
     for entry in map(Path, sys.path):
-        other = entry / "megatron" / "core"
-        library = other / "datasets" / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+        other = entry / "megatron" / "core" / "datasets"
+        library = other / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
         if other == own or not library.is_file():
             continue
-        if (other / "package_info.py").read_bytes() != (own / "package_info.py").read_bytes():
+        if (other / _SOURCE).read_bytes() != (own / _SOURCE).read_bytes():
             continue
         spec = importlib.util.spec_from_file_location(_NAME, library)
         assert spec is not None and spec.loader is not None
@@ -69,7 +71,7 @@ def borrow() -> bool:
 def _compile(folder: Path) -> None:
     if importlib.util.find_spec("pybind11") is None:
         raise UsageError(f"{folder} has no compiled helpers_cpp, and compiling it needs pybind11: pip install "
-                         "pybind11, or the megatron-core of the same version, which has it compiled")
+                         "pybind11, or a megatron-core from 0.16.1 to 0.19, which has it compiled")
     pybind11: Any = importlib.import_module("pybind11")
     includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
     command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}", f"CPPFLAGS={includes}"]

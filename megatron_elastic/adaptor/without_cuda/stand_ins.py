@@ -88,7 +88,7 @@ def _has(module: str) -> bool:
         return False
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 

@@ -219,6 +219,8 @@ def _said(turn: Turn, message: FromRank, ranks: list[int]) -> None:
                 damage.saved(turn, message)
             elif message.kind in ("save_failed", "save_late"):
                 damage.not_saved(turn, message)
+            elif message.kind == "untried":
+                turn.say(f"WARNING: {message.fields['what']}", message.kind)
         case Failed():
             error.failed(turn, message)
         case Finished():
