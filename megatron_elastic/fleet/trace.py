@@ -15,19 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.models import SMALL, model_of
-from megatron_elastic.fleet.placement import NODE
 
 Row = Mapping[str, str]
 _TIGHTNESS = (0.5, 1.5)
 """A deadline is drawn so many durations after the submission, evenly, where the trace has none: ElasticFlow's way."""
-_BUSY_SHARE = 0.95
 _PAI_TASKS = (
     "job_name", "task_name", "inst_num", "status", "start_time", "end_time",
     "plan_cpu", "plan_mem", "plan_gpu", "gpu_type",
@@ -74,23 +71,6 @@ class Trace:
                 Job(index, entry.name, entry.submitted - begin, entry.duration, entry.devices, deadline - begin, model)
             )
         return jobs
-
-    def cluster_size(self) -> int:
-        """Devices, in whole nodes, that serve all jobs at once for 95 % of the time, and at least the largest job."""
-        changes: Counter[float] = Counter()  # of devices in use, at each moment
-        for entry in self.entries:
-            changes[entry.submitted] += entry.devices
-            changes[entry.submitted + entry.duration] -= entry.devices
-        spent: dict[int, float] = {}
-        used = 0
-        for moment, following in pairwise(sorted(changes)):
-            used += changes[moment]
-            spent[used] = spent.get(used, 0.0) + following - moment
-        needs = sorted(spent)
-        shares = accumulate(spent[need] for need in needs)
-        enough = _BUSY_SHARE * sum(spent.values())
-        need = next((need for need, share in zip(needs, shares, strict=True) if share >= enough), 0)
-        return NODE * ceil(max(need, *(entry.devices for entry in self.entries)) / NODE)
 
 
 class _LeftOut(Exception):
