@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_elastic import cli
 from megatron_elastic.layout import Layout, gpt_units, joined, way
 from megatron_elastic.pipeline import simulate
 from megatron_elastic.pipeline.schedule import usual
@@ -131,6 +132,13 @@ def test_a_column_that_is_missing_is_named_with_those_that_are_there(lost: str) 
         read(f"{HEADER.replace(lost, 'comment')}\n{ROW}\n")
     assert repr(lost.replace(" (ms)", "").replace("# ", "")) in str(error.value)
     assert "'comment'" in str(error.value) and "'global batch'" in str(error.value)
+
+
+def test_all_columns_that_are_missing_are_named_and_those_that_say_nothing() -> None:
+    with pytest.raises(TableError, match=r"no column 'hidden size'; the columns are .*; also missing: 'attention he"):
+        read(f"{HEADER.replace('hidden size', 'x').replace('attention heads', 'y')}\n{ROW}\n")
+    assert read(f"{HEADER},loss, note\n{ROW},1.5,a\n").unknown == ("loss", "note")
+    assert read(f"{HEADER}\n{ROW}\n").unknown == ()
 
 
 def test_one_parallel_size_follows_from_the_others_and_the_devices() -> None:
@@ -309,6 +317,33 @@ def test_shapes(capsys: pytest.CaptureFixture[str]) -> None:
         assert case["fits"] == (case["memory_bytes"] <= 80e9)
     code, out, _ = run(capsys, *SHAPE, "--dp", "4,5", "--device", "h100", "--micro-batch-size", 8)
     assert code == 0 and "does not fit" in out and "cannot be: TP1 PP1 DP5" in out and "989 TFLOP/s" in out
+
+
+def test_layouts_of_so_many_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All, whatever their degrees; only the best of each number; and a picture of them."""
+    plot = tmp_path / "speeds.svg"
+    code, out, _ = run(capsys, *SHAPE, "--devices", "8,16", "--json", "--svg", plot)
+    assert code == 0
+    every = json.loads(out)["cases"]
+    assert {case["devices"] for case in every} == {8, 16}
+    assert {(case["tp"], case["pp"]) for case in every} >= {(1, 1), (8, 1), (2, 4), (1, 8)}
+    assert all(case["tp"] <= 8 for case in every), "inside a node"
+    assert plot.read_text().count("<circle") == len(every)
+    code, out, _ = run(capsys, *SHAPE, "--devices", "8,16", "--best", "--json")
+    best = json.loads(out)["cases"]
+    assert [case["devices"] for case in best] == [8, 16]
+    for case in best:
+        fitting = [other for other in every if other["fits"] and other["devices"] == case["devices"]]
+        assert case["tokens_per_s"] == max(other["tokens_per_s"] for other in fitting)
+    code, out, _ = run(capsys, *SHAPE, "--devices", 16, "--tp", 2, "--dp", "4,8", "--json")
+    assert [(case["pp"], case["dp"]) for case in json.loads(out)["cases"]] in ([(1, 8), (2, 4)], [(2, 4), (1, 8)])
+    for arguments, why in (
+        (["--devices", 6, "--tp", 4], "never makes so many devices"),
+        (["--devices", 1, "--best", "--micro-batch-size", 64], "no layout fits the device's memory: TP1 PP1 DP1"),
+        (["--devices", 8, "--scale-table", 8], "leave one out"),
+    ):
+        code, out, err = run(capsys, *SHAPE, *arguments)
+        assert (code, out) == (2, "") and why in err
 
 
 def test_shapes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,6 +577,18 @@ def test_a_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(entry.confidence is None for entry in table.entries.values())
     entry = table.entries[16]
     assert entry.tokens_per_s == pytest.approx(32_768 / entry.step_ms * 1e3, rel=1e-3)
+    # What plan says of it: of a number that is there, of one that is not worth having, of others.
+    assert cli.main(["plan", "--devices", "16", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["asked"], told["devices"], told["why"]) == (16, 16, None) and told["pp"] == entry.pp
+    assert cli.main(["plan", str(tmp_path / "scale_table.json"), "--devices=5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["devices"], told["why"]) == (4, "there is no such layout")
+    assert cli.main(["plan", "--devices", "99", str(tmp_path)]) == 0
+    assert "99 devices (the table says nothing of so many, it goes from 2 to 24" in capsys.readouterr().out
+    for devices, where, why in ((1, tmp_path, "the least is 2"), (8, tmp_path / "layouts", "is not there")):
+        assert cli.main(["plan", "--devices", str(devices), str(where)]) == 2
+        assert why in capsys.readouterr().err
     # The job itself has written what its model is like.
     (tmp_path / "scale_table.json").write_text(replace(table, present=replace(PRESENT, tp=1, pp=1, dp=1)).to_json())
     code, _, err = run(capsys, *arguments)
