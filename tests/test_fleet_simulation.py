@@ -56,6 +56,7 @@ def test_fifo_worked_by_hand() -> None:
     assert figures["makespan_s"] == 18
     assert figures["utilisation"] == round((4 * 10 + 8 * 5 + 4 * 3) / (8 * 18), 4)
     assert figures["deadlines_met"] == round(2 / 3, 4)  # B is late by a second
+    assert figures["goodput"] == 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)

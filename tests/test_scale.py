@@ -104,7 +104,7 @@ def test_cells_as_asked(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(("stages", "numbers", "left"), [(2, (5, 8, 6), 2), (4, (3, 8, 6), 3)])
 def test_ranks_as_asked_under_kills(jobs: Jobs, stages: int, numbers: tuple[int, ...], left: int) -> None:
-    """While each number is made ready a rank is lost, and another comes for it. Three ranks make three stages of four."""
+    """While each number is made ready a rank is lost, and another comes. Three ranks make three stages of four."""
     flags = ("--elastic-slices", "8", "--train-iters", "48", "--pipeline-model-parallel-size", str(stages))
     job = start(jobs, *flags, "--elastic-respawn")
     job.read_until(" 1/48")

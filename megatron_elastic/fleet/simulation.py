@@ -172,6 +172,7 @@ class Simulation:
         self.placement.resize(job.index, 0)
         self._ended += 1
         outcome.jobs += 1
+        outcome.work += job.duration * job.devices
         outcome.jct += self.now - job.submitted
         outcome.makespan = self.now
         met = self.now <= job.deadline + _EPS
