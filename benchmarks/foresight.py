@@ -91,8 +91,7 @@ def _run(root: Path, grid: Grid, options: argparse.Namespace) -> Path:
         if not (path := _profile(root)).exists():
             path.write_text(emulated.asked_for(options)[0].text)
         here = argparse.Namespace(**{**vars(options), "layout": grid})
-        flags = [*emulated.flags_of_job(here, options.steps), "--elastic-emulate", str(path), "--elastic-profile",
-                 str(path)]  # fmt: skip
+        flags = [*emulated.flags_of_job(here, options.steps), "--elastic-emulate", str(path)]
         run_job(run_dir, grid.ranks, flags, emulated.SCRIPT)
     else:
         values = {

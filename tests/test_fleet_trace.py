@@ -57,6 +57,16 @@ def test_elasticflow(tmp_path: Path, text: str, encoding: str) -> None:
     assert (trace.name, trace.entries, dict(trace.left_out)) == ("cluster", ENTRIES, {})
 
 
+@pytest.mark.parametrize("comma", [";", "\t", "|"])
+def test_other_commas_other_letters_and_packed_whatever_its_name(tmp_path: Path, comma: str) -> None:
+    text = FLOW.replace(",", comma).replace("num_gpu", f"num_gpu{comma}user", 1)
+    (trace,) = read(write(tmp_path, text, encoding="utf-16"))
+    assert (trace.entries, trace.unknown) == (ENTRIES, ("user",))
+    packed = tmp_path / "trace"
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert read(packed)[0].entries == ENTRIES
+
+
 def test_deadlines_of_a_trace_are_kept(tmp_path: Path) -> None:
     text = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration\n" + (
         "x,16566,40285,bert,21347,64,4,3890\ny,16666,1,bert,,64,4,100\n"

@@ -209,6 +209,8 @@ def simulate(options: argparse.Namespace) -> int:
         total, outcomes = _cluster(options, trace, faults, panels)
         sums = {name: sums[name] + outcome for name, outcome in outcomes.items()}
         left_out = ", ".join(f"{count} {reason}" for reason, count in trace.left_out.items())
+        if trace.unknown:
+            console.print(f"{trace.name}: columns that say nothing here: {', '.join(map(repr, trace.unknown))}")
         _print(console, f"{trace.name}: {total} devices" + (f" (left out: {left_out})" if left_out else ""), outcomes)
         clusters[trace.name] = {
             "devices": total,

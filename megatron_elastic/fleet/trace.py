@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.models import SMALL, model_of
+from megatron_elastic.plan import tabular
 
 Row = Mapping[str, str]
 _TIGHTNESS = (0.5, 1.5)
@@ -48,11 +49,12 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """One cluster's jobs by submission, and how many lines were left out, by reason."""
+    """One cluster's jobs by submission, how many lines were left out, by reason, and columns that say nothing here."""
 
     name: str
     entries: list[Entry]
     left_out: Counter[str] = field(default_factory=Counter)
+    unknown: tuple[str, ...] = ()
 
     def jobs(self, elastic_from: int, seed: int) -> list[Job]:
         """As the simulation takes them: times from the first submission on; large ones elastic.
@@ -79,11 +81,12 @@ class _LeftOut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """``read`` makes entries of rows; every row has ``columns``, in lower case."""
+    """``read`` makes entries of rows; every row has ``columns``, in lower case, and may have ``optional`` ones."""
 
     name: str
     columns: tuple[str, ...]
     read: Callable[[Row], Entry]
+    optional: tuple[str, ...] = ()
 
 
 def read(path: Path) -> list[Trace]:
@@ -96,13 +99,7 @@ def read(path: Path) -> list[Trace]:
         if not traces:
             raise TraceError(f"{path}: there is no .csv or .json in it")
         return traces
-    data = path.read_bytes()
-    if path.suffix.lower() == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise TraceError(f"{path}: it cannot be unpacked ({error})") from None
-    return [_trace(str(path), data)]
+    return [_trace(str(path), path.read_bytes())]
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -120,9 +117,9 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _trace(name: str, data: bytes) -> Trace:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{name}: it is no text in UTF-8 ({error})") from None
+        text = tabular.text(data, packed=name.lower().endswith(".gz"))
+    except ValueError as error:
+        raise TraceError(f"{name}: {error}") from None
     trace = Trace(Path(name.rpartition(":")[2] or name).name.split(".")[0], [])
     rows = _philly(name, text, trace) if text.lstrip()[:1] in ("[", "{") else _csv(name, text, trace)
     trace.entries = sorted(rows, key=lambda entry: (entry.submitted, entry.name))
@@ -133,10 +130,11 @@ def _trace(name: str, data: bytes) -> Trace:
 
 
 def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
-    lines = csv.reader(io.StringIO(text))
+    comma = tabular.delimiter(text)
+    lines = csv.reader(io.StringIO(text), delimiter=comma)
     header = [column.strip().lower() for column in next(lines, [])]
     if len(header) == len(_PAI_TASKS) and _is_number(header[2]):
-        lines, header = csv.reader(io.StringIO(text)), list(_PAI_TASKS)
+        lines, header = csv.reader(io.StringIO(text), delimiter=comma), list(_PAI_TASKS)
     found = next((form for form in _FORMATS if set(form.columns) <= set(header)), None)
     if found is None:
         closest = max(_FORMATS, key=lambda form: len(set(form.columns) & set(header)))
@@ -147,6 +145,7 @@ def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
             + "; ".join(f"{form.name}: {', '.join(form.columns)}" for form in _FORMATS if form is not closest)
             + "; Philly: its cluster_job_log (JSON)"
         )
+    trace.unknown = tuple(name for name in header if name and name not in (*found.columns, *found.optional))
     entries = []
     for cells in lines:
         if not cells:
@@ -249,7 +248,7 @@ def _alibaba_2023(row: Row) -> Entry:
 
 
 _FORMATS = (
-    _Format("ElasticFlow", ("job_id", "submission_time", "duration", "num_gpu"), _elasticflow),
+    _Format("ElasticFlow", ("job_id", "submission_time", "duration", "num_gpu"), _elasticflow, ("deadline",)),
     _Format("Helios", ("job_id", "submit_time", "duration", "gpu_num"), _helios),
     _Format("Alibaba 2020", ("job_name", "inst_num", "plan_gpu", "start_time", "end_time"), _alibaba_2020),
     _Format("Alibaba 2023", ("name", "num_gpu", "creation_time", "scheduled_time", "deletion_time"), _alibaba_2023),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megatron_elastic.plan import tabular
 from megatron_elastic.plan.predict.case import Array, Case
 
 
@@ -104,14 +103,16 @@ class Table:
     @classmethod
     def read(cls, path: Path, recompute: bool, vocab_size: int = 51_200) -> Table:
         """Read a file. What it has no column for is ``recompute`` and ``vocab_size``. Raises TableError, OSError."""
-        return cls.parse(_text(path), path.name, recompute, vocab_size)
+        try:
+            text = tabular.text(path.read_bytes(), packed=path.suffix.lower() == ".gz")
+        except ValueError as error:
+            raise TableError(f"{path.name}: {error}") from None
+        return cls.parse(text, path.name, recompute, vocab_size)
 
     @classmethod
     def parse(cls, text: str, name: str, recompute: bool, vocab_size: int = 51_200) -> Table:
         """Read text: a line of names, then one for each row; commas, semicolons or tabs between. Raises TableError."""
-        first = next((line for line in text.splitlines() if line.strip()), "")
-        comma = max(",;\t|", key=first.count)
-        reader = csv.reader(io.StringIO(text), delimiter=comma, skipinitialspace=True)
+        reader = csv.reader(io.StringIO(text), delimiter=tabular.delimiter(text), skipinitialspace=True)
         header: list[str] | None = None
         columns: dict[str, int] = {}
         unit: float | None = None
@@ -143,20 +144,6 @@ class Table:
     def seconds(self, unit: float) -> Array:
         """Times in seconds, in units of ``unit`` where the table does not say."""
         return self.times * (unit if self.unit is None else self.unit)
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise TableError(f"{path.name}: it cannot be unpacked: {error}") from None
-    coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    try:
-        return data.decode(coding)
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path.name}: not text in UTF-8 or UTF-16: {error}") from None
 
 
 # ---- names ----------------------------------------------------------------------------------
