@@ -48,6 +48,7 @@ from megatron_elastic.plan.predict import (
 )
 from megatron_elastic.plan.predict.likeness import resized
 from megatron_elastic.plan.predict.outlook import outlook
+from megatron_elastic.plan.predict.past import past
 from megatron_elastic.plan.predict.scatter import svg
 from megatron_elastic.plan.predict.sweep import Point
 from megatron_elastic.plan.predict.sweep import svg as speeds
@@ -376,7 +377,8 @@ def _scale_of_run(options: argparse.Namespace) -> ScaleTable:
     metrics = read_metrics(options.run)
     last = metrics[max(metrics)]
     tokens = round(last["tokens_per_s"] * last["step_ms"] / 1e3)
-    return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout))
+    return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout),
+                   past(layout, map(Layout.from_json, map(Path.read_bytes, layouts)), metrics.values()))  # fmt: skip
 
 
 def _sizes_of_run(run: Path, layout: Layout) -> Case | None:

@@ -37,9 +37,10 @@ from megatron_elastic.plan.predict import (
     predict,
     scale_table,
 )
-from megatron_elastic.plan.predict.foresight import Foreseen, stand_in
+from megatron_elastic.plan.predict.foresight import Foresee, Foreseen, stand_in
 from megatron_elastic.plan.predict.likeness import case_of, likened, resized
 from megatron_elastic.plan.predict.outlook import outlook
+from megatron_elastic.plan.predict.past import corrected, past
 from megatron_elastic.prediction import main
 from tests.placements import along
 
@@ -510,6 +511,43 @@ def test_a_device_like_that_of_a_job(slower: float) -> None:
     seen = by_profile(made, layout.units, True, case)(case)
     assert seen is not None and seen.step_ms == pytest.approx(1e3 * float(step.total[0]), rel=0.15)
     assert likened(case, layout, replace(made, units=tuple(UnitCost(0, 0, 1, 1, 1) for _ in units))) is None
+
+
+def test_what_was_measured_corrects_what_is_predicted_of_it_and_its_kin() -> None:
+    """The present layout takes a tenth longer than predicted; others half as long again as that, and a fifth less."""
+    profile, units = costs(PRESENT)
+    foresee = by_profile(profile, units, True, PRESENT)
+
+    def step(foresee: Foresee, pp: int, dp: int) -> float:
+        seen = foresee(replace(PRESENT, pp=pp, dp=dp))
+        assert seen is not None
+        return seen.step_ms
+
+    seen = {(pp, dp): times * step(foresee, pp, dp) for (pp, dp), times in
+            {(4, 2): 1.1, (4, 4): 1.65, (2, 2): 0.88}.items()}  # fmt: skip
+    better = corrected(foresee, seen, PRESENT)
+    for (pp, dp), measured in seen.items():
+        assert step(better, pp, dp) == pytest.approx(measured, rel=0.01)
+    ratios = [step(better, 4, dp) / step(foresee, 4, dp) for dp in (4, 8, 16, 32)]
+    assert ratios == sorted(ratios, reverse=True) and ratios[1] > 1.2, "neighbours share it"
+    assert step(better, 24, 32) == pytest.approx(1.1 * step(foresee, 24, 32), rel=0.01), "far from all"
+    assert corrected(foresee, {}, PRESENT) is foresee
+    layout = grid(4, 2, gpt_units(24, 4, tied=True, positions=False)[1], units)
+    (entry,) = outlook(layout, profile, 32_768, [16]).entries.values()
+    slow = {(4, 2): step(foresee, 4, 2), (entry.pp, entry.dp): 3 * entry.step_ms}
+    (other,) = outlook(layout, profile, 32_768, [16], seen=slow).entries.values()
+    assert (other.pp, other.dp) != (entry.pp, entry.dp), "what was slow is not proposed again"
+
+
+def test_the_past_of_a_job() -> None:
+    """Steps of a layout but its first two, at least three, of stages that are equally wide."""
+    units, stage_units = gpt_units(24, 4, tied=True, positions=False)
+    wide, narrow = (replace(grid(4, dp, stage_units, units), epoch=epoch) for epoch, dp in ((0, 2), (1, 1)))
+    took = [(0, 900), (0, 500), *[(0, 100)] * 3, (1, 300), (1, 300), (1, 200), (1, 200), (0, 900), (0, 900)]
+    lines = [{"epoch": epoch, "step_ms": ms} for epoch, ms in took]
+    assert past(wide, [wide, narrow], lines) == {(4, 2): 100}
+    assert past(wide, [wide, narrow], [*lines, *[{"epoch": 1, "step_ms": 200}] * 3]) == {(4, 2): 100, (4, 1): 200}
+    assert past(narrow, [narrow], lines) == {}
 
 
 def test_confidence_of_a_job_that_runs() -> None:
