@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 from megatron_elastic.cli import main
-from megatron_elastic.fleet.capacity import ample, used_by_fifo
+from megatron_elastic.fleet.capacity import ample, fifo_use, used_by_fifo
 from megatron_elastic.fleet.models import MEDIUM, SMALL
-from megatron_elastic.fleet.policies import NAMES
+from megatron_elastic.fleet.policies import NAMES, policy
+from megatron_elastic.fleet.simulation import Simulation
 from megatron_elastic.fleet.trace import Entry, Trace, TraceError, read
 
 HEADER = "job_id,submission_time,duration,num_gpu\n"
@@ -219,6 +221,16 @@ def test_ample() -> None:
     assert size(*spikes, Entry("d", 1e6, 0.1, 80)) == 80
     # Gaps between jobs count as well as any time.
     assert size(Entry("a", 1e9, 10, 20), Entry("b", 1e9 + 990, 10, 4)) == 24
+
+
+@pytest.mark.parametrize("total", [64, 72, 200])
+def test_use_is_that_of_the_simulation(total: int) -> None:
+    draw = random.Random(total)
+    sizes = [1, 2, 8, 16, 64]
+    entries = [Entry(str(i), draw.randrange(900), draw.randrange(1, 300), draw.choice(sizes)) for i in range(200)]
+    jobs = Trace("t", sorted(entries, key=lambda entry: entry.submitted)).jobs(999, 0)
+    outcome = Simulation(jobs, total, policy("fifo")).run()
+    assert fifo_use(jobs, total) == pytest.approx(outcome.held / outcome.capacity)
 
 
 def test_as_many_as_fifo_uses() -> None:

@@ -232,7 +232,7 @@ def test_a_fit_predicts_rows_that_it_has_not_seen(rows: int, most: float) -> Non
 
 def test_times_of_other_rows_tell_nothing() -> None:
     """A prediction that is good where times are shuffled would know what it is asked for."""
-    known, asked = some_cases(150, 1), some_cases(300, 2)
+    known, asked = some_cases(60, 1), some_cases(100, 2)
     draw = np.random.default_rng(3)
     measured, true = predict(known, A100, TRUE).total, predict(asked, A100, TRUE).total
     told = calibrate(known, draw.permutation(measured), A100).predictor

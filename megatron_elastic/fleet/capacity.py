@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import ceil
 
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.placement import NODE
-from megatron_elastic.fleet.policies.fifo import fifo
-from megatron_elastic.fleet.simulation import Simulation
 
 _ENOUGH = 0.95
 """Of the time, that an ample cluster serves everybody at once."""
 _LOOKS = 12
-"""Sizes that are simulated before the one that is looked for is searched between two of them."""
+"""Sizes that are looked at before the one that is looked for is searched between two of them."""
 
 
 def ample(jobs: Sequence[Job]) -> int:
@@ -36,20 +35,19 @@ def ample(jobs: Sequence[Job]) -> int:
     return NODE * _nodes(max(need, _largest(jobs)))
 
 
-def used_by_fifo(jobs: Sequence[Job], share: float, watch: Callable[[Simulation], None] | None = None) -> int:
+def used_by_fifo(jobs: Sequence[Job], share: float) -> int:
     """The most devices, in whole nodes, of which FIFO has ``share`` in use from the first submission to the last end.
 
-    Use falls with the size, but for small clusters, where all wait for a large job: so some sizes are simulated from
+    Use falls with the size, but for small clusters, where all wait for a large job: so some sizes are looked at from
     above, and those between the first that suffices and the one before. Where none suffices it is the size of which
-    FIFO uses most; no cluster is smaller than the largest job. ``watch`` is called as in simulations.
+    FIFO uses most; no cluster is smaller than the largest job.
     """
     least = _nodes(_largest(jobs))
     shares: dict[int, float] = {}
 
     def use(nodes: int) -> float:
         if nodes not in shares:
-            outcome = Simulation(jobs, nodes * NODE, fifo(), watch=watch).run()
-            shares[nodes] = outcome.held / outcome.capacity
+            shares[nodes] = fifo_use(jobs, nodes * NODE)
         return shares[nodes]
 
     work = sum(job.devices * job.duration for job in jobs)
@@ -65,6 +63,22 @@ def used_by_fifo(jobs: Sequence[Job], share: float, watch: Callable[[Simulation]
             return NODE * nodes
         larger = nodes
     return NODE * max(shares, key=lambda nodes: (shares[nodes], nodes))
+
+
+def fifo_use(jobs: Sequence[Job], total: int) -> float:
+    """The share of ``total`` devices in use under FIFO: what its simulation says, without a policy to ask."""
+    ends: list[tuple[float, int]] = []
+    now = last = 0.0
+    free = total
+    for job in jobs:
+        now = max(now, job.submitted)
+        while ends and (ends[0][0] <= now or free < job.devices):
+            end, devices = heapq.heappop(ends)
+            now, free = max(now, end), free + devices
+        free -= job.devices
+        heapq.heappush(ends, (now + job.duration, job.devices))
+        last = max(last, now + job.duration)
+    return sum(job.devices * job.duration for job in jobs) / (total * last)
 
 
 def _largest(jobs: Sequence[Job]) -> int:

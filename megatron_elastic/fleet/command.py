@@ -148,11 +148,11 @@ class _Capacity(NamedTuple):
     devices: int | None = None
     share: float | None = None
 
-    def of(self, jobs: Sequence[Job], watch: Callable[[Simulation], None]) -> int:
+    def of(self, jobs: Sequence[Job]) -> int:
         """Of the cluster that has these jobs."""
         if self.devices is not None:
             return self.devices
-        return ample(jobs) if self.share is None else used_by_fifo(jobs, self.share, watch)
+        return ample(jobs) if self.share is None else used_by_fifo(jobs, self.share)
 
 
 def _capacity(text: str) -> _Capacity:
@@ -243,12 +243,10 @@ def _cluster(
 ) -> tuple[int, dict[str, Outcome]]:
     """Devices of a cluster, and what each policy makes of it; what ``panels`` gets is drawn later."""
     jobs = trace.jobs(options.elastic_from, options.seed)
+    total = options.devices.of(jobs)
     outcomes: dict[str, Outcome] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"{trace.name}, how many devices", total=len(jobs))
-        total = options.devices.of(jobs, _shown(progress, bar))
-        progress.remove_task(bar)
         for name in options.policy:
             bar = progress.add_task(f"{trace.name}, {name}", total=len(jobs))
             run = Simulation(
