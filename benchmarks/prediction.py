@@ -1,9 +1,11 @@
 """How far predicted steps are from measured ones. ``megatron-elastic bench prediction TABLE.csv``.
 
-Constants are fitted on some rows of the table and held against the others, never against their own: on a fraction drawn
-at random, with several seeds; and on all rows with one value of a column (one number of devices, one hidden size, ...),
-which asks for rows unlike those that were fitted on. Each time the model alone, and with what it misses on the fitted
-rows carried over. With ``--other``, constants of the random fractions are also held against another table.
+Constants are fitted on some rows of the table and held against the others, never against their own: on fractions drawn
+at random, with several seeds; on all rows with one value of a column (one number of devices, one hidden size, ...),
+which asks for rows unlike those that were fitted on; and on all rows up to a value, which asks for larger ones. Each
+time the model alone, and with what it misses on the fitted rows carried over. Where the times are shuffled among the
+rows there is nothing to be learned: errors then must be large. With ``--other``, constants of the random fractions are
+also held against another table.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +78,29 @@ def by_value(cases: Sequence[Case]) -> Iterator[tuple[str, _Rows]]:
                 yield f"{column} {value}", rows
 
 
+def up_to(cases: Sequence[Case]) -> Iterator[tuple[str, _Rows]]:
+    """Rows with at most one value of a column, where there are larger ones."""
+    for column in COLUMNS:
+        values = np.array([getattr(case, column) for case in cases])
+        for value in np.unique(values)[:-1]:
+            rows = np.flatnonzero(values <= value)
+            if FEWEST <= len(rows) <= len(cases) - FEWEST:
+                yield f"{column} up to {value}", rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="megatron-elastic bench prediction", description=__doc__)
     parser.add_argument("table", type=Path, metavar="TABLE.csv", help="as for megatron-elastic predict --check")
     parser.add_argument("--other", type=Path, metavar="OTHER.csv", help="tested only, with constants of TABLE.csv")
-    parser.add_argument("--fraction", type=float, default=0.1, metavar="X", help="fitted on (default: %(default)s)")
+    parser.add_argument("--fraction", type=_fractions, default=[0.1], metavar="X,...", help="fitted on (default: 0.1)")
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="random fractions (default: %(default)s)")
     parser.add_argument("--device", default="a100-80g", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--recompute", choices=("full", "none"), default="full", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
-    if not 0 < options.fraction < 1 or options.seeds < 1:
-        parser.error("--fraction must be between 0 and 1, and --seeds at least 1")
+    if options.seeds < 1:
+        parser.error("--seeds must be at least 1")
     load = load_average()
     try:
         device = Device.named(options.device)
@@ -96,33 +109,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DeviceError, TableError, OSError) as error:
         parser.error(str(error))
     seconds = table.seconds(likely_unit(table, Predictor(device, Constants())))
-    count = max(1, int(len(table.cases) * options.fraction))
-    random, transferred = [], []
-    for seed in range(options.seeds):
-        rows = np.sort(np.random.default_rng(seed).permutation(len(table.cases))[:count])
+    random, shuffled, transferred = [], [], []
+    for fraction, seed in product(options.fraction, range(options.seeds)):
+        count = max(1, int(len(table.cases) * fraction))
+        draw = np.random.default_rng(seed)
+        rows = np.sort(draw.permutation(len(table.cases))[:count])
         figures, model = held_out(table, seconds, rows, device)
-        random.append({"seed": seed, **figures})
-        progress(f"seed {seed}: {figures}")
+        random.append({"fraction": fraction, "seed": seed, **figures})
+        progress(f"{fraction:g} of the rows, seed {seed}: {figures}")
+        order = draw.permutation(len(table.cases))
+        figures, _ = held_out(replace(table, times=table.times[order]), seconds[order], rows, device)
+        shuffled.append({"fraction": fraction, "seed": seed, **figures})
         if other is not None:
-            transferred.append({"seed": seed, **errors(model, other)})
+            transferred.append({"fraction": fraction, "seed": seed, **errors(model, other)})
     by_rows = {}
-    for name, rows in by_value(table.cases):
+    for name, rows in (*by_value(table.cases), *up_to(table.cases)):
         by_rows[name], _ = held_out(table, seconds, rows, device)
         progress(f"fitted on {name}: {by_rows[name]}")
     expected = Predictor(device, Constants())
     emit("prediction", arguments, {
         "rows": len(table.cases), "device": device.name, "unfitted": errors(expected, table), "random": random,
-        **{f"random_{which}_{figure}": _over(random, which, figure)
-           for which in ("model", "chosen") for figure in ("mean_error", "median_error", "worst")},
+        "curve": [{"fraction": fraction, **_summary(random, fraction)} for fraction in options.fraction],
+        "shuffled": [{"fraction": fraction, **_summary(shuffled, fraction)} for fraction in options.fraction],
         "by_rows": by_rows, "other": transferred, "load_before": load,
     })  # fmt: skip
     return 0
 
 
-def _over(results: Sequence[dict[str, Any]], which: str, figure: str) -> dict[str, float]:
-    """Over the seeds."""
-    values = [result[which][figure] for result in results]
-    return {"mean": round(float(np.mean(values)), 4), "least": min(values), "most": max(values)}
+def _fractions(text: str) -> list[float]:
+    """Raises argparse.ArgumentTypeError."""
+    try:
+        fractions = [float(part) for part in text.split(",")]
+    except ValueError:
+        fractions = []
+    if not fractions or not all(0 < fraction < 1 for fraction in fractions):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1, nor several like 0.01,0.1")
+    return fractions
+
+
+def _summary(results: Sequence[dict[str, Any]], fraction: float) -> dict[str, dict[str, float]]:
+    """Figures over the seeds of one fraction."""
+    figures = {}
+    for which, figure in product(("model", "chosen"), ("mean_error", "median_error", "worst")):
+        values = [result[which][figure] for result in results if result["fraction"] == fraction]
+        mean = round(float(np.mean(values)), 4)
+        figures[f"{which}_{figure}"] = {"mean": mean, "least": min(values), "most": max(values)}
+    return figures
 
 
 if __name__ == "__main__":

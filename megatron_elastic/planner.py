@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_elastic import usage
+from megatron_elastic import scaling, usage
 from megatron_elastic.comparison import Clocking, compare, figures, show
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Holdings, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
@@ -53,6 +53,8 @@ examples:
   the memory that each rank of a job needs, from the flags of its script:
     megatron-elastic plan --memory --ranks 8 examples/pretrain_gpt.py \\
         --data-path data ...
+  what a running job would have with another number of devices:
+    megatron-elastic plan --devices 12 runs/1
 
 Three layouts are shown: before; interim, which goes on at once and moves nothing that the job waits for; and after, the
 layout to work towards in the background. docs/planning.md explains how they are made and what a profile contains."""
@@ -168,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--memory"]:
         return _memory(argv[1:])
+    if any(argument.partition("=")[0] == "--devices" for argument in argv):
+        return scaling.main(argv)
     options = make_parser().parse_args(argv)
     try:
         layout, costs, source = _read(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -48,7 +48,10 @@ from megatron_elastic.plan.predict import (
 )
 from megatron_elastic.plan.predict.likeness import resized
 from megatron_elastic.plan.predict.outlook import outlook
+from megatron_elastic.plan.predict.past import past
 from megatron_elastic.plan.predict.scatter import svg
+from megatron_elastic.plan.predict.sweep import Point
+from megatron_elastic.plan.predict.sweep import svg as speeds
 
 _EXAMPLES = """\
 examples:
@@ -56,6 +59,10 @@ examples:
     megatron-elastic predict --layers 48 --hidden 8192 --heads 64 --seq 2048 \\
         --tp 2,4,8 --pp 1,2,4 --dp 2,4 --micro-batch-size 1,2 \\
         --global-batch-size 512 --device a100-80g --recompute full
+  all layouts of so many devices, or only the best of each, with a plot:
+    megatron-elastic predict --layers 24 --hidden 2048 --heads 16 --seq 2048 \\
+        --global-batch-size 256 --micro-batch-size 1,2 \\
+        --devices 8,16,32,64 --best --svg speeds.svg
   the fastest layout for each number of devices:
     megatron-elastic predict --layers 24 --hidden 2048 --heads 16 --seq 2048 \\
         --tp 1,2 --pp 4 --dp 4 --micro-batch-size 1 --global-batch-size 256 \\
@@ -132,9 +139,13 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--groups", "--num-query-groups", type=int, default=0, metavar="N", help="(default: heads)")
     model.add_argument("--swiglu", action="store_true", help="the networks after attention have gates")
     layout = parser.add_argument_group("layouts: all combinations of what is given, such as --tp 1,2 --pp 4-8")
-    layout.add_argument("--tp", "--tensor-model-parallel-size", type=_numbers, default=[1], metavar="N,...")
-    layout.add_argument("--pp", "--pipeline-model-parallel-size", type=_numbers, default=[1], metavar="N,...")
-    layout.add_argument("--dp", type=_numbers, default=[1], metavar="N,...")
+    layout.add_argument("--devices", type=_numbers, metavar="N,...", help="only layouts of so many: with TP inside a "
+                        "node, and any PP and DP, where these are not given")  # fmt: skip
+    layout.add_argument("--best", action="store_true", help="only the fastest layout that fits, of each number of "
+                        "devices")  # fmt: skip
+    layout.add_argument("--tp", "--tensor-model-parallel-size", type=_numbers, metavar="N,...")
+    layout.add_argument("--pp", "--pipeline-model-parallel-size", type=_numbers, metavar="N,...")
+    layout.add_argument("--dp", type=_numbers, metavar="N,...")
     layout.add_argument("--micro-batch-size", type=_numbers, default=[1], metavar="N,...", help="samples of a grain")
     layout.add_argument("--global-batch-size", type=int, metavar="N", help="samples of a step")
     layout.add_argument("--virtual-stages", type=_numbers, default=[1], metavar="N,...", help="chunks of a stage")
@@ -152,7 +163,8 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--fit", type=Path, metavar="OTHER.csv", help="fit the constants on these rows first")
     check.add_argument("--model-only", action="store_true", help="do not carry over what the model misses there")
     check.add_argument("--save-constants", type=Path, metavar="FILE", help="write the constants that were fitted")
-    check.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured steps")
+    check.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured steps; without "
+                       "--check tokens a second by the number of devices")  # fmt: skip
     scale = parser.add_argument_group("the best layout for each number of devices")
     scale.add_argument("--scale-table", type=_numbers, metavar="N,...", help="for these numbers; --tp and "
                        "--virtual-stages are tried, the other sizes given are those of the present layout")  # fmt: skip
@@ -165,13 +177,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
-    """All combinations. Raises _Refused."""
+def _cases(options: argparse.Namespace, per_node: int) -> list[Case]:
+    """What is asked for, on nodes of ``per_node`` devices. Raises _Refused."""
     needed = {"--layers": options.layers, "--hidden": options.hidden, "--heads": options.heads, "--seq": options.seq,
               "--global-batch-size": options.global_batch_size}  # fmt: skip
     if missing := [name for name, value in needed.items() if value is None]:
         raise _Refused(f"{', '.join(missing)} must be given, or --check TABLE.csv; see --help")
-    sizes = product(options.tp, options.pp, options.dp, options.micro_batch_size, options.virtual_stages)
+    degrees = _degrees_of(options, per_node)
     return [
         Case(
             layers=options.layers, hidden=options.hidden, heads=options.heads, seq_length=options.seq,
@@ -180,24 +192,42 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             recompute=options.recompute == "full", overlap=options.overlap_grad_reduce,
             sharded=options.use_distributed_optimizer,
         )
-        for tp, pp, dp, micro_batch, chunks in sizes
+        for tp, pp, dp in degrees
+        for micro_batch, chunks in product(options.micro_batch_size, options.virtual_stages)
+        if not (options.devices and chunks > 1 and pp == 1)
     ]  # fmt: skip
+
+
+def _degrees_of(options: argparse.Namespace, per_node: int) -> Iterator[tuple[int, int, int]]:
+    """TP, PP and DP: all combinations of what is given, or those that make ``--devices``."""
+    if not options.devices:
+        yield from product(options.tp or [1], options.pp or [1], options.dp or [1])
+        return
+    for count in options.devices:
+        for tp in options.tp or range(1, min(per_node, options.heads) + 1):
+            for pp in options.pp or range(1, min(count // tp, options.layers) + 1):
+                dp, rest = divmod(count, tp * pp)
+                if not rest and dp and (options.dp is None or dp in options.dp):
+                    yield tp, pp, dp
 
 
 # ---- shapes ---------------------------------------------------------------------------------
 
 
 def _predict(options: argparse.Namespace, predictor: Predictor) -> None:
-    for flag in ("fit", "save_constants", "svg", "model_only"):
+    for flag in ("fit", "save_constants", "model_only"):
         if getattr(options, flag):
             raise _Refused(f"--{flag.replace('_', '-')} needs --check TABLE.csv")
     if options.scale_table:
+        for flag in ("svg", "devices", "best"):
+            if getattr(options, flag):
+                raise _Refused(f"--{flag} and --scale-table are two things: leave one out")
         _scale(options, predictor)
         return
     for flag in ("profile", "run", "out"):
         if getattr(options, flag):
             raise _Refused(f"--{flag} needs --scale-table N,...")
-    cases = _cases(options)
+    cases = _cases(options, predictor.device.per_node)
     possible: list[Case] = []
     refused: list[str] = []
     for case in cases:
@@ -207,14 +237,21 @@ def _predict(options: argparse.Namespace, predictor: Predictor) -> None:
         except CaseError as error:
             refused.append(f"{_layout(case)}: {error}")
     if not possible:
-        raise _Refused(refused[0] if len(refused) == 1 else f"none of {len(refused)} layouts can be; {refused[0]}")
+        why = refused[0] if refused else "what is given of TP, PP and DP never makes so many devices"
+        raise _Refused(why if len(refused) <= 1 else f"none of {len(refused)} layouts can be; {why}")
     figures = sorted(_figures(possible, predictor), key=lambda row: -row["tokens_per_s"])
+    if options.svg:
+        points = [Point(row["name"], row["devices"], row["tokens_per_s"], row["fits"]) for row in figures]
+        title = f"{options.layers} layers of {options.hidden}, {predictor.device.name}"
+        options.svg.write_text(speeds(points, title), encoding="utf-8")
+    if options.best:
+        figures = _best(figures)
     if options.json:
         print(json.dumps({"device": predictor.device.name, "cases": figures, "refused": refused}))
         return
     console = _console()
     console.print(f"{predictor.device.name}: {_figures_of(predictor.device)}")
-    grid = _grid("devices", "layout", "grain", "step", "tokens/s", "of peak", "computing", "collectives", "bubble",
+    grid = _grid("devices", "layout", "grain", "step", "tokens/s", "MFU", "computing", "collectives", "bubble",
                  "reduction", "update", "memory", padding=2)  # fmt: skip
     for row in figures[:_MOST_SHOWN]:
         parts = row["parts_ms"]
@@ -228,8 +265,18 @@ def _predict(options: argparse.Namespace, predictor: Predictor) -> None:
     console.print(grid)
     if len(figures) > _MOST_SHOWN:
         console.print(f"and {len(figures) - _MOST_SHOWN} more, which are slower")
-    for line in refused:
+    for line in refused if not options.devices else ():
         console.print(f"cannot be: {line}")
+
+
+def _best(figures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The fastest that fits of each number of devices. Raises _Refused where none does."""
+    best = {row["devices"]: row for row in reversed(figures) if row["fits"]}
+    if not best:
+        least = min(figures, key=lambda row: row["memory_bytes"])
+        raise _Refused(f"no layout fits the device's memory: {least['name']}, micro-batch {least['micro_batch']}, "
+                       f"needs least, {least['memory_bytes'] / 1e9:.1f} GB")  # fmt: skip
+    return [best[count] for count in sorted(best)]
 
 
 def _figures(cases: Sequence[Case], predictor: Predictor) -> Iterable[Mapping[str, Any]]:
@@ -300,12 +347,12 @@ def _scale(options: argparse.Namespace, predictor: Predictor) -> None:
 
 def _scale_of_shapes(options: argparse.Namespace, predictor: Predictor) -> ScaleTable:
     """By the model; with a profile by that, where the model agrees."""
-    present = _cases(options)[0]
+    present = _cases(options, predictor.device.per_node)[0]
     present.check()
     model, memory = by_model(predictor), predictor.device.memory_bytes
 
     def layouts(count: int) -> list[Case]:
-        return divisions(count, present, options.tp, options.virtual_stages)
+        return divisions(count, present, options.tp or [1], options.virtual_stages)
 
     if options.profile is None:
         return scale_table(options.scale_table, layouts, model, present=present, memory_bytes=memory)
@@ -330,7 +377,8 @@ def _scale_of_run(options: argparse.Namespace) -> ScaleTable:
     metrics = read_metrics(options.run)
     last = metrics[max(metrics)]
     tokens = round(last["tokens_per_s"] * last["step_ms"] / 1e3)
-    return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout))
+    return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout),
+                   past(layout, map(Layout.from_json, map(Path.read_bytes, layouts)), metrics.values()))  # fmt: skip
 
 
 def _sizes_of_run(run: Path, layout: Layout) -> Case | None:
@@ -360,7 +408,7 @@ def _print_scale(table: ScaleTable) -> None:
 
 
 def _check(options: argparse.Namespace, device: Device, constants: Constants | None) -> None:
-    for flag in ("scale_table", "profile", "run", "out"):
+    for flag in ("scale_table", "profile", "run", "out", "devices", "best"):
         if getattr(options, flag):
             raise _Refused(f"--{flag.replace('_', '-')} and --check are two things: leave one out")
     if options.fit is None and (options.save_constants or options.model_only):
@@ -396,6 +444,8 @@ def _print_read(console: Console, check: Check, recompute: bool, device: Device)
     read = ", ".join(f"{role} from {title!r}" for role, title in table.columns.items())
     without = f", {table.skipped} without a time left out" if table.skipped else ""
     console.print(f"{table.name}: {len(table.cases)} rows{without}: {read}")
+    if table.unknown:
+        console.print(f"columns that say nothing here: {', '.join(map(repr, table.unknown))}")
     taken = [] if "recompute" in table.columns else ["full recomputation" if recompute else "no recomputation"]
     taken += [] if "vocab_size" in table.columns else [f"a vocabulary of {table.cases[0].vocab_size}"]
     if table.unit is None:

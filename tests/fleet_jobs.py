@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from megatron_elastic.fleet.admission import Member
+from megatron_elastic.fleet.faults import NONE, Faults
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.models import model_of
 from megatron_elastic.fleet.observation import Policy
@@ -39,10 +40,10 @@ class Watched:
     """A simulation, with the devices of every job over time."""
 
     def __init__(
-        self, jobs: Sequence[Job], total: int, policy: Policy[Any], failures: float = 0.0, seed: int = 0
+        self, jobs: Sequence[Job], total: int, policy: Policy[Any], faults: Faults = NONE, seed: int = 0
     ) -> None:
         self.held: dict[int, list[tuple[float, int]]] = {}
-        self.simulation = Simulation(jobs, total, policy, failures, seed, self._look)
+        self.simulation = Simulation(jobs, total, policy, faults, seed, self._look)
 
     def run(self) -> Outcome:
         """Until the end, looking at each step."""
@@ -61,5 +62,5 @@ class Watched:
                 history.append((seen.now, course.devices))
         assert len(set(owned)) == len(owned), "a device is held twice"
         assert set(owned) <= set(range(seen.total))
-        assert 0 <= seen.leaving <= seen.total - len(owned)
-        assert seen.free == seen.total - len(owned) - seen.leaving
+        assert 0 <= seen.leaving + seen.away <= seen.total - len(owned)
+        assert seen.free == seen.total - len(owned) - seen.leaving - seen.away

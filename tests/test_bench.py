@@ -328,6 +328,16 @@ def test_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "| flextrain-small | 2 | 0.5 |" in err
 
 
+def test_predicted_layouts_are_held_against_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present one says nothing of errors, and counts in the order."""
+    foresight = _benchmark("foresight", monkeypatch)
+    rows = [{"predicted_ms": predicted, "measured_ms": measured, "error": error} for predicted, measured, error in
+            [(100.0, 50.0, 1.0), (200.0, 190.0, 0.05), (90.0, 100.0, -0.1), (300.0, 240.0, 0.25)]]  # fmt: skip
+    assert foresight.figures(rows) == {
+        "median_error": 0.1, "mean_error": 0.1333, "worst": 0.25, "pairs": 6, "pairs_in_order": 5}  # fmt: skip
+    assert len(foresight.OTHERS) == 7 and foresight.PRESENT not in foresight.OTHERS
+
+
 def test_what_emulated_jobs_tell_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = _benchmark("schedules", monkeypatch).measured
     jobs = [

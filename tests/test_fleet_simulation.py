@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+from collections.abc import Iterator
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elastic.fleet.course import Course
+from megatron_elastic.fleet.faults import Drawn, Fault, FaultsError, Recorded
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.observation import Decisions, Observation, Overhead, Resize, Start
 from megatron_elastic.fleet.placement import Buddies, Nodes, Placement
@@ -51,6 +56,7 @@ def test_fifo_worked_by_hand() -> None:
     assert figures["makespan_s"] == 18
     assert figures["utilisation"] == round((4 * 10 + 8 * 5 + 4 * 3) / (8 * 18), 4)
     assert figures["deadlines_met"] == round(2 / 3, 4)  # B is late by a second
+    assert figures["goodput"] == 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,9 +97,9 @@ def test_work_is_conserved(name: str, drawn: list[tuple[int, int, int, float]], 
 def test_the_same_twice(name: str) -> None:
     drawn = random.Random(5)
     jobs = jobs_of([(drawn.randrange(9000), drawn.randrange(1, 9000), 2 ** drawn.randrange(7), 1.0) for _ in range(60)])
-    figures = [Simulation(jobs, 136, policy(name), 6000.0, seed=3).run().figures() for _ in range(2)]
+    figures = [Simulation(jobs, 136, policy(name), Drawn(6000.0), seed=3).run().figures() for _ in range(2)]
     assert {**figures[0], "simulated_in_s": 0} == {**figures[1], "simulated_in_s": 0}
-    other = Simulation(jobs, 136, policy(name), 6000.0, seed=4).run().figures()
+    other = Simulation(jobs, 136, policy(name), Drawn(6000.0), seed=4).run().figures()
     assert other["failures"] != figures[0]["failures"] or other["mean_jct_s"] != figures[0]["mean_jct_s"]
 
 
@@ -125,7 +131,7 @@ def test_devices_that_are_given_back_are_free_after_the_pause() -> None:
 
 def test_failures_cost_the_work_since_the_checkpoint() -> None:
     (alone,) = [job(0, 0, 100_000, 8, elastic=False)]
-    outcome = Simulation([alone], 8, fifo(), failures=20_000.0, seed=1).run()
+    outcome = Simulation([alone], 8, fifo(), faults=Drawn(20_000.0), seed=1).run()
     assert outcome.failures > 5
     assert 0 < outcome.lost < 1800 * outcome.failures
     assert outcome.jct == pytest.approx(100_000 + outcome.lost + 60 * outcome.failures, abs=60 * 2)
@@ -134,16 +140,88 @@ def test_failures_cost_the_work_since_the_checkpoint() -> None:
 def test_failures_cost_our_elastic_jobs_a_pause() -> None:
     lone = [job(0, 0, 1_000_000, 32)]
     undisturbed = Simulation(lone, 32, policy("elastic")).run()
-    ours = Simulation(lone, 32, policy("elastic"), failures=2000.0, seed=1).run()
-    theirs = Simulation(lone, 32, policy("flextrain-dp-pp"), failures=2000.0, seed=1).run()
+    ours = Simulation(lone, 32, policy("elastic"), faults=Drawn(2000.0), seed=1).run()
+    theirs = Simulation(lone, 32, policy("flextrain-dp-pp"), faults=Drawn(2000.0), seed=1).run()
     assert ours.failures == pytest.approx(theirs.failures, rel=0.2)
     assert ours.lost == 0 < theirs.lost
     assert ours.jct == pytest.approx(undisturbed.jct + 0.1 * ours.failures)
     assert theirs.jct > undisturbed.jct + theirs.lost
 
 
+class Given:
+    """Faults of one's own."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self._faults = faults
+
+    def of(self, nodes: int, seed: int) -> Iterator[Fault]:
+        return iter(self._faults)
+
+
+def test_nodes_that_are_away_are_nobodys() -> None:
+    # Node 0 of two is away from 10 to 50. A, which held it, loses 10 s, stands still for 60, and goes on on node 1; B,
+    # which asks for both, begins when A has ended (and node 0 is back).
+    jobs = [job(0, 0, 100, 8), job(1, 20, 5, 16)]
+    watched = Watched(jobs, 16, fifo(), Given(Fault(10, 0, 40)))
+    outcome = watched.run()
+    assert outcome.failures == 1 and watched.held[1][0][0] == 170
+    assert outcome.held == 170 * 8 + 5 * 16
+    # C waits for its node: no other is free.
+    waits = Watched([job(0, 20, 5, 16)], 16, fifo(), Given(Fault(10, 1, 40)))
+    waits.run()
+    assert waits.held[0][0][0] == 50
+    # What jobs hold is away when they end: of the 16 devices eight are left for who comes then.
+    owed = Watched([job(0, 0, 100, 16), job(1, 1, 5, 16)], 16, fifo(), Given(Fault(10, 1, 400)))
+    owed.run()
+    assert owed.held[1][0][0] == 410
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(60))
+@given(
+    drawn=TRACES,
+    total=st.integers(128, 300),
+    faults=st.lists(
+        st.tuples(st.floats(0, 9000), st.integers(0, 15), st.sampled_from([0.0, 50.0, 5000.0])), max_size=9
+    ),
+)
+def test_what_must_hold_with_nodes_away(
+    name: str, drawn: list[tuple[int, int, int, float]], total: int, faults: list[tuple[float, int, float]]
+) -> None:
+    jobs = jobs_of(drawn)
+    watched = Watched(jobs, total, policy(name), Given(*(Fault(*fault) for fault in sorted(faults))))
+    assert watched.run().jobs == len(jobs)
+    least = {index: min(devices for _, devices in held) for index, held in watched.held.items()}
+    if name in KEEPS_GIVEN:
+        assert all(least.get(own.index, own.devices) >= own.devices for own in jobs)
+
+
+def test_a_trace_of_faults(tmp_path: Path) -> None:
+    """Two faults at once are one, and one that does not end lasts as long as the trace."""
+    events = [
+        {"node_id": "a", "event_time": 1, "event_type": "fault_start", "fault_type": {"Class": "GPU"}},
+        {"node_id": "a", "event_time": 2, "event_type": "fault_start"},
+        {"node_id": "b", "event_time": 4, "event_type": "fault_start"},
+        {"node_id": "a", "event_time": 3, "event_type": "fault_end"},
+        {"node_id": "a", "event_time": 5, "event_type": "fault_end"},
+    ]
+    path = tmp_path / "faults.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(events).encode()))
+    recorded = Recorded.read(path)
+    day = 86400.0
+    assert recorded.servers[:3] == (((day, 5 * day),), ((4 * day, 5 * day),), ())
+    assert len(recorded.servers) == 400
+    happened = list(recorded.of(400, seed=1))
+    assert [(fault.at, fault.repair_s) for fault in happened] == [(day, 4 * day), (4 * day, day)]
+    assert happened == list(recorded.of(400, seed=1)) != list(recorded.of(400, seed=2))
+    for text in ("", "{}", "[]", '[{"node_id": "a"}]', '[{"node_id": "a", "event_time": 1, "event_type": "x"}]'):
+        path.write_text(text)
+        with pytest.raises(FaultsError, match=r"faults\.json\.gz"):
+            Recorded.read(path)
+
+
 def test_a_job_larger_than_the_cluster() -> None:
-    with pytest.raises(ValueError, match=r"job0 asks for 64 devices, and there are 32: set --gpus higher"):
+    with pytest.raises(ValueError, match=r"job0 asks for 64 devices, and there are 32: set --devices higher"):
         Simulation([job(0, 0, 1, 64)], 32, fifo())
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from megatron_elastic.cli import main
+from megatron_elastic.fleet.capacity import ample, fifo_use, used_by_fifo
 from megatron_elastic.fleet.models import MEDIUM, SMALL
-from megatron_elastic.fleet.policies import NAMES
+from megatron_elastic.fleet.policies import NAMES, policy
+from megatron_elastic.fleet.simulation import Simulation
 from megatron_elastic.fleet.trace import Entry, Trace, TraceError, read
 
 HEADER = "job_id,submission_time,duration,num_gpu\n"
@@ -54,6 +57,16 @@ def write(folder: Path, text: str, name: str = "cluster.csv", encoding: str = "u
 def test_elasticflow(tmp_path: Path, text: str, encoding: str) -> None:
     (trace,) = read(write(tmp_path, text, encoding=encoding))
     assert (trace.name, trace.entries, dict(trace.left_out)) == ("cluster", ENTRIES, {})
+
+
+@pytest.mark.parametrize("comma", [";", "\t", "|"])
+def test_other_commas_other_letters_and_packed_whatever_its_name(tmp_path: Path, comma: str) -> None:
+    text = FLOW.replace(",", comma).replace("num_gpu", f"num_gpu{comma}user", 1)
+    (trace,) = read(write(tmp_path, text, encoding="utf-16"))
+    assert (trace.entries, trace.unknown) == (ENTRIES, ("user",))
+    packed = tmp_path / "trace"
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert read(packed)[0].entries == ENTRIES
 
 
 def test_deadlines_of_a_trace_are_kept(tmp_path: Path) -> None:
@@ -198,13 +211,38 @@ def test_large_jobs_are_elastic() -> None:
     assert [job.model for job in trace.jobs(10, 0)] == [None, SMALL, MEDIUM, SMALL]
 
 
-def test_cluster_size() -> None:
+def test_ample() -> None:
     # 20 devices for 90 s, 60 for 7 s and 100 for 3 s: 60 are enough for 95 %, in whole nodes.
     spikes = [Entry("a", 0, 100, 20), Entry("b", 90, 10, 40), Entry("c", 97, 3, 40)]
-    assert Trace("t", spikes).cluster_size() == 64
-    assert Trace("t", [*spikes, Entry("d", 1e6, 0.1, 80)]).cluster_size() == 80
-    # The time before the first job and gaps between jobs count as well as any.
-    assert Trace("t", [Entry("a", 1e9, 10, 20), Entry("b", 1e9 + 990, 10, 4)]).cluster_size() == 24
+    def size(*entries: Entry) -> int:
+        return ample(Trace("t", list(entries)).jobs(32, 0))
+
+    assert size(*spikes) == 64
+    assert size(*spikes, Entry("d", 1e6, 0.1, 80)) == 80
+    # Gaps between jobs count as well as any time.
+    assert size(Entry("a", 1e9, 10, 20), Entry("b", 1e9 + 990, 10, 4)) == 24
+
+
+@pytest.mark.parametrize("total", [64, 72, 200])
+def test_use_is_that_of_the_simulation(total: int) -> None:
+    draw = random.Random(total)
+    sizes = [1, 2, 8, 16, 64]
+    entries = [Entry(str(i), draw.randrange(900), draw.randrange(1, 300), draw.choice(sizes)) for i in range(200)]
+    jobs = Trace("t", sorted(entries, key=lambda entry: entry.submitted)).jobs(999, 0)
+    outcome = Simulation(jobs, total, policy("fifo")).run()
+    assert fifo_use(jobs, total) == pytest.approx(outcome.held / outcome.capacity)
+
+
+def test_as_many_as_fifo_uses() -> None:
+    # Ten jobs of a node for 100 s at once: ten nodes are in use, fourteen to 10 / 14, sixteen to 10 / 16.
+    together = Trace("t", [Entry(str(index), 0, 100, 8) for index in range(10)]).jobs(32, 0)
+    assert [used_by_fifo(together, share) for share in (1.0, 0.7, 0.6)] == [80, 112, 128]
+    # One after the other: half of two nodes is in use, so 50 % ask for two, and no cluster is smaller than a job.
+    lonely = Trace("t", [Entry("a", 0, 100, 8), Entry("b", 100, 100, 8)]).jobs(32, 0)
+    assert [used_by_fifo(lonely, share) for share in (1.0, 0.51, 0.5)] == [8, 8, 16]
+    # Nothing is in use to 90 % here: as good as it gets.
+    rare = Trace("t", [Entry("a", 0, 100, 16), Entry("b", 900, 100, 8)]).jobs(32, 0)
+    assert used_by_fifo(rare, 0.9) == 16
 
 
 def run(*flags: object) -> int:
@@ -212,13 +250,13 @@ def run(*flags: object) -> int:
 
 
 def test_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--trace", archive(tmp_path), "--policy", "all", "--svg", tmp_path / "p.svg", "--gpus", 128) == 0
+    assert run("--trace", archive(tmp_path), "--policy", "all", "--svg", tmp_path / "p.svg", "--devices", 128) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     figures = json.loads(last)
-    assert figures["jobs"] == 6
+    assert (figures["jobs"], figures["devices"]) == (6, 256)
     assert set(figures["policies"]) == set(NAMES) == set(figures["clusters"]["first"]["policies"])
     assert all(set(own) >= FIGURES for own in figures["policies"].values())
-    assert figures["clusters"]["second"]["gpus"] == 128
+    assert figures["clusters"]["second"]["devices"] == 128
     assert figures["clusters"]["second"]["elastic_jobs"] == 1
     fifo, ours = figures["policies"]["fifo"], figures["policies"]["elastic"]
     assert fifo["mean_elastic_jct_s"] == 100 > ours["mean_elastic_jct_s"]
@@ -254,10 +292,15 @@ def test_the_command_is_deterministic_and_quiet(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (["--trace", "none.csv"], "none.csv"),
-        (["--trace", "TRACE", "--gpus", "8"], "job b asks for 64 devices, and there are 8: set --gpus higher"),
+        (["--trace", "TRACE", "--devices", "8"], "job b asks for 64 devices, and there are 8: set --devices higher"),
         (["--trace", "TRACE", "--policy", "best"], "there is no policy best: all, or of fifo, "),
         (["--trace", "TRACE", "--policy", ""], "there is no policy ''"),
-        (["--trace", "TRACE", "--gpus", "0"], "0 is not a number from 1 on"),
+        (["--trace", "TRACE", "--devices", "0"], "0 is not a number from 1 on"),
+        (["--trace", "TRACE", "--devices", "0%"], "0% is not between 1% and 100%"),
+        (["--trace", "TRACE", "--devices", "many"], "many is not a number from 1 on"),
+        (["--trace", "TRACE", "--failures", "-1"], "--failures -1: it is neither a number from 0 on nor a file"),
+        (["--trace", "TRACE", "--failures", "none.json"], "none.json"),
+        (["--trace", "TRACE", "--failures", "TRACE"], "a trace of faults is a JSON list"),
         (["--trace", "TRACE", "--overhead", "-1"], "-1 is not a number from 0 on"),
         (["--trace", "TRACE", "--overhead", "nan"], "nan is not a number from 0 on"),
         (["--trace", "TRACE", "--cluster", "x"], "has no x, but cluster"),
@@ -289,9 +332,9 @@ def test_shared_traces(measured: Any) -> None:
     """ElasticFlow's clusters: as many jobs as were published."""
     path = os.environ.get("MEGATRON_ELASTIC_TRACES")
     if path is None:
-        pytest.skip("MEGATRON_ELASTIC_TRACES names no archive of ElasticFlow's clusters")
-    for trace in read(Path(path)):
+        pytest.skip("MEGATRON_ELASTIC_TRACES names no folder with ElasticFlow's clusters")
+    for trace in read(Path(path) / "elasticflow-clusters-01-to-06.tar.gz"):
         jobs = trace.jobs(32, 0)
         assert len(jobs) > 1000
         elastic = sum(job.elastic for job in jobs)
-        measured(f"{trace.name}: {len(jobs)} jobs, {elastic} elastic, {trace.cluster_size()} devices")
+        measured(f"{trace.name}: {len(jobs)} jobs, {elastic} elastic, {ample(jobs)} devices")

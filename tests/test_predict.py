@@ -230,6 +230,17 @@ def test_a_fit_predicts_rows_that_it_has_not_seen(rows: int, most: float) -> Non
     assert fit(known, measured, A100) == fitted.constants, "deterministic"
 
 
+def test_times_of_other_rows_tell_nothing() -> None:
+    """A prediction that is good where times are shuffled would know what it is asked for."""
+    known, asked = some_cases(60, 1), some_cases(100, 2)
+    draw = np.random.default_rng(3)
+    measured, true = predict(known, A100, TRUE).total, predict(asked, A100, TRUE).total
+    told = calibrate(known, draw.permutation(measured), A100).predictor
+    assert mean_error(told, asked, draw.permutation(true)) > 2.0 > 0.1 > mean_error(
+        calibrate(known, measured, A100).predictor, asked, true
+    )
+
+
 def test_a_fit_stands_wrong_rows() -> None:
     """One row in ten took three times as long as it should have."""
     known, asked = some_cases(60, 1), some_cases(300, 2)
@@ -399,6 +410,15 @@ def test_a_tenth_of_vtrains_table_tells_the_rest(vtrain: Table, seed: int) -> No
     alone = mean_error(replace(predictor, residual=None), columns.take(asked), times[asked])
     assert len(errors) == 1296 and errors.mean() < 0.02 and np.median(errors) < 0.01
     assert alone < 0.07, "the model alone"
+
+
+def test_shuffled_times_cannot_be_told(vtrain: Table) -> None:
+    """Nothing is fitted to what is tested: where fitted and tested rows have times of other rows, errors explode."""
+    known, asked = split(len(vtrain.cases), 0)
+    columns, order = Columns.of(vtrain.cases), np.random.default_rng(0).permutation(len(vtrain.cases))
+    times = vtrain.seconds(1.0)[order]
+    predictor = calibrate(columns.take(known), times[known], A100).predictor
+    assert mean_error(predictor, columns.take(asked), times[asked]) > 0.5
 
 
 def test_the_defaults_are_what_a_tenth_of_vtrains_table_gives(vtrain: Table) -> None:

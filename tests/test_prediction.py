@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_elastic import cli
 from megatron_elastic.layout import Layout, gpt_units, joined, way
 from megatron_elastic.pipeline import simulate
 from megatron_elastic.pipeline.schedule import usual
@@ -36,9 +37,10 @@ from megatron_elastic.plan.predict import (
     predict,
     scale_table,
 )
-from megatron_elastic.plan.predict.foresight import Foreseen, stand_in
+from megatron_elastic.plan.predict.foresight import Foresee, Foreseen, stand_in
 from megatron_elastic.plan.predict.likeness import case_of, likened, resized
 from megatron_elastic.plan.predict.outlook import outlook
+from megatron_elastic.plan.predict.past import corrected, past
 from megatron_elastic.prediction import main
 from tests.placements import along
 
@@ -131,6 +133,13 @@ def test_a_column_that_is_missing_is_named_with_those_that_are_there(lost: str) 
         read(f"{HEADER.replace(lost, 'comment')}\n{ROW}\n")
     assert repr(lost.replace(" (ms)", "").replace("# ", "")) in str(error.value)
     assert "'comment'" in str(error.value) and "'global batch'" in str(error.value)
+
+
+def test_all_columns_that_are_missing_are_named_and_those_that_say_nothing() -> None:
+    with pytest.raises(TableError, match=r"no column 'hidden size'; the columns are .*; also missing: 'attention he"):
+        read(f"{HEADER.replace('hidden size', 'x').replace('attention heads', 'y')}\n{ROW}\n")
+    assert read(f"{HEADER},loss, note\n{ROW},1.5,a\n").unknown == ("loss", "note")
+    assert read(f"{HEADER}\n{ROW}\n").unknown == ()
 
 
 def test_one_parallel_size_follows_from_the_others_and_the_devices() -> None:
@@ -311,6 +320,33 @@ def test_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "does not fit" in out and "cannot be: TP1 PP1 DP5" in out and "989 TFLOP/s" in out
 
 
+def test_layouts_of_so_many_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All, whatever their degrees; only the best of each number; and a picture of them."""
+    plot = tmp_path / "speeds.svg"
+    code, out, _ = run(capsys, *SHAPE, "--devices", "8,16", "--json", "--svg", plot)
+    assert code == 0
+    every = json.loads(out)["cases"]
+    assert {case["devices"] for case in every} == {8, 16}
+    assert {(case["tp"], case["pp"]) for case in every} >= {(1, 1), (8, 1), (2, 4), (1, 8)}
+    assert all(case["tp"] <= 8 for case in every), "inside a node"
+    assert plot.read_text().count("<circle") == len(every)
+    code, out, _ = run(capsys, *SHAPE, "--devices", "8,16", "--best", "--json")
+    best = json.loads(out)["cases"]
+    assert [case["devices"] for case in best] == [8, 16]
+    for case in best:
+        fitting = [other for other in every if other["fits"] and other["devices"] == case["devices"]]
+        assert case["tokens_per_s"] == max(other["tokens_per_s"] for other in fitting)
+    code, out, _ = run(capsys, *SHAPE, "--devices", 16, "--tp", 2, "--dp", "4,8", "--json")
+    assert [(case["pp"], case["dp"]) for case in json.loads(out)["cases"]] in ([(1, 8), (2, 4)], [(2, 4), (1, 8)])
+    for arguments, why in (
+        (["--devices", 6, "--tp", 4], "never makes so many devices"),
+        (["--devices", 1, "--best", "--micro-batch-size", 64], "no layout fits the device's memory: TP1 PP1 DP1"),
+        (["--devices", 8, "--scale-table", 8], "leave one out"),
+    ):
+        code, out, err = run(capsys, *SHAPE, *arguments)
+        assert (code, out) == (2, "") and why in err
+
+
 def test_shapes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SHAPE, "--dp", 3)
     assert (code, out) == (2, "") and "64 cannot be divided into micro-batches" in err
@@ -477,6 +513,43 @@ def test_a_device_like_that_of_a_job(slower: float) -> None:
     assert likened(case, layout, replace(made, units=tuple(UnitCost(0, 0, 1, 1, 1) for _ in units))) is None
 
 
+def test_what_was_measured_corrects_what_is_predicted_of_it_and_its_kin() -> None:
+    """The present layout takes a tenth longer than predicted; others half as long again as that, and a fifth less."""
+    profile, units = costs(PRESENT)
+    foresee = by_profile(profile, units, True, PRESENT)
+
+    def step(foresee: Foresee, pp: int, dp: int) -> float:
+        seen = foresee(replace(PRESENT, pp=pp, dp=dp))
+        assert seen is not None
+        return seen.step_ms
+
+    seen = {(pp, dp): times * step(foresee, pp, dp) for (pp, dp), times in
+            {(4, 2): 1.1, (4, 4): 1.65, (2, 2): 0.88}.items()}  # fmt: skip
+    better = corrected(foresee, seen, PRESENT)
+    for (pp, dp), measured in seen.items():
+        assert step(better, pp, dp) == pytest.approx(measured, rel=0.01)
+    ratios = [step(better, 4, dp) / step(foresee, 4, dp) for dp in (4, 8, 16, 32)]
+    assert ratios == sorted(ratios, reverse=True) and ratios[1] > 1.2, "neighbours share it"
+    assert step(better, 24, 32) == pytest.approx(1.1 * step(foresee, 24, 32), rel=0.01), "far from all"
+    assert corrected(foresee, {}, PRESENT) is foresee
+    layout = grid(4, 2, gpt_units(24, 4, tied=True, positions=False)[1], units)
+    (entry,) = outlook(layout, profile, 32_768, [16]).entries.values()
+    slow = {(4, 2): step(foresee, 4, 2), (entry.pp, entry.dp): 3 * entry.step_ms}
+    (other,) = outlook(layout, profile, 32_768, [16], seen=slow).entries.values()
+    assert (other.pp, other.dp) != (entry.pp, entry.dp), "what was slow is not proposed again"
+
+
+def test_the_past_of_a_job() -> None:
+    """Steps of a layout but its first two, at least three, of stages that are equally wide."""
+    units, stage_units = gpt_units(24, 4, tied=True, positions=False)
+    wide, narrow = (replace(grid(4, dp, stage_units, units), epoch=epoch) for epoch, dp in ((0, 2), (1, 1)))
+    took = [(0, 900), (0, 500), *[(0, 100)] * 3, (1, 300), (1, 300), (1, 200), (1, 200), (0, 900), (0, 900)]
+    lines = [{"epoch": epoch, "step_ms": ms} for epoch, ms in took]
+    assert past(wide, [wide, narrow], lines) == {(4, 2): 100}
+    assert past(wide, [wide, narrow], [*lines, *[{"epoch": 1, "step_ms": 200}] * 3]) == {(4, 2): 100, (4, 1): 200}
+    assert past(narrow, [narrow], lines) == {}
+
+
 def test_confidence_of_a_job_that_runs() -> None:
     """Costs take the end of a step to stay as it is; the model knows that more replicas have more to reduce.
 
@@ -542,6 +615,18 @@ def test_a_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(entry.confidence is None for entry in table.entries.values())
     entry = table.entries[16]
     assert entry.tokens_per_s == pytest.approx(32_768 / entry.step_ms * 1e3, rel=1e-3)
+    # What plan says of it: of a number that is there, of one that is not worth having, of others.
+    assert cli.main(["plan", "--devices", "16", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["asked"], told["devices"], told["why"]) == (16, 16, None) and told["pp"] == entry.pp
+    assert cli.main(["plan", str(tmp_path / "scale_table.json"), "--devices=5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["devices"], told["why"]) == (4, "there is no such layout")
+    assert cli.main(["plan", "--devices", "99", str(tmp_path)]) == 0
+    assert "99 devices (the table says nothing of so many, it goes from 2 to 24" in capsys.readouterr().out
+    for devices, where, why in ((1, tmp_path, "the least is 2"), (8, tmp_path / "layouts", "is not there")):
+        assert cli.main(["plan", "--devices", str(devices), str(where)]) == 2
+        assert why in capsys.readouterr().err
     # The job itself has written what its model is like.
     (tmp_path / "scale_table.json").write_text(replace(table, present=replace(PRESENT, tp=1, pp=1, dp=1)).to_json())
     code, _, err = run(capsys, *arguments)

@@ -102,6 +102,25 @@ def test_cells_as_asked(jobs: Jobs) -> None:
     assert [event["cells"] for event in job.events("asked")] == [4, 5, 7]
 
 
+@pytest.mark.parametrize(("stages", "numbers", "left"), [(2, (5, 8, 6), 2), (4, (3, 8, 6), 3)])
+def test_ranks_as_asked_under_kills(jobs: Jobs, stages: int, numbers: tuple[int, ...], left: int) -> None:
+    """While each number is made ready a rank is lost, and another comes. Three ranks make three stages of four."""
+    flags = ("--elastic-slices", "8", "--train-iters", "48", "--pipeline-model-parallel-size", str(stages))
+    job = start(jobs, *flags, "--elastic-respawn")
+    job.read_until(" 1/48")
+    for ranks in numbers:
+        assert cli.main(["scale", str(job.run_dir), "--ranks", str(ranks)]) == 0
+        job.kill(job.layouts()[-1].ranks[-1])
+        job.read_until("recovered from the loss")
+        job.read_until(f"{EVEN} {ranks} ranks")
+        assert sum(shape(job.layouts()[-1])) == ranks
+    job.finish()
+    layouts = assert_same(job, jobs.undisturbed(*flags))
+    assert layouts[-1].pipeline_size == left
+    assert [event["cells"] for event in job.events("asked")] == list(numbers)
+    assert len(layouts[-1].lost) == len(numbers)
+
+
 def test_a_newcomer_beside_one_who_has_moved(jobs: Jobs) -> None:
     """The rest of a cell has come to its layers one by one, a newcomer to all at once: what they compute in parts is
     added up layer by layer all the same.

@@ -67,6 +67,7 @@ from megatron_elastic.plan.clocking import plan_clocks
 from megatron_elastic.plan.order import Order
 from megatron_elastic.plan.predict import Case
 from megatron_elastic.plan.predict.outlook import around, outlook
+from megatron_elastic.plan.predict.past import Past
 
 
 class Agent(Protocol):
@@ -302,7 +303,8 @@ class Coordinator:
             else:
                 self._records.write(WriteScaleTable(made.result()))
 
-        arguments = effect.layout, effect.costs, effect.tokens, effect.sizes
+        seen = partial(self._records.past, effect.layout) if self._records is not None else dict
+        arguments = effect.layout, effect.costs, effect.tokens, effect.sizes, seen
         asyncio.get_running_loop().run_in_executor(None, _table, *arguments).add_done_callback(done)
 
     def trouble(self, what: str, fatal: bool = False) -> None:
@@ -322,8 +324,8 @@ class Coordinator:
         self.post(Ended(now=time.time(), ok=ok, reason=reason))
 
 
-def _table(layout: Layout, costs: Costs, tokens: int, sizes: Case | None) -> str:
-    return outlook(layout, costs, tokens, around(layout), sizes).to_json()
+def _table(layout: Layout, costs: Costs, tokens: int, sizes: Case | None, seen: Callable[[], Past]) -> str:
+    return outlook(layout, costs, tokens, around(layout), sizes, seen()).to_json()
 
 
 def _read_costs(effect: ReadCosts) -> Costed:

@@ -20,9 +20,10 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteProfile,
     WriteScaleTable,
 )
-from megatron_elastic.layout import Layout
+from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.observe.dials import Figures
-from megatron_elastic.observe.records import RunRecords
+from megatron_elastic.observe.records import RecordsError, RunRecords, read_metrics
+from megatron_elastic.plan.predict.past import Past, past
 
 Write = WriteMetrics | WriteEvent | WriteLayout | WriteProfile | WriteScaleTable | WriteDigest
 T = TypeVar("T")
@@ -144,6 +145,14 @@ class Recorder:
         self._clerk.put(effect)
         for watcher in self._watchers:
             _tell(watcher, effect)
+
+    def past(self, present: Layout) -> Past:
+        """What steps took in the layouts that are on record; nothing where records cannot be read. Takes a while."""
+        try:
+            layouts = [Layout.from_json(path.read_bytes()) for path in (self._run_dir / "layouts").glob("*.json")]
+            return past(present, layouts, read_metrics(self._run_dir).values())
+        except (RecordsError, LayoutError, OSError):
+            return {}
 
     def show(self, figures: Mapping[int, Figures]) -> None:
         """Let watchers know what the dials of some ranks show."""

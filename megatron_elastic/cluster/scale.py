@@ -28,7 +28,8 @@ examples:
   megatron-elastic scale runs/a --dp 3         every stage has three cells, the
                                                other ranks are spares
   megatron-elastic scale runs/a --ranks 8      as many cells as eight ranks
-                                               make, widths even to one
+                                               make, widths even to one, and no
+                                               more stages than cells
   megatron-elastic scale runs/a --pp 2 --dp 4  both
   megatron-elastic scale runs/a --ep 4         four ranks share the experts of a
                                                layer

@@ -43,7 +43,6 @@ def admit(seen: Observation, table: Callable[[Job], SpeedTable], floor: Callable
 
     ``floor(job)``: the devices with which an elastic job may be left or started.
     """
-    capacity = seen.total - seen.rigid_devices
     members = [
         Member(
             run.job,
@@ -57,6 +56,7 @@ def admit(seen: Observation, table: Callable[[Job], SpeedTable], floor: Callable
         for run in seen.running.values()
     ]
     kept = sum(member.floor for member in members)
+    capacity = max(kept, seen.total - seen.rigid_devices)  # less is left where nodes are being repaired
     starts: list[Job] = []
     blocked = False
     for job in seen.queue:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,6 +16,9 @@ from rich.table import Table
 
 from megatron_elastic import usage
 from megatron_elastic.fleet import live
+from megatron_elastic.fleet.capacity import ample, used_by_fifo
+from megatron_elastic.fleet.faults import Drawn, Faults, FaultsError, Recorded
+from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.journal import JournalError
 from megatron_elastic.fleet.outcome import Outcome
 from megatron_elastic.fleet.picture import Panel, svg
@@ -36,13 +39,17 @@ examples:
         --trace elasticflow-clusters-01-to-06.tar.gz
   one cluster of it, with 1,024 devices:
     megatron-elastic fleet simulate --trace clusters.tar.gz \\
-        --cluster cluster04 --gpus 1024
+        --cluster cluster04 --devices 1024
+  a cluster that is used little, as FlexTrain describes its own:
+    megatron-elastic fleet simulate --trace trace.csv --devices ample
   what live scaling is worth: the same, where every change of a job stops it
   for five minutes:
     megatron-elastic fleet simulate --trace trace.csv \\
         --policy flextrain-dp-pp,elastic --overhead 300
   with failures as Meta's RSC-1 had them:
     megatron-elastic fleet simulate --trace trace.csv --failures 6.5
+    megatron-elastic fleet simulate --trace trace.csv \\
+        --failures infinitehbd-fault_trace.json.gz
 
 policies:
   fifo             as submitted (the baseline)
@@ -80,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         return int(options.command(options))
-    except (TraceError, JournalError, SubmissionError, ValueError, OSError) as error:
+    except (TraceError, FaultsError, JournalError, SubmissionError, ValueError, OSError) as error:
         print(f"megatron-elastic fleet: error: {error}", file=sys.stderr)
         return 2
 
@@ -90,11 +97,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", type=_policies, default=list(NAMES), metavar="NAME[,NAME]|all", help="default: all")
     parser.add_argument("--cluster", metavar="NAME", help="of an archive, only the file of this name (default: each)")
     parser.add_argument(
+        "--devices",
         "--gpus",
-        type=live.count,
-        metavar="N",
-        help="devices of the cluster (default: whole nodes of 8, as many as would serve everybody at once for 95 %% of "
-        "the time, and at least the largest job)",
+        type=_capacity,
+        default=_Capacity(share=0.85),
+        metavar="N|P%|ample",
+        help="devices of the cluster: so many; as many, in whole nodes of 8, as fifo has in use to P %%; or as many as "
+        "would serve everybody at once for 95 %% of the time. At least the largest job (default: 85%%)",
     )
     parser.add_argument(
         "--elastic-from",
@@ -112,10 +121,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--failures",
-        type=_seconds,
-        default=0.0,
-        metavar="RATE",
-        help="of nodes, for 1,000 days of a node: Meta's RSC-1 had 6.5, Llama 3's cluster 3.8 (default: none)",
+        default="0",
+        metavar="RATE|FILE",
+        help="of nodes, for 1,000 days of a node: Meta's RSC-1 had 6.5, Llama 3's cluster 3.8; or a trace of real "
+        "ones, as InfiniteHBD publishes it (default: none)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of deadlines and failures (default: %(default)s)"
@@ -133,6 +142,41 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+class _Capacity(NamedTuple):
+    """How many devices: ``devices``, or as many as ``fifo`` uses to a share, or an ample number of them."""
+
+    devices: int | None = None
+    share: float | None = None
+
+    def of(self, jobs: Sequence[Job]) -> int:
+        """Of the cluster that has these jobs."""
+        if self.devices is not None:
+            return self.devices
+        return ample(jobs) if self.share is None else used_by_fifo(jobs, self.share)
+
+
+def _capacity(text: str) -> _Capacity:
+    if text == "ample":
+        return _Capacity()
+    if not text.endswith("%"):
+        return _Capacity(devices=live.count(text))
+    share = _seconds(text[:-1]) / 100
+    if not 0.01 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1% and 100%")
+    return _Capacity(share=share)
+
+
+def _faults(text: str) -> Faults:
+    """Raises ValueError, FaultsError, OSError."""
+    try:
+        rate = float(text)
+    except ValueError:
+        return Recorded.read(Path(text))
+    if not 0 <= rate < 1e9:
+        raise ValueError(f"--failures {text}: it is neither a number from 0 on nor a file")
+    return Drawn(rate)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -148,6 +192,7 @@ def simulate(options: argparse.Namespace) -> int:
     begun = time.perf_counter()
     if options.svg:
         options.svg.touch()
+    faults = _faults(options.failures)
     traces = read(options.trace)
     if options.cluster is not None:
         named = [trace for trace in traces if trace.name == options.cluster]
@@ -161,13 +206,14 @@ def simulate(options: argparse.Namespace) -> int:
     clusters: dict[str, dict[str, Any]] = {}
     sums = {name: Outcome() for name in options.policy}
     for trace in traces:
-        total = options.gpus or trace.cluster_size()
-        outcomes = _cluster(options, trace, total, panels)
+        total, outcomes = _cluster(options, trace, faults, panels)
         sums = {name: sums[name] + outcome for name, outcome in outcomes.items()}
         left_out = ", ".join(f"{count} {reason}" for reason, count in trace.left_out.items())
+        if trace.unknown:
+            console.print(f"{trace.name}: columns that say nothing here: {', '.join(map(repr, trace.unknown))}")
         _print(console, f"{trace.name}: {total} devices" + (f" (left out: {left_out})" if left_out else ""), outcomes)
         clusters[trace.name] = {
-            "gpus": total,
+            "devices": total,
             "jobs": len(trace.entries),
             "elastic_jobs": sum(entry.devices >= options.elastic_from for entry in trace.entries),
             "left_out": dict(trace.left_out),
@@ -180,9 +226,10 @@ def simulate(options: argparse.Namespace) -> int:
     figures = {
         "policies": {name: outcome.figures() for name, outcome in sums.items()},
         "jobs": sum(len(trace.entries) for trace in traces),
+        "devices": sum(cluster["devices"] for cluster in clusters.values()),
         "elapsed_s": round(time.perf_counter() - begun, 2),
         "overhead_s": options.overhead,
-        "failures": options.failures,
+        "failures": faults.rate if isinstance(faults, Drawn) else options.failures,
         "elastic_from": options.elastic_from,
         "seed": options.seed,
         "clusters": clusters,
@@ -191,21 +238,24 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cluster(options: argparse.Namespace, trace: Trace, total: int, panels: list[Panel]) -> dict[str, Outcome]:
-    """Of each policy on one cluster; what ``panels`` gets is drawn later."""
+def _cluster(
+    options: argparse.Namespace, trace: Trace, faults: Faults, panels: list[Panel]
+) -> tuple[int, dict[str, Outcome]]:
+    """Devices of a cluster, and what each policy makes of it; what ``panels`` gets is drawn later."""
     jobs = trace.jobs(options.elastic_from, options.seed)
+    total = options.devices.of(jobs)
     outcomes: dict[str, Outcome] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for name in options.policy:
             bar = progress.add_task(f"{trace.name}, {name}", total=len(jobs))
             run = Simulation(
-                jobs, total, policy(name, options.overhead), options.failures, options.seed, _shown(progress, bar)
+                jobs, total, policy(name, options.overhead), faults, options.seed, _shown(progress, bar)
             )
             outcomes[name] = run.run()
             progress.remove_task(bar)
             panels.append(Panel(f"{trace.name}, {name}", total, run.usage, outcomes[name].makespan))
-    return outcomes
+    return total, outcomes
 
 
 def _shown(progress: Progress, bar: TaskID) -> Callable[[Simulation], None]:

@@ -18,6 +18,8 @@ class Outcome:
     elastic_queue: float = 0.0
     other_queue: float = 0.0
     """What jobs that are not elastic wait before they start."""
+    work: float = 0.0
+    """Device-seconds that the jobs would have taken as submitted."""
     held: float = 0.0
     """Device-seconds that jobs held devices."""
     capacity: float = 0.0
@@ -54,6 +56,7 @@ class Outcome:
             "mean_elastic_queue_s": _mean(self.elastic_queue, self.elastic_jobs),
             "mean_other_jct_s": _mean(self.jct - self.elastic_jct, others),
             "utilisation": round(self.held / self.capacity, 4) if self.capacity else None,
+            "goodput": round(self.work / self.held, 4) if self.held else None,
             "makespan_s": round(self.makespan, 1),
             "scale_operations": self.scalings,
             "deadlines_met": _mean(self.deadlines, self.jobs, 4),

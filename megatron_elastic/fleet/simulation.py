@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import random
 import time
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Literal
 
 from megatron_elastic.fleet.course import Course
+from megatron_elastic.fleet.faults import NONE, Faults
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.observation import Decisions, Observation, Policy, Resize, Running, Start
 from megatron_elastic.fleet.outcome import Outcome
@@ -20,18 +20,21 @@ _CHECKPOINT_S = 1800.0
 """Work between two checkpoints: a job that is not ours and loses a device begins again from the last one."""
 _RESTART_S = 60.0
 """That such a job then stands still."""
-_DAY_S = 86400.0
 _EPS = 1e-6
 
-Kind = Literal["end", "free", "ask", "fail"]
+_AWAY = -1
+"""Holds the devices of nodes that are being repaired, in the placement."""
+
+Kind = Literal["end", "free", "ask", "fail", "repaired"]
 
 
 class Simulation:
     """A cluster of ``total`` devices, whose ``jobs`` (by submission, indexed from 0) a policy lets run.
 
-    ``failures``: of nodes, for 1,000 days of a node; a failed node is replaced at once. ``seed`` draws them. ``watch``
-    is called with the simulation after each step, for progress and checks. Raises ValueError if a job asks for more
-    devices than there are, or the policy decides what cannot be.
+    ``faults``: of nodes (default: none). One that is not replaced at once leaves its place to idle devices, or, where
+    there are none, to the next that come free. ``seed`` draws what there is to draw of them. ``watch`` is called with
+    the simulation after each step, for progress and checks. Raises ValueError if a job asks for more devices than there
+    are, or the policy decides what cannot be.
     """
 
     def __init__(
@@ -39,14 +42,14 @@ class Simulation:
         jobs: Sequence[Job],
         total: int,
         policy: Policy[Any],
-        failures: float = 0.0,
+        faults: Faults = NONE,
         seed: int = 0,
         watch: Callable[[Simulation], None] | None = None,
     ) -> None:
         largest = max(jobs, key=lambda job: job.devices, default=None)
         if largest is not None and largest.devices > total:
             raise ValueError(
-                f"job {largest.name} asks for {largest.devices} devices, and there are {total}: set --gpus higher"
+                f"job {largest.name} asks for {largest.devices} devices, and there are {total}: set --devices higher"
             )
         self.jobs, self.total, self.policy = jobs, total, policy
         self.now = 0.0
@@ -57,8 +60,11 @@ class Simulation:
         """Devices that jobs have given back and still hold."""
         self.usage = Usage()
         self.outcome = Outcome()
-        self._failures = failures * -(-total // NODE) / 1000 / _DAY_S
-        self._draw = random.Random(seed)
+        self.away = 0
+        """Devices of nodes that are being repaired, and that nobody can hold."""
+        self._owed = 0
+        """Devices that are to be away, and that jobs still hold."""
+        self._faults = faults.of(-(-total // NODE), seed)
         self._watch = watch
         self._events: list[tuple[float, int, Kind, int, int]] = []
         self._order = 0
@@ -76,10 +82,10 @@ class Simulation:
         """Until every job has ended."""
         begun = time.perf_counter()
         state = self.policy.begin()
-        if self._failures:
-            self._post(self._draw.expovariate(self._failures), "fail")
+        self._next_fault()
         while self._next < len(self.jobs) or self.courses or self.queue:
             self._advance()
+            self._withdraw()
             state, decisions = self.policy.decide(state, self._seen())
             self._apply(decisions)
             self._note()
@@ -98,7 +104,7 @@ class Simulation:
     @property
     def free(self) -> int:
         """Devices that nobody holds."""
-        return self.total - self._rigid_devices - self._elastic_devices - self.leaving
+        return self.total - self._rigid_devices - self._elastic_devices - self.leaving - self.away
 
     # ---- events ---------------------------------------------------------------------------
 
@@ -114,7 +120,7 @@ class Simulation:
             at = min(arrival, self._events[0][0] if self._events else inf)
             if at == inf:
                 raise ValueError(f"policy {self.policy.name}: job {self.queue[0].name} waits for ever")
-            self.outcome.held += (self.total - self.free) * (at - self.now)
+            self.outcome.held += (self.total - self.free - self.away) * (at - self.now)
             self.now = at
             happened = False
             while self._next < len(self.jobs) and self.jobs[self._next].submitted <= at:
@@ -147,9 +153,15 @@ class Simulation:
             if self._asked_at != self.now:
                 return False
             self._asked_at = inf
+        elif kind == "repaired":
+            back = max(0, version - self._owed)
+            self._owed -= version - back
+            self.away -= back
+            self.placement.resize(_AWAY, self.away)
         else:
-            self._fail()
-            self._post(self.now + self._draw.expovariate(self._failures), "fail")
+            self._fail(index)
+            self._owed += version
+            self._next_fault()
         return True
 
     def _end(self, course: Course) -> None:
@@ -160,6 +172,7 @@ class Simulation:
         self.placement.resize(job.index, 0)
         self._ended += 1
         outcome.jobs += 1
+        outcome.work += job.duration * job.devices
         outcome.jct += self.now - job.submitted
         outcome.makespan = self.now
         met = self.now <= job.deadline + _EPS
@@ -177,9 +190,24 @@ class Simulation:
             self._rigid_devices -= course.devices
             del self._rigid[job.index]
 
-    def _fail(self) -> None:
-        """Some node fails, and is replaced: its jobs stop, begin again from their checkpoints, or, ours, go on."""
-        node = self._draw.randrange(-(-self.total // NODE))
+    def _next_fault(self) -> None:
+        fault = next(self._faults, None)
+        if fault is None:
+            return
+        devices = min(NODE, self.total - fault.node * NODE) if fault.repair_s else 0
+        self._post(fault.at, "fail", fault.node, devices)
+        if devices:
+            self._post(fault.at + fault.repair_s, "repaired", version=devices)
+
+    def _withdraw(self) -> None:
+        """What is to be away and is free is away."""
+        if taken := min(self._owed, self.free):
+            self._owed -= taken
+            self.away += taken
+            self.placement.resize(_AWAY, self.away)
+
+    def _fail(self, node: int) -> None:
+        """A node fails: its jobs stop, and begin again from their checkpoints on other devices, or, ours, go on."""
         for index in self.placement.holders(node):
             course = self.courses.get(index)
             if course is None:
@@ -206,7 +234,7 @@ class Simulation:
     def _seen(self) -> Observation:
         return Observation(
             self.now,
-            self.total,
+            self.total - self.away - self._owed,
             self.free,
             self._rigid,
             self._rigid_devices,

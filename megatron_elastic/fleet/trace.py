@@ -15,19 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.models import SMALL, model_of
-from megatron_elastic.fleet.placement import NODE
+from megatron_elastic.plan import tabular
 
 Row = Mapping[str, str]
 _TIGHTNESS = (0.5, 1.5)
 """A deadline is drawn so many durations after the submission, evenly, where the trace has none: ElasticFlow's way."""
-_BUSY_SHARE = 0.95
 _PAI_TASKS = (
     "job_name", "task_name", "inst_num", "status", "start_time", "end_time",
     "plan_cpu", "plan_mem", "plan_gpu", "gpu_type",
@@ -51,11 +49,12 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """One cluster's jobs by submission, and how many lines were left out, by reason."""
+    """One cluster's jobs by submission, how many lines were left out, by reason, and columns that say nothing here."""
 
     name: str
     entries: list[Entry]
     left_out: Counter[str] = field(default_factory=Counter)
+    unknown: tuple[str, ...] = ()
 
     def jobs(self, elastic_from: int, seed: int) -> list[Job]:
         """As the simulation takes them: times from the first submission on; large ones elastic.
@@ -75,23 +74,6 @@ class Trace:
             )
         return jobs
 
-    def cluster_size(self) -> int:
-        """Devices, in whole nodes, that serve all jobs at once for 95 % of the time, and at least the largest job."""
-        changes: Counter[float] = Counter()  # of devices in use, at each moment
-        for entry in self.entries:
-            changes[entry.submitted] += entry.devices
-            changes[entry.submitted + entry.duration] -= entry.devices
-        spent: dict[int, float] = {}
-        used = 0
-        for moment, following in pairwise(sorted(changes)):
-            used += changes[moment]
-            spent[used] = spent.get(used, 0.0) + following - moment
-        needs = sorted(spent)
-        shares = accumulate(spent[need] for need in needs)
-        enough = _BUSY_SHARE * sum(spent.values())
-        need = next((need for need, share in zip(needs, shares, strict=True) if share >= enough), 0)
-        return NODE * ceil(max(need, *(entry.devices for entry in self.entries)) / NODE)
-
 
 class _LeftOut(Exception):
     """A line is no job that ran on devices."""
@@ -99,11 +81,12 @@ class _LeftOut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """``read`` makes entries of rows; every row has ``columns``, in lower case."""
+    """``read`` makes entries of rows; every row has ``columns``, in lower case, and may have ``optional`` ones."""
 
     name: str
     columns: tuple[str, ...]
     read: Callable[[Row], Entry]
+    optional: tuple[str, ...] = ()
 
 
 def read(path: Path) -> list[Trace]:
@@ -116,13 +99,7 @@ def read(path: Path) -> list[Trace]:
         if not traces:
             raise TraceError(f"{path}: there is no .csv or .json in it")
         return traces
-    data = path.read_bytes()
-    if path.suffix.lower() == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise TraceError(f"{path}: it cannot be unpacked ({error})") from None
-    return [_trace(str(path), data)]
+    return [_trace(str(path), path.read_bytes())]
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -140,9 +117,9 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _trace(name: str, data: bytes) -> Trace:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{name}: it is no text in UTF-8 ({error})") from None
+        text = tabular.text(data, packed=name.lower().endswith(".gz"))
+    except ValueError as error:
+        raise TraceError(f"{name}: {error}") from None
     trace = Trace(Path(name.rpartition(":")[2] or name).name.split(".")[0], [])
     rows = _philly(name, text, trace) if text.lstrip()[:1] in ("[", "{") else _csv(name, text, trace)
     trace.entries = sorted(rows, key=lambda entry: (entry.submitted, entry.name))
@@ -153,10 +130,11 @@ def _trace(name: str, data: bytes) -> Trace:
 
 
 def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
-    lines = csv.reader(io.StringIO(text))
+    comma = tabular.delimiter(text)
+    lines = csv.reader(io.StringIO(text), delimiter=comma)
     header = [column.strip().lower() for column in next(lines, [])]
     if len(header) == len(_PAI_TASKS) and _is_number(header[2]):
-        lines, header = csv.reader(io.StringIO(text)), list(_PAI_TASKS)
+        lines, header = csv.reader(io.StringIO(text), delimiter=comma), list(_PAI_TASKS)
     found = next((form for form in _FORMATS if set(form.columns) <= set(header)), None)
     if found is None:
         closest = max(_FORMATS, key=lambda form: len(set(form.columns) & set(header)))
@@ -167,6 +145,7 @@ def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
             + "; ".join(f"{form.name}: {', '.join(form.columns)}" for form in _FORMATS if form is not closest)
             + "; Philly: its cluster_job_log (JSON)"
         )
+    trace.unknown = tuple(name for name in header if name and name not in (*found.columns, *found.optional))
     entries = []
     for cells in lines:
         if not cells:
@@ -269,7 +248,7 @@ def _alibaba_2023(row: Row) -> Entry:
 
 
 _FORMATS = (
-    _Format("ElasticFlow", ("job_id", "submission_time", "duration", "num_gpu"), _elasticflow),
+    _Format("ElasticFlow", ("job_id", "submission_time", "duration", "num_gpu"), _elasticflow, ("deadline",)),
     _Format("Helios", ("job_id", "submit_time", "duration", "gpu_num"), _helios),
     _Format("Alibaba 2020", ("job_name", "inst_num", "plan_gpu", "start_time", "end_time"), _alibaba_2020),
     _Format("Alibaba 2023", ("name", "num_gpu", "creation_time", "scheduled_time", "deletion_time"), _alibaba_2023),

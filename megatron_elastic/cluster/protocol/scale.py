@@ -34,8 +34,9 @@ def asked(turn: Turn, person: int, request: Scale) -> None:
     except NoLayout as error:
         turn.do(Reply(person, Answer(ok=False, text=str(error))))
         return
+    as_now = request.stages is None and stages == _stages(job, layout)
     wanted = replace(
-        job.arrangement, fits=False, stages=job.arrangement.stages if request.stages is None else stages,
+        job.arrangement, fits=False, stages=job.arrangement.stages if as_now else stages,
         cells=job.arrangement.cells if cells is None else cells,
     )  # fmt: skip
     turn.set(arrangement=wanted)
@@ -78,12 +79,23 @@ def _exactness(job: Job, layout: Layout, new: Layout) -> str:
     return "the numbers stay the same but for rounding"
 
 
+def _stages(job: Job, layout: Layout) -> int:
+    """As somebody has asked, or as there are."""
+    return job.arrangement.stages or layout.pipeline_size
+
+
 def _sizes(job: Job, layout: Layout, request: Scale) -> tuple[int, int | None]:
-    """How many stages, and how many cells in all if anything is said about that. Raises NoLayout if it cannot be."""
-    stages, size = request.stages or job.arrangement.stages or layout.pipeline_size, layout.cell_size
+    """How many stages, and how many cells in all if anything is said about that. Raises NoLayout if it cannot be.
+
+    For a number of ranks there are fewer stages where there are not enough cells for each, but never so few cells that
+    copies of states have no place beside them.
+    """
+    stages, size = request.stages or _stages(job, layout), layout.cell_size
     cells = None if request.width is None else request.width * stages
     if request.ranks is not None:
         cells = request.ranks // size
+        if request.stages is None and 1 + layout.num_replicas <= cells < stages:
+            stages = cells
     newcomers, leaving = change.newcomers(job), change.leaving(job)
     if cells is not None:
         there = len({*layout.ranks, *layout.spares, *newcomers} - leaving)
@@ -93,7 +105,7 @@ def _sizes(job: Job, layout: Layout, request: Scale) -> tuple[int, int | None]:
         if cells * size > there:
             raise NoLayout(f"{cells} cells of {size} ranks take {cells * size} ranks, and {there} are there: ask for "
                            "fewer, or start more (a node that is started with the same command joins)")
-    if request.stages is not None:
+    if stages != layout.pipeline_size or request.stages is not None:
         wide = dataclasses.replace(layout, most_cells=layout.most_cells if cells is None else cells)
         asked_for = replace(job, arrangement=replace(job.arrangement, stages=stages))
         arrangement.arranged(asked_for, admit(wide, newcomers, layout.epoch, leaving))

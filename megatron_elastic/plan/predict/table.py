@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_elastic.plan import tabular
 from megatron_elastic.plan.predict.case import Array, Case
 
 
@@ -56,6 +57,9 @@ _ROLES: Mapping[str, tuple[str, int]] = {
 }
 _LEADS = ("numberof", "num", "noof", "nrof", "no", "nr", "n")
 _NEEDED = ("hidden", "heads", "layers", "seq_length", "time")
+_DEGREES = ("devices", "tp", "pp", "dp")
+_BATCHES = ("global_batch", "micro_batch", "grains")
+"""All but one of each of these are needed."""
 _CALLED = {
     "seq_length": "sequence length", "time": "iteration time", "hidden": "hidden size", "heads": "attention heads",
     "tp": "tensor parallelism", "pp": "pipeline parallelism", "dp": "data parallelism",
@@ -84,6 +88,7 @@ class Table:
         lines: of the file, on which the rows are.
         skipped: rows without a time.
         columns: what was read -> the column it was read from.
+        unknown: the other columns.
     """
 
     name: str
@@ -93,18 +98,21 @@ class Table:
     lines: tuple[int, ...]
     skipped: int
     columns: Mapping[str, str]
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path, recompute: bool, vocab_size: int = 51_200) -> Table:
         """Read a file. What it has no column for is ``recompute`` and ``vocab_size``. Raises TableError, OSError."""
-        return cls.parse(_text(path), path.name, recompute, vocab_size)
+        try:
+            text = tabular.text(path.read_bytes(), packed=path.suffix.lower() == ".gz")
+        except ValueError as error:
+            raise TableError(f"{path.name}: {error}") from None
+        return cls.parse(text, path.name, recompute, vocab_size)
 
     @classmethod
     def parse(cls, text: str, name: str, recompute: bool, vocab_size: int = 51_200) -> Table:
         """Read text: a line of names, then one for each row; commas, semicolons or tabs between. Raises TableError."""
-        first = next((line for line in text.splitlines() if line.strip()), "")
-        comma = max(",;\t|", key=first.count)
-        reader = csv.reader(io.StringIO(text), delimiter=comma, skipinitialspace=True)
+        reader = csv.reader(io.StringIO(text), delimiter=tabular.delimiter(text), skipinitialspace=True)
         header: list[str] | None = None
         columns: dict[str, int] = {}
         unit: float | None = None
@@ -128,21 +136,14 @@ class Table:
             lines.append(reader.line_num)
         if not cases:
             raise TableError(f"{name}: there is no row with a time" if header else f"{name}: the file is empty")
-        named = {role: header[index].strip() for role, index in columns.items()} if header else {}
-        return cls(name, tuple(cases), np.array(times), unit, tuple(lines), skipped, named)
+        titles = [title.strip().lstrip("\ufeff") for title in header or ()]
+        named = {role: titles[index] for role, index in columns.items()}
+        unknown = tuple(title for index, title in enumerate(titles) if title and index not in columns.values())
+        return cls(name, tuple(cases), np.array(times), unit, tuple(lines), skipped, named, unknown)
 
     def seconds(self, unit: float) -> Array:
         """Times in seconds, in units of ``unit`` where the table does not say."""
         return self.times * (unit if self.unit is None else self.unit)
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    try:
-        return data.decode(coding)
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path.name}: not text in UTF-8 or UTF-16: {error}") from None
 
 
 # ---- names ----------------------------------------------------------------------------------
@@ -166,18 +167,16 @@ def _columns(name: str, header: Sequence[str]) -> tuple[dict[str, int], float | 
         if role == "time":
             unit = found
     there = ", ".join(repr(title.strip().lstrip("\ufeff")) for title in header)
-    for role in _NEEDED:
-        if role not in columns:
-            called = _CALLED.get(role, role)
-            raise TableError(f"{name}: there is no column {called!r}; the columns are {there}")
-    for role, others in (("tp", "devices pp dp"), ("pp", "devices tp dp"), ("dp", "devices tp pp")):
-        if role not in columns and any(other not in columns for other in others.split()):
-            raise TableError(
-                f"{name}: there is no column {_CALLED[role]!r}, nor others that tell; the columns are {there}"
-            )
-    for role, other in (("micro_batch", "global_batch"), ("global_batch", "micro_batch")):
-        if role not in columns and not {"grains", other} <= set(columns):
-            raise TableError(f"{name}: there is no column {role.replace('_', ' ')!r}; the columns are {there}")
+    missing = [role for role in _NEEDED if role not in columns]
+    if sum(role in columns for role in _DEGREES) < len(_DEGREES) - 1:
+        missing += [role for role in _DEGREES if role != "devices" and role not in columns]
+    if sum(role in columns for role in _BATCHES) < len(_BATCHES) - 1:
+        missing += [role for role in _BATCHES if role != "grains" and role not in columns]
+    if missing:
+        first, *more = (repr(_CALLED.get(role, role.replace("_", " "))) for role in missing)
+        first += ", nor others that tell" if missing[0] in _DEGREES else ""
+        also = f"; also missing: {', '.join(more)}" if more else ""
+        raise TableError(f"{name}: there is no column {first}; the columns are {there}{also}")
     return columns, unit
 
 
