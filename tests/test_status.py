@@ -148,9 +148,23 @@ def test_words() -> None:
 
 
 def test_no_run_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "top"):
-        assert cli.main([command, str(tmp_path)]) == 2
-        assert f"megatron-elastic {command}: error: {tmp_path} has no metrics.jsonl" in capsys.readouterr().err
+    run = write_run(tmp_path / "demo" / "undisturbed", [3.0])
+    for command in ("status", "report"):
+        for path, said in ((tmp_path, f"{tmp_path} has no metrics.jsonl: it is no run directory; in it are {run}\n"),
+                           (run / "logs", "no elastic job runs in" if command == "status" else "there is no directory")):
+            assert cli.main([command, str(path)]) == 2
+            assert f"megatron-elastic {command}: error: {said}" in capsys.readouterr().err
+
+
+def test_top_needs_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", str(write_run(tmp_path / "run", [3.0]))]) == 2
+    assert "no terminal to show it on; megatron-elastic status prints" in capsys.readouterr().err
+
+
+def test_a_command_that_there_is_not_may_be_meant_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, said in (("stauts", "did you mean status?"), ("jump", "one of run, data")):
+        assert cli.main([wrong]) == 2
+        assert f"there is no command {wrong!r}; {said}" in capsys.readouterr().err
 
 
 def test_pictures_fit_the_terminal(tmp_path: Path) -> None:
