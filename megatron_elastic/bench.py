@@ -25,8 +25,8 @@ def available() -> list[str]:
 
 def _told(name: str) -> str:
     """A line or more on what a benchmark measures: what its file begins with."""
-    begins = ast.get_docstring(ast.parse((_FOLDER / f"{name}.py").read_text())) or ""
-    what = begins.partition("\n\n")[0].partition("``megatron-elastic")[0].replace("``", "").replace("\n", " ").strip(": ")
+    begins = (ast.get_docstring(ast.parse((_FOLDER / f"{name}.py").read_text())) or "").partition("\n\n")[0]
+    what = begins.partition("``megatron-elastic")[0].replace("``", "").replace("\n", " ").strip(": ")
     return textwrap.fill(what, 80, initial_indent=f"  {name:12s} ", subsequent_indent=" " * 15)
 
 

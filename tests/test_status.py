@@ -149,9 +149,11 @@ def test_words() -> None:
 
 def test_no_run_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "demo" / "undisturbed", [3.0])
-    for command in ("status", "report"):
-        for path, said in ((tmp_path, f"{tmp_path} has no metrics.jsonl: it is no run directory; in it are {run}\n"),
-                           (run / "logs", "no elastic job runs in" if command == "status" else "there is no directory")):
+    for command, none in (("status", "no elastic job runs in"), ("report", "there is no directory")):
+        for path, said in (
+            (tmp_path, f"{tmp_path} has no metrics.jsonl: it is no run directory; in it are {run}\n"),
+            (run / "logs", none),
+        ):
             assert cli.main([command, str(path)]) == 2
             assert f"megatron-elastic {command}: error: {said}" in capsys.readouterr().err
 

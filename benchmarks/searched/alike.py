@@ -66,7 +66,7 @@ def row(case: Case, seconds: float) -> dict[str, Any]:
                 "peak": round(placed.peak / unit, 4)}  # fmt: skip
 
     problems = {through: problem_of(layers, through, grains).within([memory * unit] * stages)
-                for through in ways(stages, layers)}  # fmt: skip
+                for through in map(joined, ways(stages, layers))}  # fmt: skip
     known = {through: _known(through, problem) for through, problem in problems.items()}
     for through, orders in known.items():
         whole = problems[through].recomputing(())
@@ -111,10 +111,12 @@ def split(layers: int, through: Sequence[int]) -> list[int]:
 def _known(through: tuple[int, ...], problem: Problem) -> Mapping[str, Orders]:
     """The known schedules of a placement."""
     stages, grains = problem.devices, problem.grains
+    chunks = len(through) // stages
+    if through == way("loop", stages, chunks):
+        return schedules(stages, grains, chunks)
     if through == joined(way("v", stages, _CHUNKS)):
         return {"zb-v": v_shaped(problem.recomputing(()))}
-    chunks = len(through) // stages
-    return schedules(stages, grains, chunks) if through == way("loop", stages, chunks) else {}
+    return {}
 
 
 def _searched(pipelines: Sequence[tuple[Problem, Mapping[str, Orders]]]) -> Iterator[_Placed]:
