@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from textual.widgets import Input, Static
 from megatron_elastic import cli
 from megatron_elastic.cluster.ask import run_of
 from megatron_elastic.cluster.wire.address import read_address
-from megatron_elastic.observe.goodput import PARTS, goodput
+from megatron_elastic.observe.goodput import PARTS, Account, Goodput
 from megatron_elastic.observe.records import RecordsError, RunRecords
 from megatron_elastic.observe.run import Copy, Run
 from megatron_elastic.observe.status import picture, status
@@ -36,6 +36,12 @@ def steps(times: Sequence[float], width: int = 8) -> list[dict[str, Any]]:
 
 def recovered(step: int, **parts: float) -> dict[str, Any]:
     return {"kind": "recovered", **RECOVERY, **dict.fromkeys(PARTS, 0.0), "step": step, **parts}
+
+
+def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Goodput:
+    account = Account()
+    account.add(metrics, events)
+    return account.goodput()
 
 
 # ---- goodput -------------------------------------------------------------------------------------
@@ -105,6 +111,21 @@ def test_records_are_read_on_as_they_grow(tmp_path: Path) -> None:
         file.write(json.dumps(line(2, 1.0))[len('{"step": 2, ') - 12 :].encode() + b"\n")
     with pytest.raises(RecordsError, match=r"metrics.jsonl:2 is not a JSON object"):
         run.refresh()
+
+
+def test_no_more_steps_are_kept_than_are_shown(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    run, whole = Run.of_folder(tmp_path, 10), Run.of_folder(tmp_path)
+    for step in range(1, 101):
+        records.metrics({**line(step, 1.0), "step_ms": 300.0 if step == 50 else 100.0})
+        if step == 50:
+            records.event("recovered", 1, **{**RECOVERY, "step": 50})
+        if step % 20 == 0:
+            run.refresh()
+            assert [record["step"] for record in run.metrics] == [*range(step - 9, step + 1)]
+    whole.refresh()
+    assert run.account.goodput() == whole.account.goodput() == goodput(whole.metrics, whole.events)
+    assert run.account.goodput().elapsed_ms - run.account.goodput().useful_ms == 200
 
 
 def test_states(tmp_path: Path) -> None:
