@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from common import emit, load_average, progress, run
@@ -38,7 +39,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--optimum", type=float, default=10.0, metavar="S",
                         help="seconds for the solver, OR-Tools, for each case with a small pipeline; 0: do without "
                         "(default: %(default)g)")
+    parser.add_argument("--svg", type=Path, metavar="FILE",
+                        help="draw how long searches take; needs matplotlib, the extra plot")
     options = parser.parse_args(argv)
+    if options.svg is not None and find_spec("matplotlib") is None:
+        parser.error("--svg needs matplotlib: pip install 'megatron-elastic[plot]'")
     if options.optimum and find_spec("ortools") is None:
         parser.error("the optimum needs OR-Tools: pip install 'megatron-elastic[search]', or do without: --optimum 0")
     return options
@@ -65,6 +70,10 @@ def main(argv: Sequence[str]) -> int:
         cases.append(row(Case(*asked), options.optimum))
         progress(line(cases[-1]))
     print(markdown(cases), file=sys.stderr)
+    if options.svg is not None:
+        from searched.plot import draw
+
+        draw(cases, options.svg)
     emit("search", argv, {**summary(cases), "cases": cases, "load_before": load})
     return 0
 

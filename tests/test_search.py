@@ -166,6 +166,13 @@ def test_the_bound_of_few_grains_is_their_way_there_and_back(grains: int, least:
     assert lower_bound(problem) == least == best(problem, {}).ms
 
 
+@pytest.mark.parametrize("v", [False, True])
+def test_the_bound_of_few_grains_with_two_chunks(v: bool) -> None:
+    """The stage with the end of the model has all to do there between the ways."""
+    problem = alike(8, 4, 16.0, 2, v)
+    assert lower_bound(problem) == 15 + 4 * 2 + 15 + 1 <= best(problem, {}).ms
+
+
 def test_a_deadlock_is_told() -> None:
     problem = alike(2, 1, 1.0)
     number = problem.numbers.of
