@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from textual.widgets import Input, Static
 from megatron_elastic import cli
 from megatron_elastic.cluster.ask import run_of
 from megatron_elastic.cluster.wire.address import read_address
-from megatron_elastic.observe.goodput import PARTS, Account, Goodput
+from megatron_elastic.observe.goodput import PARTS, goodput
 from megatron_elastic.observe.records import RecordsError, RunRecords
 from megatron_elastic.observe.run import Copy, Run
 from megatron_elastic.observe.status import picture, status
@@ -36,12 +36,6 @@ def steps(times: Sequence[float], width: int = 8) -> list[dict[str, Any]]:
 
 def recovered(step: int, **parts: float) -> dict[str, Any]:
     return {"kind": "recovered", **RECOVERY, **dict.fromkeys(PARTS, 0.0), "step": step, **parts}
-
-
-def goodput(metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Goodput:
-    account = Account()
-    account.add(metrics, events)
-    return account.goodput()
 
 
 # ---- goodput -------------------------------------------------------------------------------------

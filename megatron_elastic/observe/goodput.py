@@ -105,5 +105,12 @@ class Account:
         return statistics.median(near) if near else self._times[at]
 
 
+def goodput(metrics: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> Goodput:
+    """Of the steps in ``metrics``, in order, with what happened meanwhile. Takes linear time."""
+    account = Account()
+    account.add(metrics, events)
+    return account.goodput()
+
+
 def _others(places: Sequence[int], order: Iterable[int], without: Set[int]) -> Iterator[int]:
     return (places[index] for index in order if places[index] not in without)
