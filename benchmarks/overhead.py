@@ -2,9 +2,9 @@
 
 Short jobs of plain Megatron over gloo and over ``elastic``, and of the elastic trainer, ``fast`` and ``bitwise`` with
 replicas, without the log that resumed steps need, and with all that there is to look at switched on (``watched``:
-Prometheus' metrics, TensorBoard, lines as JSON), take turns: what else the machine does then hits all of them. So does,
-with ``--against CHECKOUT``, ``bitwise`` as another checkout has it. The order rotates from round to round. One
-more job tells what it costs that ranks are watched (``watching``).
+Prometheus' metrics, TensorBoard, lines as JSON, and a look each second, as ``top`` does), take turns: what else the
+machine does then hits all of them. So does, with ``--against CHECKOUT``, ``bitwise`` as another checkout has it. The
+order rotates from round to round. One more job tells what it costs that ranks are watched (``watching``).
 
 When other work competes for the cores, step times say who was scheduled more: look at ``load_before``, and at the
 processor time of a step, which is that of all ranks together, without what a job of the fewest steps takes.
@@ -16,6 +16,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,8 @@ def main(argv: Sequence[str]) -> int:
             variant = VARIANTS["bitwise" if name == "against" else name]
             if name == "watched":
                 more = [*more, "--elastic-metrics-port", str(free_port()), "--tensorboard-dir", f"{run_dir}-curves"]
-            run_job(run_dir, options.nproc_per_node, [*flags, *variant, *more], checkout=checkout)
+            with watching.looked_at(run_dir) if name == "watched" else nullcontext():
+                run_job(run_dir, options.nproc_per_node, [*flags, *variant, *more], checkout=checkout)
             return run_dir, cpu_seconds() - before
 
         start = {name: job(name, "start", ("--train-iters", str(_FEWEST)))[1] for name in names}

@@ -1,4 +1,4 @@
-"""What it costs that ranks are watched: a part of ``megatron-elastic bench overhead``.
+"""What it costs that ranks, and jobs, are watched: a part of ``megatron-elastic bench overhead``.
 
 It is too little for step times to show, so it is counted: how often a rank writes to its odometer in a step, or adds to
 its dials, times what that takes, and what its agent takes to look at all of them.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,34 @@ from megatron_elastic.cluster.instruments import Instruments
 from megatron_elastic.cluster.speedometer import Speedometer
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.faults.odometer import Effort, Odometer
+from megatron_elastic.observe.records import RecordsError
+from megatron_elastic.observe.run import RECENT, Run
+from megatron_elastic.observe.status import picture
 
 SCRIPT = str(Path(__file__).parent / "programs" / "watched_gpt.py")
 _TIMES, _REPEAT = 20_000, 5
+_EVERY = 1.0
+"""Seconds between two looks, as ``top`` has it."""
+
+
+@contextmanager
+def looked_at(run_dir: Path) -> Iterator[None]:
+    """Meanwhile somebody looks at the job, as ``megatron-elastic top`` does."""
+    over = threading.Event()
+
+    def look() -> None:
+        run: Run | None = None
+        while not over.wait(_EVERY):
+            with suppress(RecordsError):  # it has not begun to write
+                run = run or Run.of_folder(run_dir, RECENT)
+                run.refresh()
+                picture(run)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
 
 
 def watching(run_dir: Path, ranks: int, step_ms: float) -> dict[str, Any]:

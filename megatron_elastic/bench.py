@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +23,22 @@ def available() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in _OTHERS)
 
 
+def _told(name: str) -> str:
+    """A line or more on what a benchmark measures: what its file begins with."""
+    begins = (ast.get_docstring(ast.parse((_FOLDER / f"{name}.py").read_text())) or "").partition("\n\n")[0]
+    what = begins.partition("``megatron-elastic")[0].replace("``", "").replace("\n", " ").strip(": ")
+    return textwrap.fill(what, 80, initial_indent=f"  {name:12s} ", subsequent_indent=" " * 15)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """What ``megatron-elastic bench`` takes; each benchmark parses the rest."""
     parser = argparse.ArgumentParser(
-        prog="megatron-elastic bench", description="Measure.", formatter_class=usage.Formatter,
-        epilog="Progress goes to stderr; the last line of stdout is one JSON object. megatron-elastic bench NAME "
-        "--help tells more.",
+        prog="megatron-elastic bench", formatter_class=usage.Formatter,
+        description="Measure. Progress goes to stderr; the last line of stdout is one JSON object.",
+        epilog="NAME is one of\n\n" + "\n".join(map(_told, available())) + "\n\nexample:\n  megatron-elastic bench "
+        "recovery --nproc-per-node 8 --repeat 5\n\nmegatron-elastic bench NAME --help tells more.",
     )
-    parser.add_argument("name", metavar="NAME", choices=available() or None, help="%(choices)s")
+    parser.add_argument("name", metavar="NAME", choices=available() or None, help="what to measure")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the benchmark's flags")
     return parser
 

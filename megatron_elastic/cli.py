@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        print(f"megatron-elastic: error: there is no command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        print(f"megatron-elastic: error: there is no command {name!r}; {meant}", file=sys.stderr)
         return 2
     if name == "data":
         return _data(rest)
@@ -80,7 +83,7 @@ def _data_parser() -> argparse.ArgumentParser:
         prog="megatron-elastic data", formatter_class=usage.Formatter, description="Make training data from text.",
         epilog="example:\n  megatron-elastic data prepare data --text books/ --vocab-size 4096",
     )
-    prepare = parser.add_subparsers(dest="action", required=True, metavar="prepare").add_parser(
+    prepare = parser.add_subparsers(title="commands", dest="action", required=True, metavar="COMMAND").add_parser(
         "prepare", help="train a byte-level BPE and write Megatron's .bin and .idx", formatter_class=usage.Formatter)
     prepare.add_argument("out", type=Path, metavar="OUT", help="directory to write to; --data-path takes it")
     prepare.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="PATH",

@@ -159,6 +159,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic top JOB``: 0, or 2 where there are no readable records."""
     options = make_parser().parse_args(argv)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print("megatron-elastic top: error: there is no terminal to show it on; megatron-elastic status prints what it "
+              "would show", file=sys.stderr)
+        return 2
     try:
         run = run_of(options.job)
     except RecordsError as error:

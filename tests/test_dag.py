@@ -59,6 +59,15 @@ def test_nodes_and_edges(pp: int, chunks: int, each: int, dp: int, data: st.Data
     assert earliest == pytest.approx([node.start_ms for node in dag.nodes])
 
 
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_peaks_are_those_of_1f1b(pp: int) -> None:
+    """P - s grains at stage s of P, with what its units keep of each."""
+    layout, costs = job(pp, 1, 2 * pp)
+    peaks = Dag.of(programs(layout)["1f1b"], layout, costs).peaks
+    kept = [sum(costs.units[unit].activation_bytes for unit in stage.units) for stage in layout.stages]
+    assert list(peaks.values()) == [(pp - stage) * kept[stage] for stage in range(pp)]
+
+
 def test_the_file_is_one_that_perfetto_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout, costs = job(2, 1, 4)
     (tmp_path / "layout.json").write_text(layout.to_json())

@@ -85,6 +85,25 @@ def test_parts_of_a_grain_count_as_such(clock: list[float]) -> None:
     assert read[0] == {"layer.0": (4000, 8000, 256)}
 
 
+def test_a_grain_that_comes_twice_is_one_grain(clock: list[float]) -> None:
+    """Two chunks: each unit is told what it takes, and keeps, for a grain, whichever chunk it is in."""
+    meter = Meter([], chunks=2)
+    with meter.pipeline():
+        for chunk in (0, 0, 1, 1):  # two grains
+            with meter.forward(chunk=chunk):
+                meter.enter(f"layer.{chunk}")
+                output = torch.ones(4, 4, requires_grad=True).exp()  # 64 bytes
+                clock[0] += 1 + chunk
+            with meter.backward():
+                output.sum().backward()
+                clock[0] += 3
+                meter.leave(f"layer.{chunk}")
+    read = meter.read()
+    assert read is not None
+    assert read[0] == {"layer.0": (1000, 3000, 64), "layer.1": (2000, 3000, 64)}
+    assert (meter.busy, meter.grains) == (2 * (1 + 2 + 3 + 3), 2)
+
+
 def test_costs_are_medians_and_layers_are_alike() -> None:
     units, stages = gpt_units(2, 2, tied=False, positions=False)
     layout = Layout.grid(tp=1, pp=2, dp=1, stage_units=stages, units=units, num_grains=4, num_slices=1, replicas=0)

@@ -159,6 +159,20 @@ def test_known_bubbles(stages: int) -> None:
     assert v.makespan(v_shaped(v)) == best(v, {}).ms == 6 * grains + stages - 1
 
 
+@pytest.mark.parametrize(("grains", "least"), [(1, 8 + 8 + 1), (2, 7 + 4 + 7 + 1), (8, 7 + 24)])
+def test_the_bound_of_few_grains_is_their_way_there_and_back(grains: int, least: int) -> None:
+    """On eight stages, as on the last one, which has them first late and to give them back early."""
+    problem = alike(8, grains, 8.0)
+    assert lower_bound(problem) == least == best(problem, {}).ms
+
+
+@pytest.mark.parametrize("v", [False, True])
+def test_the_bound_of_few_grains_with_two_chunks(v: bool) -> None:
+    """The stage with the end of the model has all to do there between the ways."""
+    problem = alike(8, 4, 16.0, 2, v)
+    assert lower_bound(problem) == 15 + 4 * 2 + 15 + 1 <= best(problem, {}).ms
+
+
 def test_a_deadlock_is_told() -> None:
     problem = alike(2, 1, 1.0)
     number = problem.numbers.of

@@ -107,6 +107,21 @@ def test_records_are_read_on_as_they_grow(tmp_path: Path) -> None:
         run.refresh()
 
 
+def test_no_more_steps_are_kept_than_are_shown(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    run, whole = Run.of_folder(tmp_path, 10), Run.of_folder(tmp_path)
+    for step in range(1, 101):
+        records.metrics({**line(step, 1.0), "step_ms": 300.0 if step == 50 else 100.0})
+        if step == 50:
+            records.event("recovered", 1, **{**RECOVERY, "step": 50})
+        if step % 20 == 0:
+            run.refresh()
+            assert [record["step"] for record in run.metrics] == [*range(step - 9, step + 1)]
+    whole.refresh()
+    assert run.account.goodput() == whole.account.goodput() == goodput(whole.metrics, whole.events)
+    assert run.account.goodput().elapsed_ms - run.account.goodput().useful_ms == 200
+
+
 def test_states(tmp_path: Path) -> None:
     records = RunRecords(tmp_path)
     records.metrics(line(1, 2.0))
@@ -148,9 +163,25 @@ def test_words() -> None:
 
 
 def test_no_run_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "top"):
-        assert cli.main([command, str(tmp_path)]) == 2
-        assert f"megatron-elastic {command}: error: {tmp_path} has no metrics.jsonl" in capsys.readouterr().err
+    run = write_run(tmp_path / "demo" / "undisturbed", [3.0])
+    for command, none in (("status", "no elastic job runs in"), ("report", "there is no directory")):
+        for path, said in (
+            (tmp_path, f"{tmp_path} has no metrics.jsonl: it is no run directory; in it are {run}\n"),
+            (run / "logs", none),
+        ):
+            assert cli.main([command, str(path)]) == 2
+            assert f"megatron-elastic {command}: error: {said}" in capsys.readouterr().err
+
+
+def test_top_needs_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", str(write_run(tmp_path / "run", [3.0]))]) == 2
+    assert "no terminal to show it on; megatron-elastic status prints" in capsys.readouterr().err
+
+
+def test_a_command_that_there_is_not_may_be_meant_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, said in (("stauts", "did you mean status?"), ("jump", "one of run, data")):
+        assert cli.main([wrong]) == 2
+        assert f"there is no command {wrong!r}; {said}" in capsys.readouterr().err
 
 
 def test_pictures_fit_the_terminal(tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_elastic.emulation.accelerators import ACCELERATORS
 from megatron_elastic.emulation.derive import Batch, Grid, derive, layout_of
 from megatron_elastic.emulation.models import MODELS
-from megatron_elastic.layout import MTP, gpt_units
-from megatron_elastic.pipeline.search import Problem
+from megatron_elastic.layout import MTP, Layout, gpt_units
+from megatron_elastic.pipeline.search import Orders, Problem
+from megatron_elastic.pipeline.search.found import orders_of, programs
 from megatron_elastic.plan.cost import Costs
 from megatron_elastic.plan.graph import Planner
 
@@ -82,3 +83,12 @@ def problem_of(model: Model, cut: Sequence[Sequence[int]], stages: int, grains: 
         backward=tuple(2 * half for half in halves), input=halves, weight=halves, kept=kept, late=kept,
         link=(model.costs.boundary_ms,) * len(units), limits=(float("inf"),) * stages, speed=(1.0,) * stages,
     )  # fmt: skip
+
+
+def schedules(stages: int, grains: int, chunks: int) -> Mapping[str, Orders]:
+    """The known schedules of one pipeline, by the layouts' own generators."""
+    units = [str(number) for number in range(stages * chunks)]
+    layout = Layout.grid(tp=1, pp=stages, dp=1, units=units, num_grains=grains, num_slices=1, replicas=0,
+                         stage_units=[list(range(stage, stages * chunks, stages)) for stage in range(stages)])
+    return {name: orders_of(program, layout, list(layout.cells), range(grains))
+            for name, program in programs(layout).items()}  # fmt: skip

@@ -8,11 +8,10 @@ from typing import Any
 
 from common import progress
 
-from megatron_elastic.layout import MTP, Layout
+from megatron_elastic.layout import MTP
 from megatron_elastic.pipeline.search import NotFitting, Orders, Problem, best, lower_bound
 from megatron_elastic.pipeline.search.candidates import v_shaped
-from megatron_elastic.pipeline.search.found import orders_of, programs
-from searched.pipelines import Model, balanced, model_of, problem_of
+from searched.pipelines import Model, balanced, model_of, problem_of, schedules
 
 MEMORY = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Of a device, as multiples of what 1F1B keeps on the one where it keeps most."""
@@ -38,7 +37,7 @@ def rows(models: Sequence[str], device: str, stages: Sequence[int], seconds: flo
 def _row(model: Model, cut: Sequence[Sequence[int]], stages: int, memory: float, seconds: float) -> dict[str, Any]:
     grains = _FOR_EACH * stages
     plain = problem_of(model, cut, stages, grains)
-    known = _known(stages, grains, 1)
+    known = schedules(stages, grains, 1)
     limit = memory * max(plain.peaks(known["1f1b"]))
     plain = plain.within([limit] * stages)
     found: dict[str, Any] = {name: _ms(plain, orders) for name, orders in known.items()}
@@ -52,7 +51,7 @@ def _row(model: Model, cut: Sequence[Sequence[int]], stages: int, memory: float,
         loop = problem_of(model, halves, stages, grains).within([limit] * stages)
         v = problem_of(model, halves, stages, grains, v=True).within([limit] * stages)
         for name, problem, orders in (
-            ("interleaved", loop, _known(stages, grains, CHUNKS)), ("zb-v", v, {"zb-v": v_shaped(v)}),
+            ("interleaved", loop, schedules(stages, grains, CHUNKS)), ("zb-v", v, {"zb-v": v_shaped(v)}),
         ):  # fmt: skip
             found[name] = _ms(problem, orders[name])
             searched = _search(problem, orders)
@@ -68,15 +67,6 @@ def _row(model: Model, cut: Sequence[Sequence[int]], stages: int, memory: float,
     progress(f"{stages} stages, memory {memory:g}: " + ", ".join(
         f"{name} {value:.0f}" for name, value in found.items() if isinstance(value, float) and name != "search_s"))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
-
-
-def _known(stages: int, grains: int, chunks: int) -> Mapping[str, Orders]:
-    """The known schedules of one pipeline, by the layouts' own generators."""
-    units = [str(number) for number in range(stages * chunks)]
-    layout = Layout.grid(tp=1, pp=stages, dp=1, units=units, num_grains=grains, num_slices=1, replicas=0,
-                         stage_units=[list(range(stage, stages * chunks, stages)) for stage in range(stages)])
-    return {name: orders_of(program, layout, list(layout.cells), range(grains))
-            for name, program in programs(layout).items()}  # fmt: skip
 
 
 def _ms(problem: Problem, orders: Orders) -> float | None:
@@ -152,7 +142,7 @@ def no_ops(models: Sequence[str], device: str, stages: Sequence[int], further: i
             cut = balanced(model, count)
             if cut is None:
                 continue
-            known = _known(count, _FOR_EACH * count, 1)
+            known = schedules(count, _FOR_EACH * count, 1)
             ours = problem_of(model, cut, count, _FOR_EACH * count)
             row: dict[str, Any] = {"model": name, "layers": model.layers, "stages": count}
             for kind in ("padded", "ends_counted", "apart"):

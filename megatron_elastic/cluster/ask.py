@@ -20,7 +20,7 @@ from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, token_of
 from megatron_elastic.config import UsageError
 from megatron_elastic.observe.place import Folder, Growth
 from megatron_elastic.observe.records import RecordsError
-from megatron_elastic.observe.run import Run
+from megatron_elastic.observe.run import RECENT, Run
 
 WHERE = f"the job's run directory, or HOST:PORT of the node that coordinates, with {TOKEN_VARIABLE} set"
 _LIMIT = 10.0
@@ -73,18 +73,18 @@ def ask(where: str, request: Scale | Drain) -> int:
 
 
 def run_of(where: str) -> Run:
-    """The records of a job: those in its run directory, or what the node that coordinates lets see of them.
+    """The newest records of a job: those in its run directory, or what the node that coordinates lets see of them.
 
     Raises RecordsError.
     """
     run_dir = Path(where)
     if not (run_dir / "metrics.jsonl").is_file():
         try:
-            return Run(Elsewhere(where, address_of(where)))
+            return Run(Elsewhere(where, address_of(where)), RECENT)
         except NoJob as error:
             if not run_dir.is_dir():
                 raise RecordsError(str(error)) from None
-    return Run(Folder.of_run(run_dir))
+    return Run(Folder.of_run(run_dir), RECENT)
 
 
 class Elsewhere:

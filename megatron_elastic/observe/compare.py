@@ -104,7 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-elastic compare",
         description="Compare every step's loss and gradient norm, and the final state of all slices, bit for bit.",
-        epilog="Exit status: 0 identical, 1 different (the first difference is printed), 2 records missing or damaged.",
+        epilog="Exit status: 0 identical, 1 different (the first difference is printed), 2 records missing or damaged."
+        "\n\nexample:\n  megatron-elastic compare runs/undisturbed runs/disturbed",
         formatter_class=usage.Formatter,
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="run directory")

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
 from megatron_elastic.observe import plot, telling
 from megatron_elastic.observe.compare import compare
-from megatron_elastic.observe.goodput import PARTS, Goodput, goodput
+from megatron_elastic.observe.goodput import PARTS, Goodput
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.run import Run, loss_of, read_layout
 from megatron_elastic.observe.status import span_of, state_of
@@ -58,7 +58,7 @@ def write(run_dir: Path, path: Path, reference: Path | None = None) -> None:
     if not run.metrics:
         raise RecordsError(f"there is no step in the records of {run_dir} yet")
     recoveries = run.of("recovered")
-    good = goodput(run.metrics, run.events)
+    good = run.account.goodput()
     parts = [_head(run), _cards(run, good), _verdict(run_dir, reference), _curves(run, recoveries), _lost(good)]
     if recoveries:
         parts += [_timelines(recoveries), _table(recoveries, run.metrics), _layouts(run_dir, recoveries)]

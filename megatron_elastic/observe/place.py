@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from megatron_elastic.observe.records import RecordsError
+from megatron_elastic.observe.records import RecordsError, check_run
 
 _MOST = 4 << 20
 """Bytes of a file that are read at once."""
@@ -57,8 +57,7 @@ class Folder:
     @classmethod
     def of_run(cls, path: Path) -> Folder:
         """Raises RecordsError if there are no records."""
-        if not (path / "metrics.jsonl").is_file():
-            raise RecordsError(f"{path} has no metrics.jsonl: it is no run directory")
+        check_run(path)
         return cls(path)
 
     def grown(self, metrics: int, events: int, epoch: int) -> Growth:

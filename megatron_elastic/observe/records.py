@@ -20,6 +20,9 @@ from typing import Any, BinaryIO
 
 from megatron_elastic.layout import Layout
 
+_NAMED = 4
+"""Run directories that are named where somebody has named none, at most."""
+
 METRICS = (
     "step", "loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr", "consumed_samples",
     "step_ms", "epoch", "world_size", "tokens_per_s",
@@ -115,6 +118,20 @@ def newest_step(run_dir: Path) -> int:
     except (OSError, UnicodeDecodeError, RecordsError):
         return -1
     return step if isinstance(step, int) else -1
+
+
+def check_run(run_dir: Path) -> None:
+    """Raises RecordsError if this is no run directory, and names those that are in it."""
+    if (run_dir / "metrics.jsonl").is_file():
+        return
+    if not run_dir.is_dir():
+        raise RecordsError(f"there is no directory {run_dir}")
+    inside = [path.parent for depth in ("*", "*/*") for path in run_dir.glob(f"{depth}/metrics.jsonl")]
+    newest = sorted(inside, key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True)
+    raise RecordsError(
+        f"{run_dir} has no metrics.jsonl: it is no run directory"
+        + (f"; in it are {', '.join(map(str, newest[:_NAMED]))}" if newest else "")
+    )
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_elastic import usage
 from megatron_elastic.observe import telling
 from megatron_elastic.observe.compare import compare
-from megatron_elastic.observe.records import RecordsError, read_digest, read_events, read_metrics
+from megatron_elastic.observe.records import RecordsError, check_run, read_digest, read_events, read_metrics
 from megatron_elastic.observe.run import loss_of
 from megatron_elastic.observe.tracing import verdict
 from megatron_elastic.observe.utilisation import Utilisation
@@ -173,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic report RUN_DIR [--reference RUN_DIR] [--html FILE]``: 0, or 2 without readable records."""
     args = make_parser().parse_args(argv)
     try:
+        check_run(args.run_dir)
         if args.critical_path is not None:
             verdict.render([args.run_dir], args.critical_path or None)
         elif args.html is None:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_elastic.layout import Layout, LayoutError
+from megatron_elastic.observe.goodput import Account
 from megatron_elastic.observe.place import Folder, Place, layout_text
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.utilisation import Utilisation
 
+RECENT = 10
+"""Steps whose median says how fast a job is now."""
 _OVER = ("finished", "failed")
 
 
@@ -42,13 +45,19 @@ class Copy(NamedTuple):
 
 
 class Run:
-    """What is known of a run from its records; ``refresh`` reads what was added since."""
+    """What is known of a run from its records; ``refresh`` reads what was added since.
 
-    def __init__(self, place: Place) -> None:
+    ``most``: lines of steps that are kept, the newest, so that memory does not grow with a run; None: all.
+    """
+
+    def __init__(self, place: Place, most: int | None = None) -> None:
         """Read the records there. Raises RecordsError if they cannot be read, or are damaged."""
         self.place = place
         self.metrics: list[Mapping[str, Any]] = []
         """Lines of committed steps, in order."""
+        self.account = Account()
+        """Where the time of all steps went."""
+        self._most = most
         self.events: list[Mapping[str, Any]] = []
         self.layout: Layout | None = None
         """The newest."""
@@ -58,9 +67,9 @@ class Run:
         self.refresh()
 
     @classmethod
-    def of_folder(cls, run_dir: Path) -> Run:
+    def of_folder(cls, run_dir: Path, most: int | None = None) -> Run:
         """The run of a directory. Raises RecordsError also if there are no records."""
-        return cls(Folder.of_run(run_dir))
+        return cls(Folder.of_run(run_dir), most)
 
     def refresh(self) -> None:
         """Read what was written since. Raises RecordsError."""
@@ -69,8 +78,12 @@ class Run:
         while more:
             known = -1 if self.layout is None else self.layout.epoch
             growth = self.place.grown(metrics.offset, events.offset, known)
-            self.metrics += metrics.whole(growth.metrics)
-            self.events += events.whole(growth.events)
+            steps, happened = metrics.whole(growth.metrics), events.whole(growth.events)
+            self.account.add(steps, happened)
+            self.metrics += steps
+            if self._most is not None:
+                del self.metrics[: -self._most]
+            self.events += happened
             if growth.layout is not None:
                 self.layout = _layout(growth.layout, self.place.name)
             self._written = None if growth.age is None else time.time() - growth.age

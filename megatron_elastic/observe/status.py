@@ -14,12 +14,9 @@ from rich.text import Text
 
 from megatron_elastic.layout import Cell, Layout
 from megatron_elastic.observe import telling
-from megatron_elastic.observe.goodput import goodput
-from megatron_elastic.observe.run import Copy, Process, Run, loss_of
+from megatron_elastic.observe.run import RECENT, Copy, Process, Run, loss_of
 from megatron_elastic.observe.utilisation import Utilisation
 
-_RECENT = 10
-"""Steps whose median says how fast the job is now."""
 _EVENTS = 8
 """Events that are shown: the newest."""
 _COPIES, _BAR = 8, 10
@@ -36,10 +33,10 @@ def status(run: Run, now: float | None = None) -> dict[str, Any]:
     long), ``finished`` or ``failed``.
     """
     now = time.time() if now is None else now
-    recent, step_ms = run.metrics[-_RECENT:], _step_ms(run)
+    recent, step_ms = run.metrics[-RECENT:], _step_ms(run)
     last = run.metrics[-1] if run.metrics else {}
     recovered = run.of("recovered")
-    good, used = goodput(run.metrics, run.events), run.utilisation
+    good, used = run.account.goodput(), run.utilisation
     usual = used.usual(recent)
     return {
         "run_dir": run.place.name,
@@ -83,7 +80,7 @@ def state_of(run: Run, now: float | None = None) -> str:
 
 def _step_ms(run: Run) -> float | None:
     """What a step takes now; None before the first."""
-    recent = run.metrics[-_RECENT:]
+    recent = run.metrics[-RECENT:]
     return statistics.median(record["step_ms"] for record in recent) if recent else None
 
 
@@ -167,7 +164,7 @@ def _figures(now: Mapping[str, Any], used: Utilisation) -> Table:
         norm = "" if now["grad_norm"] is None else f"   gradient norm {now['grad_norm']:.3f}"
         table.add_row("loss", f"{now['loss']:.4f}{norm}")
         table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s, {now['step_ms']:,.0f} ms a step "
-                               f"(median of the last {_RECENT})")
+                               f"(median of the last {RECENT})")
         if now["tflops_per_device"] is not None:
             table.add_row("computes", telling.utilisation(1e12 * now["tflops_per_device"], now["mfu"], used.devices))
         lost = ", ".join(f"{name.removesuffix('_ms')} {telling.duration(ms / 1e3)}"

@@ -83,6 +83,26 @@ class Dag:
             },
         })  # fmt: skip
 
+    @property
+    def peaks(self) -> dict[int, int]:
+        """Leader -> bytes of activations that its cell keeps at most."""
+        most = dict.fromkeys((node.cell for node in self.nodes), 0)
+        for _, cell, size in self._memory():
+            most[cell] = max(most[cell], size)
+        return most
+
+    def _memory(self) -> Iterator[tuple[float, int, int]]:
+        """(ms, cell, bytes of activations from then on) of each change. What is freed, is before others need room."""
+        changes = []
+        for node in self.nodes:
+            gone = node.allocated_bytes - node.kept_bytes + node.freed_bytes
+            changes += [(node.start_ms, node.allocated_bytes, node.cell), (node.end_ms, -gone, node.cell)]
+        now: dict[int, int] = {}
+        for when, change, cell in sorted(changes):
+            if change:
+                now[cell] = now.get(cell, 0) + change
+                yield when, cell, now[cell]
+
     def _events(self) -> Iterator[dict[str, Any]]:
         for stage, leader in ((stage, cell.leader) for stage, each in enumerate(self.layout.stages)
                               for cell in each.cells if not cell.shadow):  # fmt: skip
@@ -90,7 +110,6 @@ class Dag:
             yield {"ph": "M", "name": "process_sort_index", "pid": leader, "args": {"sort_index": stage}}
             for track, name in ((0, "computes"), (1, "messages")):
                 yield {"ph": "M", "name": "thread_name", "pid": leader, "tid": track, "args": {"name": name}}
-        memory: dict[int, int] = {}
         for index in sorted(range(len(self.nodes)), key=lambda index: self.nodes[index].start_ms):
             node = self.nodes[index]
             message = node.kind.startswith(("send", "receive"))
@@ -101,12 +120,8 @@ class Dag:
                          "allocated_bytes": node.allocated_bytes, "kept_bytes": node.kept_bytes,
                          "freed_bytes": node.freed_bytes},
             }  # fmt: skip
-            gone = node.allocated_bytes - node.kept_bytes + node.freed_bytes
-            for when, change in ((node.start_ms, node.allocated_bytes), (node.end_ms, -gone)):
-                if change:
-                    memory[node.cell] = memory.get(node.cell, 0) + change
-                    yield {"ph": "C", "name": "activations", "pid": node.cell, "ts": 1e3 * when,
-                           "args": {"bytes": memory[node.cell]}}  # fmt: skip
+        for when, cell, size in self._memory():
+            yield {"ph": "C", "name": "activations", "pid": cell, "ts": 1e3 * when, "args": {"bytes": size}}
         for number, (before, after) in enumerate(self.data):
             source, target = self.nodes[before], self.nodes[after]
             if source.cell != target.cell:

@@ -129,7 +129,7 @@ class Executor:
                     output = model.forward(op, part, received)
                 work.live[here] = received, None
             else:
-                with self._meter.forward(fraction):
+                with self._meter.forward(fraction, op.chunk):
                     output = model.forward(op, part, received)
                 work.live[here] = received, output
             if at_end:
@@ -145,7 +145,7 @@ class Executor:
         grad = None if at_end else self._take(leg)
         received, made = work.live[here]
         if made is None:
-            with self._meter.forward(fraction):
+            with self._meter.forward(fraction, op.chunk):
                 made = model.forward(Op("forward", *here), part, received)
         if at_end:
             grad = self._part_of_loss(part, model, made)

@@ -1,8 +1,9 @@
 """Meter: what each unit takes in time and in activations, measured while training runs.
 
 Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradients of its
-parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward
-is counted once, in the first grain. Times are of the processor: a device that computes on its own is not waited for.
+parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward is
+counted once, in the first grain that passes its chunk. Times are of the processor: a device that computes on its own is
+not waited for.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Meter:
 
     Args:
         parameters: what a forward reads without having to keep it for the backward.
+        chunks: of the stage, which a grain passes one after the other.
     """
 
-    def __init__(self, parameters: Collection[torch.Tensor]) -> None:
+    def __init__(self, parameters: Collection[torch.Tensor], chunks: int = 1) -> None:
+        self._chunks = chunks
         self._kept = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         """Storages that are there in any case, or were counted already."""
-        self._activations: dict[str, int] | None = None
-        """By unit; None until the first forward is over."""
+        self._activations: dict[int, dict[str, int]] = {}
+        """By chunk and unit; of a chunk when its first forward is over."""
         self._seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
         self._grains = [0.0, 0.0]
         """Grains that have passed since the last look: forward, backward."""
@@ -64,16 +67,16 @@ class Meter:
         self.grains += self._passed
 
     @contextmanager
-    def forward(self, grains: float = 1.0) -> Iterator[None]:
-        """Around the forward pass of a grain, or of a fraction of one."""
+    def forward(self, grains: float = 1.0, chunk: int = 0) -> Iterator[None]:
+        """Around the forward pass of a grain, or of a fraction of one, through a chunk."""
         with self._measure(0, grains):
-            if self._activations is not None:
+            if chunk in self._activations:
                 yield
                 return
             activations: dict[str, int] = defaultdict(int)
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._count(tensor, activations), _same):
                 yield
-            self._activations = {unit: round(size / grains) for unit, size in activations.items()}
+            self._activations[chunk] = {unit: round(size / grains) for unit, size in activations.items()}
 
     @contextmanager
     def backward(self, grains: float = 1.0) -> Iterator[None]:
@@ -116,13 +119,14 @@ class Meter:
         seconds, grains, now = self._seconds, self._grains, time.perf_counter()
         elsewhere = now - self._begun - self._pipeline
         steps, activations = self._steps, self._activations
+        kept = {unit: size for of in activations.values() for unit, size in of.items()}
         self._seconds, self._grains = (defaultdict(float), defaultdict(float)), [0.0, 0.0]
         self._begun, self._pipeline, self._steps = now, 0.0, 0
-        if not steps or not all(grains) or activations is None:
+        if not steps or not all(grains) or len(activations) < self._chunks:
             return None
         units = {
             unit: Measured(
-                1e3 * seconds[0][unit] / grains[0], 1e3 * seconds[1][unit] / grains[1], activations.get(unit, 0)
+                1e3 * seconds[0][unit] / grains[0], 1e3 * seconds[1][unit] / grains[1], kept.get(unit, 0)
             )
             for unit in {**seconds[0], **seconds[1]}
         }
@@ -139,8 +143,8 @@ class Meter:
             if self._unit:
                 self._charge(self._unit)
             self._pass = None
-            self._grains[which] += grains
-            self._passed += grains / 2
+            self._grains[which] += grains / self._chunks
+            self._passed += grains / 2 / self._chunks
 
     def _charge(self, unit: str) -> None:
         assert self._pass is not None

@@ -392,8 +392,8 @@ class Trainer:
             else GradientReplay(layout, self.transport, store, self.accumulator.mean_dtype)
         )
         neighbours = layout.hosts[layout.host_of(self.rank)]
-        stage.meter = Meter([unit.params for unit in stage.units.values()])
         index, cell = layout.stage_of(self.rank), layout.cell_of(self.rank)
+        stage.meter = Meter([unit.params for unit in stage.units.values()], len(layout.chunks(index)))
         entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
         leader, last = cell.leader, index == layout.way[-1].stage
         ops = for_cell(self.config.schedule, layout, leader) if program is None else unpack(program, leader)

@@ -40,7 +40,7 @@ def choose(problem: Problem, known: Mapping[str, Orders]) -> Chosen:
     found: Chosen | None = None
     with suppress(NotFitting):
         found = Chosen(best(problem.recomputing(()), known), ())
-    if found is None or found.best.ms > _floor(problem) * (1 + 1e-9):
+    if found is None or (_short(problem) and found.best.ms > _floor(problem) * (1 + 1e-9)):
         found = _Trials(problem, known, found).run()
     if found is None:
         raise NotFitting("the memory of a device is not enough for any order that is known, whatever is recomputed")
@@ -77,6 +77,14 @@ def least(problem: Problem, orders: Orders) -> tuple[int, ...] | None:
 def _useful(problem: Problem) -> set[int]:
     """Positions that keep more than their input."""
     return {at for at, (kept, inlet) in enumerate(zip(problem.kept, problem.inlet, strict=True)) if kept > inlet}
+
+
+def _short(problem: Problem) -> bool:
+    """Whether some device cannot keep all grains at a time."""
+    return any(
+        sum(problem.kept[position] for _, position in share) > room
+        for share, room in zip(problem.shares, problem.room, strict=True)
+    )
 
 
 def _floor(problem: Problem) -> float:
