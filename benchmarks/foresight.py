@@ -32,6 +32,8 @@ OTHERS = tuple(Grid(tp=1, pp=pp, dp=dp) for pp, dp in ((2, 1), (1, 2), (4, 1), (
 _GRAINS = 16
 _LEFT_OUT = 2
 """Steps at the beginning, which also warm things up."""
+_MEASURED = 10
+"""Steps until a job tells what units cost."""
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -40,11 +42,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--emulate", choices=tuple(MODELS), help="default: nothing is emulated")
     command.add_flags(parser)
     parser.set_defaults(device="h200", layout=PRESENT, grains=_GRAINS)
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="of each job (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each job (default: %(default)s)")
     options = parser.parse_args(argv)
     options.model = options.emulate
-    if options.steps <= _LEFT_OUT:
-        parser.error(f"--steps must be more than {_LEFT_OUT}")
+    least = _LEFT_OUT if options.emulate else _MEASURED
+    if options.steps <= least:
+        parser.error(f"--steps must be more than {least}")
     return options
 
 

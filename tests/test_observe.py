@@ -103,6 +103,15 @@ def test_layouts_are_files_by_epoch(tmp_path: Path) -> None:
     assert Layout.from_json((tmp_path / "layouts" / "0.json").read_text()) == make()
 
 
+def test_recent_metrics_are_whole_lines_from_the_end(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step}) for step in range(1, 101)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 10']))
+    assert [line["step"] for line in records.recent_metrics(tmp_path)] == list(range(1, 101))
+    assert [line["step"] for line in records.recent_metrics(tmp_path, most=60)] == [98, 99, 100]
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert records.recent_metrics(tmp_path) == []
+
+
 def test_a_second_writer_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         run = RunRecords(tmp_path)

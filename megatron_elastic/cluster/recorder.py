@@ -22,7 +22,7 @@ from megatron_elastic.cluster.protocol.effects import (
 )
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.observe.dials import Figures
-from megatron_elastic.observe.records import RecordsError, RunRecords, read_metrics
+from megatron_elastic.observe.records import RecordsError, RunRecords, recent_metrics
 from megatron_elastic.plan.predict.past import Past, past
 
 Write = WriteMetrics | WriteEvent | WriteLayout | WriteProfile | WriteScaleTable | WriteDigest
@@ -147,10 +147,10 @@ class Recorder:
             _tell(watcher, effect)
 
     def past(self, present: Layout) -> Past:
-        """What steps took in the layouts that are on record; nothing where records cannot be read. Takes a while."""
+        """What the last steps on record took, by layout; nothing where records cannot be read. Takes a while."""
         try:
             layouts = [Layout.from_json(path.read_bytes()) for path in (self._run_dir / "layouts").glob("*.json")]
-            return past(present, layouts, read_metrics(self._run_dir).values())
+            return past(present, layouts, recent_metrics(self._run_dir))
         except (RecordsError, LayoutError, OSError):
             return {}
 

@@ -134,6 +134,16 @@ def check_run(run_dir: Path) -> None:
     )
 
 
+def recent_metrics(run_dir: Path, most: int = 1 << 21) -> list[dict[str, Any]]:
+    """The last ``most`` bytes of metrics, by line, of a job that may be writing on. Raises RecordsError, OSError."""
+    path = run_dir / "metrics.jsonl"
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - most)
+        file.seek(begin)
+        lines = file.read().split(b"\n")[:-1]  # half a line may be there
+    return [_parse(line.decode(errors="replace"), str(path)) for line in lines[1 if begin else 0 :]]
+
+
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Events in the order they were written. Raises RecordsError when the file is missing or damaged."""
     return _read_lines(run_dir / "events.jsonl")
