@@ -344,6 +344,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text('["phase",1\n')
     assert "is damaged" in error("trace", str(tmp_path), *output)
     path.write_text('["rank",0,"host",1,0,0]\n["phase",1,"vote",1]\n["stopped",5]\n')
+    (tmp_path / "metrics.jsonl").touch()
     assert "no step is traced from one commit to the next" in error("report", str(tmp_path), "--critical-path")
     assert "step 7 is not traced" in error("report", str(tmp_path), "--critical-path", "7")
 
