@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Meter:
     def __init__(self, parameters: Collection[torch.Tensor], chunks: int = 1) -> None:
         self._chunks = chunks
         self._kept = {tensor.untyped_storage().data_ptr() for tensor in parameters}
-        """Storages that are there in any case, or were counted already."""
+        """Storages that are there in any case."""
         self._activations: dict[int, dict[str, int]] = {}
         """By chunk and unit; of a chunk when its first forward is over."""
         self._seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
@@ -74,7 +75,8 @@ class Meter:
                 yield
                 return
             activations: dict[str, int] = defaultdict(int)
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._count(tensor, activations), _same):
+            counted: set[int] = set()  # of this pass: memory that is free after it is others' again
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._count, activations, counted), _same):
                 yield
             self._activations[chunk] = {unit: round(size / grains) for unit, size in activations.items()}
 
@@ -152,10 +154,10 @@ class Meter:
         self._seconds[self._pass][unit] += now - self._mark
         self._mark = now
 
-    def _count(self, tensor: torch.Tensor, activations: dict[str, int]) -> torch.Tensor:
+    def _count(self, activations: dict[str, int], counted: set[int], tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._kept:
-            self._kept.add(storage.data_ptr())
+        if (where := storage.data_ptr()) not in self._kept and where not in counted:
+            counted.add(where)
             activations[self._unit] += storage.nbytes()
         return tensor
 
