@@ -38,11 +38,13 @@ gpt_dataset._build_shuffle_index = noting
 KILLED = """if not os.path.exists({once!r}):
         open({once!r}, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)"""
-BUSY = """begun = time.thread_time()
-    sys.setswitchinterval(1e6)  # seconds for which no other thread of this process gets the interpreter
-    while time.thread_time() - begun < {seconds}:
-        pass
-    sys.setswitchinterval(0.005)"""
+BUSY = """if not os.path.exists({once!r}):
+        open({once!r}, "w").close()
+        begun = time.thread_time()
+        sys.setswitchinterval(1e6)  # seconds for which no other thread of this process gets the interpreter
+        while time.thread_time() - begun < {seconds}:
+            pass
+        sys.setswitchinterval(0.005)"""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def test_a_builder_keeps_the_interpreter_for_long(two: Two) -> None:
     """Far longer than the time after which a rank counts as hanging; and a fault afterwards is one."""
     seconds = float(os.environ.get("MEGATRON_ELASTIC_TEST_BUSY", "15"))
     limits = ("--elastic-hang-timeout", "5", "--elastic-suspect-timeout", "5")
-    job = two.run("busy", *limits, *inject("kill:rank=1,step=2,at=data"), own=False, act=BUSY.format(seconds=seconds))
+    job = two.run("busy", *limits, *inject("kill:rank=1,step=2,at=data"), own=False,
+                  act=BUSY.format(once=str(two.folder / "once"), seconds=seconds))  # fmt: skip
     assert len(job.events("recovered")) == 1, "from the kill alone"
     assert_same(job, two.run("calm", own=False))
