@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import emit, free_port, load_average, progress, run
 from forked import FORK, LIMIT, Times, run_ranks
 
-from megatron_elastic.cluster.control import InterruptFlag
+from megatron_elastic.cluster.rank.control import InterruptFlag
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.device import stand_in

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_elastic import __version__
-from megatron_elastic.cluster import scale
+from megatron_elastic.cluster.asking import scale
 from megatron_elastic.layout import Layout
 
 CHECKOUT = Path(__file__).resolve().parent.parent

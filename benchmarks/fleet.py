@@ -24,10 +24,10 @@ from emulated.job import SCRIPT, flags_of_job
 from megatron_elastic.config import UsageError
 from megatron_elastic.emulation import command
 from megatron_elastic.emulation.models import MODELS
-from megatron_elastic.fleet import live
-from megatron_elastic.fleet.daemon import POLICIES
-from megatron_elastic.fleet.journal import Journal
-from megatron_elastic.fleet.submission import cancel
+from megatron_elastic.fleet.running import live
+from megatron_elastic.fleet.running.daemon import POLICIES
+from megatron_elastic.fleet.running.journal import Journal
+from megatron_elastic.fleet.running.submission import cancel
 
 SIZES, WEIGHTS = (1, 2, 4, 8), (4, 4, 3, 1)
 """Devices that rigid jobs ask for, and how often."""

@@ -24,7 +24,7 @@ from megatron_elastic.emulation.derive import Grid
 from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import read_metrics
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.predict import by_profile, stand_in
 
 PRESENT = Grid(tp=1, pp=2, dp=2)

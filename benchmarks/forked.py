@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from common import JobFailed
 
-from megatron_elastic.comm import backend
+from megatron_elastic.comm.distributed import backend
 
 FORK = multiprocessing.get_context("fork")
 """Makes what ranks share besides their times."""

@@ -21,7 +21,7 @@ from schedules import SCHEDULES
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.dag import Dag
 from megatron_elastic.pipeline.schedule import split_backward, usual
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 
 SCRIPT = str(Path(__file__).parent / "programs" / "kept_gpt.py")
 _KEPT = re.compile(r"^kept (\d+)$", re.MULTILINE)

@@ -20,7 +20,7 @@ from common import emit, load_average, progress
 
 from megatron_elastic.layout import Holdings, Layout, by_rank, decode, encode, gpt_units, transfers
 from megatron_elastic.plan import improve, lose
-from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.replan import replan
 

@@ -27,8 +27,8 @@ from recovery import add_model_flags, flags_of_job
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import read_digest, read_events
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.power import PowerModel
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.power.quota import Quota
 
 WAYS = {way: ["--elastic-slow", way] for way in ("off", "share", "evict")}

@@ -17,9 +17,9 @@ from typing import Any
 
 from common import JobFailed
 
-from megatron_elastic.cluster.gauge import Gauge
-from megatron_elastic.cluster.instruments import Instruments
-from megatron_elastic.cluster.speedometer import Speedometer
+from megatron_elastic.cluster.node.gauge import Gauge
+from megatron_elastic.cluster.node.instruments import Instruments
+from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.faults.odometer import Effort, Odometer
 from megatron_elastic.observe.records import RecordsError

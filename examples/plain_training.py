@@ -30,9 +30,9 @@ from megatron_elastic.adaptor.checkpoints.plain import Reached
 from megatron_elastic.adaptor.samples.sample import collate
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
 from megatron_elastic.adaptor.without_cuda import stand_ins, torch_adam
-from megatron_elastic.comm import backend
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.observe.records import RunRecords
-from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.work.ramp import Ramp
 
 ForwardStep = Callable[[Iterator[Mapping[str, torch.Tensor]], Any], tuple[torch.Tensor, Callable[..., Any]]]
 

@@ -80,7 +80,7 @@ def model_provider(
 def datasets_provider(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data; see ``build_datasets``. Every rank calls this."""
     from megatron_elastic.adaptor.dataset import build_datasets
-    from megatron_elastic.plan.ramp import Ramp
+    from megatron_elastic.plan.work.ramp import Ramp
 
     batch, iterations = args.global_batch_size, args.train_iters
     evaluations = (iterations // args.eval_interval + 1) * args.eval_iters

@@ -13,11 +13,11 @@ from pathlib import Path
 from megatron_elastic import __version__, usage
 
 COMMANDS = {
-    "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launcher"),
+    "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launch.launcher"),
     "data": ("make training data from text", ""),
-    "scale": ("ask a running job for another number of stages, cells or ranks", "megatron_elastic.cluster.scale"),
-    "drain": ("let the ranks of a node leave a running job", "megatron_elastic.cluster.drain"),
-    "status": ("show what a job is doing", "megatron_elastic.cluster.look"),
+    "scale": ("ask a running job for another number of stages, cells or ranks", "megatron_elastic.cluster.asking.scale"),
+    "drain": ("let the ranks of a node leave a running job", "megatron_elastic.cluster.asking.drain"),
+    "status": ("show what a job is doing", "megatron_elastic.cluster.asking.look"),
     "top": ("show what a job is doing, live", "megatron_elastic.top"),
     "compare": ("say whether two runs are equal bit for bit", "megatron_elastic.observe.compare"),
     "trace": ("make one file of what ranks did, for the trace viewer", "megatron_elastic.observe.tracing.command"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import shtab
 
 from megatron_elastic import cli, usage
-from megatron_elastic.cluster.ask import WHERE
+from megatron_elastic.cluster.asking.ask import WHERE
 
 
 def make_parser() -> argparse.ArgumentParser:

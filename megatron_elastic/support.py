@@ -19,7 +19,7 @@ from megatron_elastic import argument_file
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
-from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import split
 
 _OFF = (None, False, 0)

@@ -21,8 +21,8 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
 from megatron_elastic import usage
-from megatron_elastic.cluster.ask import WHERE, run_of
-from megatron_elastic.cluster.stack import save_stack
+from megatron_elastic.cluster.asking.ask import WHERE, run_of
+from megatron_elastic.cluster.node.stack import save_stack
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import picture

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from megatron_elastic import cli
-from megatron_elastic.cluster import launcher as _launcher  # noqa: F401  # what `run` imports
-from megatron_elastic.cluster import zygote
-from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.launch import launcher as _launcher  # noqa: F401  # what `run` imports
+from megatron_elastic.cluster.rank import zygote
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 
 _ROOM = 1 << 20
 """Bytes of a request, at most."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic import argument_file, support
-from megatron_elastic.cluster import launcher
+from megatron_elastic.cluster.launch import launcher
 from megatron_elastic.cluster.wire.certificate import self_signed
 from megatron_elastic.config import ElasticConfig, UsageError
 

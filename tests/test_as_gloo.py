@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_elastic.comm import backend
+from megatron_elastic.comm.distributed import backend
 from tests import world
 from tests.world import Peer
 

@@ -14,7 +14,7 @@ from megatron_elastic import planner
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.dag import Dag
 from megatron_elastic.pipeline.search.found import programs
-from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 

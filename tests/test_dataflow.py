@@ -16,9 +16,9 @@ from megatron_elastic.pipeline.program import Program, check
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from megatron_elastic.pipeline.simulate import fastest, simulate
 from megatron_elastic.plan import everything, improve, lose, replan
-from megatron_elastic.plan.cost import Costs, UnitCost
-from megatron_elastic.plan.dataflow import resize, share
-from megatron_elastic.plan.reroute import reroute
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.work.dataflow import resize, share
+from megatron_elastic.plan.work.reroute import reroute
 from tests.tiers.examples import examples
 
 

@@ -169,7 +169,7 @@ def test_messages_of_a_device_go_through_host_memory() -> None:
 @pytest.mark.job
 @needs_compiler
 def test_what_a_given_up_collective_may_have_touched_is_not_sent() -> None:
-    from megatron_elastic.cluster.control import Interrupted
+    from megatron_elastic.cluster.rank.control import Interrupted
 
     def body(device: Device, peer: Peer) -> None:
         transport = peer.transport

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace as changed
 from rich.console import Console
 
-from megatron_elastic.cluster.instruments import Instruments
+from megatron_elastic.cluster.node.instruments import Instruments
 from megatron_elastic.cluster.messages import RankExited, Settled
 from megatron_elastic.cluster.protocol.effects import Show, WriteEvent
 from megatron_elastic.cluster.protocol.events import Metered

@@ -16,7 +16,7 @@ from megatron_elastic import cli
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import AgentHello, Answer, Drain, Leave, Stop
 from megatron_elastic.cluster.protocol import events
-from megatron_elastic.cluster.protocol.drain import can_resign
+from megatron_elastic.cluster.protocol.changes.drain import can_resign
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteEvent
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.observe.records import read_events

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
-from megatron_elastic.plan.clock import loads
+from megatron_elastic.plan.work.clock import loads
 from megatron_elastic.power.regulator import restore_left_behind
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 from tests.test_emulated import emulate, lines

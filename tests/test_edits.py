@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.transport import Transport
 

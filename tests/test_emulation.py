@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
 from megatron_elastic.config import UsageError, add_elastic_arguments
 from megatron_elastic.emulation import accelerator as module
 from megatron_elastic.emulation.accelerator import Accelerator, OutOfMemory
@@ -31,8 +31,8 @@ from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.simulate import Step, fastest, scheduled
 from megatron_elastic.plan import choice, everything, lose
-from megatron_elastic.plan.cost import Costs, ProfileError
-from megatron_elastic.plan.fit import overflow
+from megatron_elastic.plan.costs.cost import Costs, ProfileError
+from megatron_elastic.plan.costs.fit import overflow
 from tests.jobs import ROOT
 from tests.tiers.examples import examples
 

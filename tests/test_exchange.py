@@ -19,8 +19,8 @@ from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.numerics.exact import ExactAccumulator
 from megatron_elastic.plan import everything, lose
 from megatron_elastic.plan.choice import best, step, ways
-from megatron_elastic.plan.cost import Costs, ProfileError, UnitCost
-from megatron_elastic.plan.exchange import Exchange, Link
+from megatron_elastic.plan.costs.cost import Costs, ProfileError, UnitCost
+from megatron_elastic.plan.costs.exchange import Exchange, Link
 from megatron_elastic.plan.growth import admit, approach, even
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_elastic.layout import Holdings, Layout, gpt_units
 from megatron_elastic.plan import NoLayout, lose
 from megatron_elastic.plan.choice import best, ways
-from megatron_elastic.plan.cost import Costs, UnitCost
-from megatron_elastic.plan.fit import device_bytes, live_bytes, overflow, overflow_on_the_way
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.fit import device_bytes, live_bytes, overflow, overflow_on_the_way
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies import POLICIES

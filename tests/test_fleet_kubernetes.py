@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from megatron_elastic import cli
-from megatron_elastic.fleet import kubernetes
-from megatron_elastic.fleet.kubernetes import Kubernetes, TemplateError, quantity
-from megatron_elastic.fleet.manager import HERE, Launch, ManagerError, Other, Standing
+from megatron_elastic.fleet.managers import kubernetes
+from megatron_elastic.fleet.managers.kubernetes import Kubernetes, TemplateError, quantity
+from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Standing
 from megatron_elastic.layout import Layout
 from tests.fleet_runs import Fleet, fleet, until
 from tests.jobs import Jobs

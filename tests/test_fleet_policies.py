@@ -17,7 +17,7 @@ from megatron_elastic.fleet.arrivals import Rates
 from megatron_elastic.fleet.benefit import gain, used_window
 from megatron_elastic.fleet.controller import Controller, give_back
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.models import LARGE, MEDIUM, MODELS, SMALL, Layouts, model_of
+from megatron_elastic.fleet.simulated.models import LARGE, MEDIUM, MODELS, SMALL, Layouts, model_of
 from megatron_elastic.fleet.observation import Observation, Overhead, Resize, Running, Start
 from megatron_elastic.fleet.policies import NAMES, RESTART, policy
 from megatron_elastic.fleet.policies.elasticflow import satisfactory_share, slots_of, without

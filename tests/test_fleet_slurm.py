@@ -11,9 +11,9 @@ import namespaces
 import pytest
 
 from megatron_elastic import cli
-from megatron_elastic.fleet.manager import Launch, ManagerError
-from megatron_elastic.fleet.slurm import Slurm as Manager
-from megatron_elastic.fleet.slurm import gpus_in
+from megatron_elastic.fleet.managers.manager import Launch, ManagerError
+from megatron_elastic.fleet.managers.slurm import Slurm as Manager
+from megatron_elastic.fleet.managers.slurm import gpus_in
 from tests import slurm
 from tests.fleet_runs import Fleet
 from tests.jobs import Jobs
@@ -39,7 +39,7 @@ def test_slurm_answers_badly(script: str, told: str, tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("megatron_elastic.fleet.slurm._LIMIT_S", 0.5)
+    monkeypatch.setattr("megatron_elastic.fleet.managers.slurm._LIMIT_S", 0.5)
     with pytest.raises(ManagerError, match=told):
         Manager("train", "gpu").look([Launch("a/0", tmp_path, ["true"], 1, [], tmp_path)])
 

@@ -17,10 +17,10 @@ import pytest
 
 from megatron_elastic.cli import main
 from megatron_elastic.fleet.capacity import ample, fifo_use, used_by_fifo
-from megatron_elastic.fleet.models import MEDIUM, SMALL
+from megatron_elastic.fleet.simulated.models import MEDIUM, SMALL
 from megatron_elastic.fleet.policies import NAMES, policy
-from megatron_elastic.fleet.simulation import Simulation
-from megatron_elastic.fleet.trace import Entry, Trace, TraceError, read
+from megatron_elastic.fleet.simulated.simulation import Simulation
+from megatron_elastic.fleet.simulated.trace import Entry, Trace, TraceError, read
 
 HEADER = "job_id,submission_time,duration,num_gpu\n"
 FLOW = HEADER + "b,500,100,64\na,20,50.5,1\nc,500,10,8\n"

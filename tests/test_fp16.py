@@ -43,7 +43,7 @@ BIASED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-exp
 def scales(**config: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    from megatron_elastic.adaptor.training.scales import LossScales, Rule
+    from megatron_elastic.adaptor.training.schedules.scales import LossScales, Rule
 
     return LossScales(Rule.of(OptimizerConfig(**config)))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import gpt_units
 from megatron_elastic.plan import NoLayout
-from megatron_elastic.plan.cost import Costs, ProfileError, UnitCost
+from megatron_elastic.plan.costs.cost import Costs, ProfileError, UnitCost
 from megatron_elastic.plan.graph import Graph, Planner
 from tests.tiers.examples import examples
 

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.gauge import Gauge, worked
+from megatron_elastic.cluster.node.gauge import Gauge, worked
 from megatron_elastic.cluster.messages import (
     Committed,
     Fence,

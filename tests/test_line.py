@@ -13,10 +13,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_elastic.cluster import line, wire
-from megatron_elastic.cluster.control import JobStopped, report_failure
-from megatron_elastic.cluster.control import _connect as connect_rank
-from megatron_elastic.cluster.line import AGENT_VARIABLE, Lines
+from megatron_elastic.cluster.node import line
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.rank.control import JobStopped, report_failure
+from megatron_elastic.cluster.rank.control import _connect as connect_rank
+from megatron_elastic.cluster.node.line import AGENT_VARIABLE, Lines
 from megatron_elastic.cluster.messages import FromRank, Ready
 
 PATIENCE = 60.0

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from megatron_elastic.cluster.control import Interrupted, InterruptFlag
+from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
 from megatron_elastic.comm.group import Group
 from megatron_elastic.pipeline.lockstep import Lockstep
 from tests import world

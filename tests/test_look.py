@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.ask import address_of, run_of
-from megatron_elastic.cluster.server import Server
+from megatron_elastic.cluster.asking.ask import address_of, run_of
+from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.wire.address import Address, leave_address
 from megatron_elastic.observe import place
 from megatron_elastic.observe.records import RecordsError, RunRecords

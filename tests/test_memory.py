@@ -11,8 +11,8 @@ import pytest
 from gpt_arguments import parse_args
 
 from megatron_elastic import cli
-from megatron_elastic.plan import memory
-from megatron_elastic.plan.operations import flops_per_token
+from megatron_elastic.plan.costs import memory
+from megatron_elastic.plan.costs.operations import flops_per_token
 from tests.jobs import Jobs
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Tests of ``pipeline.meter`` and ``plan.profile``: what units cost, measured."""
+"""Tests of ``pipeline.meter`` and ``plan.costs.profile``: what units cost, measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.meter import Meter
 from megatron_elastic.plan import Costs, Sample, measured
-from megatron_elastic.plan.cost import UnitCost
+from megatron_elastic.plan.costs.cost import UnitCost
 from tests.jobs import MODEL, Grid, Jobs
 
 

@@ -16,10 +16,10 @@ from megatron_elastic.adaptor.checkpoints import common, whole
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.checkpoints.norms import named_as_saved
 from megatron_elastic.adaptor.checkpoints.origin import Origin, Start
-from megatron_elastic.adaptor.training.counts import Counts
-from megatron_elastic.adaptor.training.scales import LossScales
+from megatron_elastic.adaptor.training.schedules.counts import Counts
+from megatron_elastic.adaptor.training.schedules.scales import LossScales
 from megatron_elastic.config import UsageError
-from megatron_elastic.plan.ramp import Phase, Ramp
+from megatron_elastic.plan.work.ramp import Phase, Ramp
 
 BATCH = 16
 CONSTANT = Ramp(1, (Phase(1, 0, BATCH),))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import Cell, Holdings, Layout, LayoutError, Stage, gpt_units, transfers
 from megatron_elastic.plan import NoLayout, StateLost, everything, improve, lose, readable
-from megatron_elastic.plan.reroute import reroute
+from megatron_elastic.plan.work.reroute import reroute
 from tests.tiers.examples import examples
 
 

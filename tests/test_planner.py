@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.layout import Layout, gpt_units
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.planner import main, plan
 
 

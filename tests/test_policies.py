@@ -19,7 +19,7 @@ from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.pipeline.prediction import predict, predicted
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.choice import WORTH, best, ways
-from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
 from megatron_elastic.planner import main

@@ -37,8 +37,8 @@ from megatron_elastic.plan.predict import (
     footprint,
     predict,
 )
-from megatron_elastic.plan.predict.fit import fit
-from megatron_elastic.plan.predict.residual import Residual
+from megatron_elastic.plan.predict.measured.fit import fit
+from megatron_elastic.plan.predict.measured.residual import Residual
 from megatron_elastic.plan.predict.step import all_reduce
 from tests.tiers.examples import examples
 

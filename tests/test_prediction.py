@@ -18,7 +18,7 @@ from megatron_elastic.pipeline import simulate
 from megatron_elastic.pipeline.schedule import usual
 from megatron_elastic.pipeline.simulate import fastest
 from megatron_elastic.plan import Costs
-from megatron_elastic.plan.cost import UnitCost
+from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.predict import (
     DEVICES,

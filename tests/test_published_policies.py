@@ -24,7 +24,7 @@ from megatron_elastic.fleet.policies.pollux import efficiency, step_s
 from megatron_elastic.fleet.policies.pollux import share as pollux_share
 from megatron_elastic.fleet.policies.rubick import share as rubick_share
 from megatron_elastic.fleet.policies.rule import Rule
-from megatron_elastic.fleet.simulation import Simulation
+from megatron_elastic.fleet.simulated.simulation import Simulation
 from megatron_elastic.fleet.speed_table import SpeedTable
 from tests.fleet_jobs import member
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import Members
-from megatron_elastic.cluster.race import race
-from megatron_elastic.cluster.station import Station
+from megatron_elastic.cluster.coordination.race import race
+from megatron_elastic.cluster.node.station import Station
 
 
 async def for_ever() -> None:

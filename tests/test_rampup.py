@@ -15,8 +15,8 @@ from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.route import Leg, first_of, usual
 from megatron_elastic.pipeline.schedule import for_cell
-from megatron_elastic.plan.ramp import Ramp
-from megatron_elastic.plan.reroute import reroute
+from megatron_elastic.plan.work.ramp import Ramp
+from megatron_elastic.plan.work.reroute import reroute
 from megatron_elastic.support import check_ramp
 from tests.jobs import BATCH, MODEL, MODERN, Job, Jobs, assert_same_training, inject
 from tests.test_checkout import (

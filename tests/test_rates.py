@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler
-from megatron_elastic.adaptor.training.rates import RatesByStep
+from megatron_elastic.adaptor.training.schedules.rates import RatesByStep
 from megatron_elastic.config import UsageError
 
 FLAGS = (

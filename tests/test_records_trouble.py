@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.cluster.recorder import Clerk
+from megatron_elastic.cluster.recording.recorder import Clerk
 from tests.disks import fill, mounted
 from tests.launches import TOKEN, Launch, free_port, launches
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.plan import NoLayout, lose
-from megatron_elastic.plan.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.growth import admit
 from megatron_elastic.plan.replan import WORTH, replan
 from tests.tiers.examples import examples

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import VoteResult
-from megatron_elastic.cluster.protocol.decision import newest_complete
+from megatron_elastic.cluster.protocol.faults.decision import newest_complete
 from megatron_elastic.cluster.protocol.job import Decided
 from tests.jobs import Jobs, inject
 

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.robust_mutex import SIZE, RobustMutex
 
 fork = multiprocessing.get_context("fork")

@@ -14,8 +14,8 @@ from megatron_elastic.layout import Cell, Layout, Stage, gpt_units, joined, way
 from megatron_elastic.pipeline.program import Op, Program, ProgramError, check
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, rounds, split_backward, usual
 from megatron_elastic.pipeline.simulate import Timeline, fastest, simulate
-from megatron_elastic.plan.cost import Costs, UnitCost
-from megatron_elastic.plan.keeping import Keeping
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.keeping import Keeping
 from tests import placements
 from tests.tiers.examples import examples
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.cluster.protocol.effects import WriteEvent, WriteLayout, WriteMetrics
-from megatron_elastic.cluster.recorder import Recorder
-from megatron_elastic.cluster.screen import Screen, complain
+from megatron_elastic.cluster.recording.recorder import Recorder
+from megatron_elastic.cluster.recording.screen import Screen, complain
 from megatron_elastic.observe.records import read_events, read_metrics
 from tests.test_observe import RECOVERY, line, make
 

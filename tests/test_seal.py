@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elastic.comm.link import Links
-from megatron_elastic.comm.seal import HEAD, WINDOW, Seal
+from megatron_elastic.comm.links.link import Links
+from megatron_elastic.comm.links.seal import HEAD, WINDOW, Seal
 from megatron_elastic.comm.tag import Channel, make_tag
 from tests import world
 from tests.world import KEY, Peer

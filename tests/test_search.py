@@ -18,8 +18,8 @@ from megatron_elastic.pipeline.search.found import programs
 from megatron_elastic.pipeline.search.greedy import Policy, greedy
 from megatron_elastic.pipeline.search.problem import FORWARD, INPUT, WEIGHT
 from megatron_elastic.pipeline.simulate import run
-from megatron_elastic.plan.cost import Costs, UnitCost
-from megatron_elastic.plan.fit import device_bytes
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.fit import device_bytes
 from tests import placements
 from tests.test_schedule import uneven
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_elastic.cluster.protocol.job import Node
-from megatron_elastic.cluster.seats import vacancy
+from megatron_elastic.cluster.coordination.seats import vacancy
 
 
 def nodes(*members: str) -> list[Node]:

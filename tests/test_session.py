@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import Failed, Stop
-from megatron_elastic.cluster.session import Session
+from megatron_elastic.cluster.coordination.session import Session
 
 
 def test_a_message_that_is_no_unicode_is_told_and_takes_no_number() -> None:

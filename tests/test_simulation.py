@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_elastic.plan.order import Order
+from megatron_elastic.plan.work.order import Order
 from tests.simulation import mutants, run
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.scenario import Scenario

@@ -1,4 +1,4 @@
-"""Tests of ``cluster.standing``: one rank's decisions, and those of all ranks of a job, interrupted anywhere."""
+"""Tests of ``cluster.rank.standing``: one rank's decisions, and those of all ranks of a job, interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import VoteResult
-from megatron_elastic.cluster.protocol.decision import decide, working
+from megatron_elastic.cluster.protocol.faults.decision import decide, working
 from megatron_elastic.cluster.protocol.job import Decided, Told
-from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.layout import Layout
 from tests.tiers.examples import examples
 

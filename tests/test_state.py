@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.comm.group import Group, place_in_tree
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Holdings, Layout, transfers

@@ -18,7 +18,7 @@ from rich.console import Console
 from textual.widgets import Input, Static
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.ask import run_of
+from megatron_elastic.cluster.asking.ask import run_of
 from megatron_elastic.cluster.wire.address import read_address
 from megatron_elastic.observe.goodput import PARTS, goodput
 from megatron_elastic.observe.records import RecordsError, RunRecords

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.coordinator import Coordinator
 from megatron_elastic.cluster.messages import (
     AgentHello,
     Committed,
@@ -33,7 +33,8 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
     VoteResult,
 )
-from megatron_elastic.cluster.protocol import Job, Settings, advance, decision, events, takeover
+from megatron_elastic.cluster.protocol import Job, Settings, advance, events
+from megatron_elastic.cluster.protocol.faults import decision, takeover
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout, changed, decode, encode

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from megatron_elastic.cluster import timers
-from megatron_elastic.cluster.timers import Timers
+from megatron_elastic.cluster.coordination import timers
+from megatron_elastic.cluster.coordination.timers import Timers
 
 
 @pytest.mark.parametrize("anew", [0, 3])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.cluster import launcher, torchrun
-from megatron_elastic.cluster.output import BOTH, STDERR, STDOUT, streams_shown
-from megatron_elastic.cluster.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
-from megatron_elastic.cluster.torchrun import FLAGS, Flag
+from megatron_elastic.cluster.launch import launcher, torchrun
+from megatron_elastic.cluster.launch.output import BOTH, STDERR, STDOUT, streams_shown
+from megatron_elastic.cluster.launch.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
+from megatron_elastic.cluster.launch.torchrun import FLAGS, Flag
 from megatron_elastic.config import UsageError
 from tests.jobs import ROOT
 from tests.launches import PROGRAMS, TOKEN

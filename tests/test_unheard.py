@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_elastic.cluster.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.coordinator import Coordinator
 from megatron_elastic.cluster.messages import Drain, Fence, Launch, RankExited, Stop, ToAgent
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import events

@@ -17,7 +17,7 @@ from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import picture, status
 from megatron_elastic.observe.utilisation import Utilisation, peak_of
-from megatron_elastic.plan.operations import flops_per_token
+from megatron_elastic.plan.costs.operations import flops_per_token
 from tests.test_observe import line, make
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_elastic.cluster.spans import VARIABLE, Spans
+from megatron_elastic.cluster.recording.spans import VARIABLE, Spans
 from megatron_elastic.observe.goodput import PARTS
 from megatron_elastic.observe.records import read_events, read_metrics
 from tests.collector import Collector, collecting

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_elastic.argument_file import launcher_flags
 from megatron_elastic.cluster.protocol.effects import WriteEvent, WriteLayout, WriteMetrics
-from megatron_elastic.cluster.recorder import Recorder
-from megatron_elastic.cluster.weights_and_biases import Project, WeightsAndBiases, project_of
+from megatron_elastic.cluster.recording.recorder import Recorder
+from megatron_elastic.cluster.recording.weights_and_biases import Project, WeightsAndBiases, project_of
 from tests.test_observe import RECOVERY, line, make
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")

@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_elastic.cluster import agent as agents
-from megatron_elastic.cluster import wire, zygote
-from megatron_elastic.cluster.agent import Agent
-from megatron_elastic.cluster.deathwatch import Deathwatch
+from megatron_elastic.cluster.node import agent as agents
+from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.rank import zygote
+from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
 from megatron_elastic.cluster.program import Program
-from megatron_elastic.cluster.zygote import Exited, Ready, Spawn, Spawned
+from megatron_elastic.cluster.rank.zygote import Exited, Ready, Spawn, Spawned
 
 Answer = Ready | Spawned | Exited
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

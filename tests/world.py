@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_elastic.cluster.control import InterruptFlag
+from megatron_elastic.cluster.rank.control import InterruptFlag
 from megatron_elastic.comm.interrupts import Interruptible
 from megatron_elastic.comm.peers import PeerAddress
 from megatron_elastic.comm.transport import Transport

@@ -23,7 +23,7 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
     ToRank,
 )
-from megatron_elastic.cluster.relay import Post
+from megatron_elastic.cluster.node.relay import Post
 
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 

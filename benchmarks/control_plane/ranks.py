@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import (
     Back,
     Built,
@@ -36,7 +36,7 @@ from megatron_elastic.cluster.messages import (
     Where,
     WorkDone,
 )
-from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.layout import Holdings, Layout, ParameterShape, UnitShape, decode, encode, gpt_units
 
 NODE = 8

@@ -22,7 +22,7 @@ from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.observe.records import read_events, read_metrics
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.policies import POLICIES, Policy
 
 SCRIPT = "benchmarks/programs/emulated_gpt.py"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron_elastic.layout.way import joined, way
 from megatron_elastic.pipeline.search import NotFitting, Orders, Problem, choose, lower_bound
 from megatron_elastic.pipeline.search.candidates import v_shaped
-from megatron_elastic.plan.placing import ways
+from megatron_elastic.plan.work.placing import ways
 from searched.pipelines import schedules
 
 NAMES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "search")

@@ -12,7 +12,7 @@ from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.layout import MTP, Layout, gpt_units
 from megatron_elastic.pipeline.search import Orders, Problem
 from megatron_elastic.pipeline.search.found import orders_of, programs
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.graph import Planner
 
 EXPERT_PARALLEL = {"flextrain-small": 8, "flextrain-medium": 8, "flextrain-large": 16}

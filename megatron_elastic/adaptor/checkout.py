@@ -27,15 +27,15 @@ from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.script import arguments, log, yaml_arguments
 from megatron_elastic.adaptor.script.progress_log import ProgressLog, operations
 from megatron_elastic.adaptor.training import ballots, ending, entry, evaluation
-from megatron_elastic.adaptor.training.rates import RatesByStep
+from megatron_elastic.adaptor.training.schedules.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.adaptor.without_cuda import helpers
-from megatron_elastic.cluster.control import Control
+from megatron_elastic.cluster.rank.control import Control
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.config import UsageError
 from megatron_elastic.numerics.exact import Diverged
-from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import UNSAID
 from megatron_elastic.state.vote import vote
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_elastic.cluster.control import JobStopped, report_failure
+from megatron_elastic.cluster.rank.control import JobStopped, report_failure
 from megatron_elastic.config import USAGE, UsageError
 
 _KEPT = 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from megatron_elastic.comm.message import Block, Message, Pieces
+from megatron_elastic.comm.host.message import Block, Message, Pieces
 from megatron_elastic.comm.operation import Recv
 from megatron_elastic.comm.pile import Budget, Pile
 from megatron_elastic.comm.tag import is_older, source_of

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.comm.peers import Peers
 
 
 class Interruptible(Protocol):
-    """What a wait looks at besides its messages (``cluster.control.InterruptFlag``)."""
+    """What a wait looks at besides its messages (``cluster.rank.control.InterruptFlag``)."""
 
     raised: bool
     since: float

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from megatron_elastic.comm.mailbox import NearAddress, Neighbour
+from megatron_elastic.comm.host.mailbox import NearAddress, Neighbour
 
 
 class PeerAddress(msgspec.Struct, frozen=True):

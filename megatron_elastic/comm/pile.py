@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from megatron_elastic.comm.message import Message, Pieces
+from megatron_elastic.comm.host.message import Message, Pieces
 
 
 class Budget:

@@ -23,6 +23,6 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    from megatron_elastic.comm import backend
+    from megatron_elastic.comm.distributed import backend
 
     return backend.create(options)

@@ -20,9 +20,9 @@ from megatron_elastic.emulation.forecast import Times
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.exchange import Phases
-from megatron_elastic.plan.fit import device_bytes
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.exchange import Phases
+from megatron_elastic.plan.costs.fit import device_bytes
 
 _NAP = 0.05
 """Seconds that a sleep goes on at most where an interrupt is there and has to wait."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_elastic.plan.exchange import Link
-from megatron_elastic.plan.power import PowerModel
+from megatron_elastic.plan.costs.exchange import Link
+from megatron_elastic.plan.costs.power import PowerModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import LayoutError
-from megatron_elastic.plan.fit import overflow
+from megatron_elastic.plan.costs.fit import overflow
 
 _DESCRIPTION = """\
 Compute the profile of a published model on an accelerator, for --elastic-emulate and --elastic-profile: from the

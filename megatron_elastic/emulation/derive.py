@@ -17,8 +17,8 @@ from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.models import Shape
 from megatron_elastic.emulation.profile import Emulation, Profile
 from megatron_elastic.layout import Layout, gpt_units
-from megatron_elastic.plan.cost import EMULATION, Costs, UnitCost
-from megatron_elastic.plan.exchange import Exchange
+from megatron_elastic.plan.costs.cost import EMULATION, Costs, UnitCost
+from megatron_elastic.plan.costs.exchange import Exchange
 
 WEIGHT, GRADIENT, STATE, ACTIVATION = 2, 4, 12, 2
 """Bytes: of a weight in bf16, of its gradient and of its optimizer state (master weight and two moments) in fp32, and

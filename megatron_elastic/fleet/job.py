@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_elastic.fleet.models import Model
+from megatron_elastic.fleet.simulated.models import Model
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Layouts: who computes and who owns what. Pure Python; knows neither torch nor processes."""
 
 from megatron_elastic.layout.cell import Cell
-from megatron_elastic.layout.codec import decode, encode
-from megatron_elastic.layout.difference import changed, difference
+from megatron_elastic.layout.encoding.codec import decode, encode
+from megatron_elastic.layout.encoding.difference import changed, difference
 from megatron_elastic.layout.errors import LayoutError, SliceLost
 from megatron_elastic.layout.holdings import Extent, Holdings, SlicePart
 from megatron_elastic.layout.layout import Layout

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, needs, result
 from megatron_elastic.pipeline.simulate import Timeline, run
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 
 NodeKind = Literal[
     "forward", "backward", "backward_input", "backward_weight", "send_forward", "receive_forward", "send_backward",

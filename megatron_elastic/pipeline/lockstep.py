@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Recv
 from megatron_elastic.comm.tag import GROUPS, Channel

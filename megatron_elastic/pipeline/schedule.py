@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program
-from megatron_elastic.plan.slots import Slots
+from megatron_elastic.plan.work.slots import Slots
 
 _Place = Callable[[Op, int], int]
 """(operation, stage) -> place in the timetable."""
@@ -57,7 +57,7 @@ def one_forward_one_backward(
     """The 1F1B schedule: a cell of stage s runs ahead by as many forwards as stages follow, then alternates.
 
     ``leaders`` are the cells to make it for (default: all). ``live[s]`` bounds the live activations of a cell of stage
-    s; the default is P - s for stage s of P, and less than that cannot be asked for. ``plan.cost`` says
+    s; the default is P - s for stage s of P, and less than that cannot be asked for. ``plan.costs.cost`` says
     where more would help. Raises ValueError for bounds that are too low.
     """
     stages = layout.pipeline_size
@@ -119,7 +119,7 @@ def _interleaved(layout: Layout, chunks: int) -> _Place:
 
 
 def _in_step(layout: Layout) -> _Place:
-    """For chunks that are placed in any way, and may be of any size (``plan.slots``)."""
+    """For chunks that are placed in any way, and may be of any size (``plan.work.slots``)."""
     round_of, slots = rounds(layout), Slots.of(layout)
 
     def place(op: Op, stage: int) -> int:

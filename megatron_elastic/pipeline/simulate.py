@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, live, needs, result, walk
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 
 
 class Span(NamedTuple):

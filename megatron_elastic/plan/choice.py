@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
 from megatron_elastic.pipeline.simulate import Step, scheduled
-from megatron_elastic.plan.clock import loads
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.work.clock import loads
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.errors import NoLayout
-from megatron_elastic.plan.fit import overflow_on_the_way
+from megatron_elastic.plan.costs.fit import overflow_on_the_way
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms

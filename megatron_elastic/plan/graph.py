@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_elastic.layout import MTP, positions
-from megatron_elastic.plan.cost import Costs, live_activations, own
+from megatron_elastic.plan.costs.cost import Costs, live_activations, own
 from megatron_elastic.plan.errors import NoLayout
-from megatron_elastic.plan.keeping import Keeping
+from megatron_elastic.plan.costs.keeping import Keeping
 
 _Matrix = NDArray[np.float64]
 _ROUNDING = 1e-9

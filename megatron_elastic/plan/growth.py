@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
-from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.loss import release
 from megatron_elastic.plan.spread import away
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from megatron_elastic.layout import Layout, Transfer
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 
 
 def size(move: Transfer, layout: Layout, costs: Costs) -> float:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_elastic.layout import Cell, Layout, Stage
-from megatron_elastic.plan.cost import Costs, own
-from megatron_elastic.plan.dataflow import share
+from megatron_elastic.plan.costs.cost import Costs, own
+from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.spread import away

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from megatron_elastic.comm.communicators import Communicators, Members
-from megatron_elastic.comm.device_group import DeviceGroup, DeviceWork
+from megatron_elastic.comm.device.communicators import Communicators, Members
+from megatron_elastic.comm.device.device_group import DeviceGroup, DeviceWork
 from megatron_elastic.comm.tag import GROUPS, UNITS
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.device.copies import Landing

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_elastic.cluster.control import Control, Interrupted
+from megatron_elastic.cluster.rank.control import Control, Interrupted
 from megatron_elastic.cluster.messages import (
     Back,
     Committed,

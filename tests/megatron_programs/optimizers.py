@@ -109,7 +109,7 @@ class _Slices:
         from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
         from megatron_elastic.adaptor.model.units import bind_stage
         from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
-        from megatron_elastic.adaptor.training.rates import RatesByStep
+        from megatron_elastic.adaptor.training.schedules.rates import RatesByStep
         from megatron_elastic.layout import Layout, gpt_units
         from megatron_elastic.numerics.exact import ExactAccumulator
         from megatron_elastic.state.buffer import UnitBuffer

@@ -25,7 +25,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     ToRank,
 )
-from megatron_elastic.cluster.relay import Post
+from megatron_elastic.cluster.node.relay import Post
 from tests.simulation.errors import Violation
 from tests.simulation.leadership import TORCH_PORT
 from tests.simulation.link import Link

@@ -1,4 +1,4 @@
-"""Control: a model rank's line to its agent, as ``cluster.control``, and the interrupt that unwinds the rank."""
+"""Control: a model rank's line to its agent, as ``cluster.rank.control``, and the interrupt that unwinds the rank."""
 
 from __future__ import annotations
 

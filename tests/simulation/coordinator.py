@@ -38,7 +38,7 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteLayout,
     WriteMetrics,
 )
-from megatron_elastic.plan import order
+from megatron_elastic.plan.work import order
 from tests.simulation.disk import Recorder
 from tests.simulation.errors import Violation
 from tests.simulation.link import Link

@@ -12,7 +12,7 @@ class Violation(Exception):
 
 
 class Interrupted(Exception):
-    """A model rank has to unwind, as ``cluster.control.Interrupted``."""
+    """A model rank has to unwind, as ``cluster.rank.control.Interrupted``."""
 
     def __init__(self, suspects: tuple[int, ...] = ()) -> None:
         super().__init__(suspects)

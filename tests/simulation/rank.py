@@ -1,6 +1,6 @@
 """Rank: a model of one rank's process, as the scheduler sees it. What it does is in ``tests.simulation.training``.
 
-Its decisions are those of ``cluster.standing``, its messages the real ones. Its main thread is a generator that yields
+Its decisions are those of ``cluster.rank.standing``, its messages the real ones. Its main thread is a generator that yields
 what it waits for: seconds, during which it notices nothing; message types; a ``Meeting``; a condition. What it computes
 are numbers of steps (``tests.simulation.store``), and whatever would hang, raise or count wrongly is a violation.
 """
@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.cluster.messages import RankReading
-from megatron_elastic.cluster.standing import Standing
+from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.faults.odometer import COORDINATOR
 from megatron_elastic.layout import Layout
 from tests.simulation.control import Control

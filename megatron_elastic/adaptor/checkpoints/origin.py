@@ -18,7 +18,7 @@ from megatron_elastic.adaptor.checkpoints.folder import (
     step_folder,
 )
 from megatron_elastic.config import UsageError
-from megatron_elastic.plan.ramp import Ramp
+from megatron_elastic.plan.work.ramp import Ramp
 
 
 class Start(NamedTuple):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints.folder import COMPLETE, older
 from megatron_elastic.adaptor.releases import running
-from megatron_elastic.cluster.control import Interrupted, JobStopped
+from megatron_elastic.cluster.rank.control import Interrupted, JobStopped
 from megatron_elastic.config import UsageError
 
 _COMMON = "common.pt"

@@ -18,7 +18,7 @@ from typing import Literal
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_elastic.comm import backend
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout
 

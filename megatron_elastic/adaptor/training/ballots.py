@@ -9,7 +9,7 @@ import torch
 from megatron_elastic.adaptor.layers.measures import NUM_ZEROS
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.numerics.deferred import DeferredAccumulator
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.state.vote import Ballot

@@ -12,7 +12,7 @@ from megatron_elastic.adaptor.model.stage import ModelProvider
 from megatron_elastic.adaptor.training import life
 from megatron_elastic.adaptor.training.batches import DatasetsProvider
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.control import Control, JobStopped
+from megatron_elastic.cluster.rank.control import Control, JobStopped
 from megatron_elastic.comm import torch_release
 from megatron_elastic.config import USAGE, UsageError
 from megatron_elastic.device import stand_in

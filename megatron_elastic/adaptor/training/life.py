@@ -16,13 +16,13 @@ import torch
 from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.control import Interrupted
+from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
 from megatron_elastic.config import UsageError
 from megatron_elastic.device.processor import processor
 from megatron_elastic.layout import encode
-from megatron_elastic.plan import memory
-from megatron_elastic.plan.operations import flops_per_token
+from megatron_elastic.plan.costs import memory
+from megatron_elastic.plan.costs.operations import flops_per_token
 
 _OWN_FLAGS = frozenset({"elastic_run_dir", "elastic_inject", "rank", "local_rank"})
 """Arguments that may differ from node to node, or from rank to rank."""

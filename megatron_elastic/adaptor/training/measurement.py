@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.meter import Measured
 from megatron_elastic.plan import Sample
-from megatron_elastic.plan.cost import UnitCost
+from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.state.buffer import UnitBuffer
 
 _STATE_BYTES = 4

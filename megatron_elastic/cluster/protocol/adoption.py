@@ -5,7 +5,7 @@ from __future__ import annotations
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.protocol import clocks, pace
+from megatron_elastic.cluster.protocol.changes import clocks, pace
 from megatron_elastic.cluster.protocol.effects import WriteLayout
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout

@@ -24,28 +24,9 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol import (
-    change,
-    clocks,
-    copies,
-    damage,
-    drain,
-    ending,
-    error,
-    hang,
-    ledger,
-    loss,
-    membership,
-    pace,
-    recovery,
-    scale,
-    start,
-    suspicion,
-    takeover,
-    unheard,
-    watch,
-    whereabouts,
-)
+from megatron_elastic.cluster.protocol.changes import change, clocks, drain, membership, pace, scale
+from megatron_elastic.cluster.protocol import copies, ending, ledger, start, unheard, watch, whereabouts
+from megatron_elastic.cluster.protocol.faults import damage, error, hang, loss, recovery, suspicion, takeover
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
     Asked,

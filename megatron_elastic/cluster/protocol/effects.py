@@ -1,6 +1,6 @@
 """Effects: what is to be done about an event.
 
-They are carried out in order, in one place, which cannot raise (``cluster.coordinator``).
+They are carried out in order, in one place, which cannot raise (``cluster.coordination.coordinator``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlanClocks(msgspec.Struct, frozen=True):
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Look for a better order of the work of ``layout``; ``Found`` tells. Arguments are those of ``plan.order``."""
+    """Look for a better order of the work of ``layout``; ``Found`` tells. Arguments are those of ``plan.work.order``."""
 
     layout: Layout
     costs: Costs

@@ -9,7 +9,7 @@ import msgspec
 from megatron_elastic.cluster.messages import AgentHello, Drain, FromRank, RankNews, RankReading, Scale
 from megatron_elastic.observe.dials import Figures
 from megatron_elastic.plan import Costs
-from megatron_elastic.plan.order import Order
+from megatron_elastic.plan.work.order import Order
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):

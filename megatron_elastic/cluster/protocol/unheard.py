@@ -7,7 +7,8 @@ tells of its node is that node's. Figures, and what was looked for beside traini
 from __future__ import annotations
 
 from megatron_elastic.cluster.messages import Answer, Stop
-from megatron_elastic.cluster.protocol import error, loss, membership, suspicion
+from megatron_elastic.cluster.protocol.faults import error, loss, suspicion
+from megatron_elastic.cluster.protocol.changes import membership
 from megatron_elastic.cluster.protocol.effects import Reply, Tell
 from megatron_elastic.cluster.protocol.events import (
     Asked,

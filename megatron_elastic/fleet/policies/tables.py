@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.models import GROWTH, Layouts, Model, layouts_of
+from megatron_elastic.fleet.simulated.models import GROWTH, Layouts, Model, layouts_of
 from megatron_elastic.fleet.speed_table import SpeedTable
 
 Times = Callable[[Layouts], Iterable[tuple[int, float]]]

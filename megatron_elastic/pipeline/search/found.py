@@ -17,8 +17,8 @@ from megatron_elastic.pipeline.search.bound import lower_bound
 from megatron_elastic.pipeline.search.candidates import v_shaped
 from megatron_elastic.pipeline.search.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Orders, Problem
 from megatron_elastic.pipeline.search.recompute import also, choose
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.fit import device_bytes
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.fit import device_bytes
 
 _KINDS: dict[Kind, int] = {"forward": FORWARD, "backward": BACKWARD, "backward_input": INPUT, "backward_weight": WEIGHT}
 _NAMES = {number: kind for kind, number in _KINDS.items()}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_elastic.pipeline.search.bound import lower_bound
 from megatron_elastic.pipeline.search.candidates import Best, NotFitting, best
 from megatron_elastic.pipeline.search.problem import Orders, Problem
-from megatron_elastic.plan.recomputation import sets
+from megatron_elastic.plan.costs.recomputation import sets
 
 _TRIED = 60_000
 """Operations that the orders of all sets that are tried may have together; one is tried in any case, or as many as it

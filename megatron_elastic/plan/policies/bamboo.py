@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 from megatron_elastic.layout import Cell, Layout
 from megatron_elastic.plan.choice import SCHEDULES
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.errors import ADVICE, NoLayout
 from megatron_elastic.plan.policies.column import columns
 from megatron_elastic.plan.policies.policy import Outcome, Policy, apart
-from megatron_elastic.plan.quotas import quotas
+from megatron_elastic.plan.work.quotas import quotas
 
 
 class Bamboo(Policy):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megatron_elastic.layout import Cell, Holdings, Layout
 from megatron_elastic.plan.choice import SCHEDULES
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.errors import ADVICE, NoLayout
 from megatron_elastic.plan.graph import Graph
 from megatron_elastic.plan.loss import lose

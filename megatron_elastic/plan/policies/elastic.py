@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import SCHEDULES, WORTH, Way, best, splits, step, ways
-from megatron_elastic.plan.cost import Costs
-from megatron_elastic.plan.fit import overflow
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
 from megatron_elastic.plan.loss import lose
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
 
 class Elastic(Policy):
-    """ElasWave's axes (arXiv 2510.00606): dataflow at once, graph in the background, clocks apart (``plan.clocking``).
+    """ElasWave's axes (arXiv 2510.00606): dataflow at once, graph in the background, clocks apart (``plan.work.clocking``).
 
     Where it is known what units cost, all ways to go on are compared (``plan.choice``). One may be to leave cells out,
     for regular pipelines; they come in again when that makes the others faster.

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import SCHEDULES, fastest_grid
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.loss import lose
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
 from megatron_elastic.plan.replan import fill

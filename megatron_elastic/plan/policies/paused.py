@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import SCHEDULES, best, ways
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies.elastic import Elastic
 from megatron_elastic.plan.policies.policy import without_shadows

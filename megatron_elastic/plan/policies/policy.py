@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.plan.choice import SCHEDULES, Way
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.growth import improve
 from megatron_elastic.plan.loss import lose
 from megatron_elastic.plan.migration import duration_ms

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.choice import SCHEDULES
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.policies.grid import Grid
 from megatron_elastic.plan.policies.policy import Outcome
 

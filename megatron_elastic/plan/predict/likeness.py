@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.predict.case import Case, Columns
 from megatron_elastic.plan.predict.constants import FITTED
 from megatron_elastic.plan.predict.device import DEVICES

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan.cost import Costs
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.predict.case import Case
 from megatron_elastic.plan.predict.foresight import by_model, by_profile, stand_in
 from megatron_elastic.plan.predict.likeness import likened

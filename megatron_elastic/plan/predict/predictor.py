@@ -9,8 +9,8 @@ import numpy as np
 from megatron_elastic.plan.predict.case import Array, Columns
 from megatron_elastic.plan.predict.constants import Constants
 from megatron_elastic.plan.predict.device import Device
-from megatron_elastic.plan.predict.fit import fit
-from megatron_elastic.plan.predict.residual import Residual
+from megatron_elastic.plan.predict.measured.fit import fit
+from megatron_elastic.plan.predict.measured.residual import Residual
 from megatron_elastic.plan.predict.step import predict
 
 _FOLDS = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import (
     Back,
     Decision,

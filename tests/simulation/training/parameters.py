@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from tests.simulation.errors import Violation
 
 if TYPE_CHECKING:

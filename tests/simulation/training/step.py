@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Committed, Plan, Profile, Settled, VoteResult
 from megatron_elastic.pipeline.program import unpack
 from megatron_elastic.pipeline.schedule import for_cell
-from megatron_elastic.plan.cost import UnitCost
-from megatron_elastic.plan.profile import Sample
+from megatron_elastic.plan.costs.cost import UnitCost
+from megatron_elastic.plan.costs.profile import Sample
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 from tests.simulation.training import intermission, parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster import standing
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Damage, Damaged
 from tests.simulation.store import SliceId
 

@@ -1,0 +1,1 @@
+"""Schedules: what follows from the number of a step, whoever does it."""

@@ -1,0 +1,1 @@
+"""Asking: what people want of a running job."""

@@ -1,0 +1,1 @@
+"""Coordination: the shell around ``cluster.protocol``, on the node that coordinates."""

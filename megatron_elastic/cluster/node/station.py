@@ -1,0 +1,232 @@
+"""Station: one launcher's part in a job: its agent, its line to whoever coordinates, and the coordinator if it is here.
+
+Who coordinates is ``cluster.coordination.office``'s matter. A node that does not does what another says, and looks for the next one
+when that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from megatron_elastic.cluster.node.agent import Agent, AgentError
+from megatron_elastic.cluster.brief import Brief
+from megatron_elastic.cluster.node.exit_signal import ExitSignal
+from megatron_elastic.cluster.leadership import Leader, StoreError
+from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
+from megatron_elastic.cluster.coordination.office import Office
+from megatron_elastic.cluster.protocol import Outcome
+from megatron_elastic.cluster.coordination.race import race
+from megatron_elastic.cluster.recording.screen import Screen
+from megatron_elastic.cluster.coordination.session import Letter
+from megatron_elastic.cluster.node.uplink import Uplink
+from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
+from megatron_elastic.power.regulator import restore_left_behind
+
+
+class Station:
+    """Takes part in a job until that is over for this node.
+
+    Args:
+        brief: what this node was told.
+        exit_signal: learns of the ranks that it is passed on to.
+        screen: for lines to people.
+        note: prints a line about this node.
+    """
+
+    def __init__(self, brief: Brief, exit_signal: ExitSignal, screen: Screen, note: Callable[[str], None]) -> None:
+        self._brief = brief
+        self._config = brief.config
+        self._exit_signal = exit_signal
+        self._note = note
+        # Where there is a store, it lets nobody lead who is silent for that long.
+        silence = brief.config.cut_off if brief.choice.kind == "alone" else brief.config.heartbeat_timeout
+        self._uplink = Uplink(brief.config, brief.credentials, silence)
+        self._office = Office(brief, self._uplink, screen, note, self._let_go)
+        self._agent: Agent | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._term = 0
+        """Of the newest coordinator that this node has heard of."""
+        self._followed = ""
+        """Where the coordinator is that this node has been in touch with last."""
+        self._leader = ""
+        """Where that one is, if this node has not been in touch with it."""
+        self._alone_since = time.time()
+        """Since when this node has come again, if it has, and has had no coordinator."""
+        self._gone = False
+        """Whether the only process that can coordinate has ended."""
+
+    async def run(self) -> Outcome:
+        """Take part. Raises CancelledError when this process is to end."""
+        outcome = Outcome(False, "interrupted; ending all ranks (interrupt again to kill them at once)")
+        try:
+            outcome = await self._serve()
+        except asyncio.CancelledError:
+            pass  # what is left to do is to end in order
+        except (AgentError, WireError) as error:
+            outcome = Outcome(False, str(error))
+        return outcome
+
+    async def end(self, outcome: Outcome) -> None:
+        """End this node's ranks, and all else that was begun here."""
+        if (coordinator := self._office.coordinator) is not None:
+            coordinator.end(outcome.ok, outcome.reason)
+        if self._agent is not None:
+            self._agent.stop(Stop(ok=outcome.ok, reason=outcome.reason, code=outcome.code))
+            if stubborn := await self._agent.end(patient=outcome.ok):
+                self._note(f"ranks {sorted(stubborn)} had not ended although the job was over, and were killed")
+        await self._office.close()
+
+    # ---- the way of a job -------------------------------------------------------------------
+
+    async def _serve(self) -> Outcome:
+        brief, config, office = self._brief, self._config, self._office
+        if brief.agent.node_rank == 0:
+            coordinator = office.begin()
+            self._uplink.attach(coordinator, await self._prepare())
+        else:
+            outcome = await self._join()
+            if outcome is not None:
+                return outcome
+        assert self._agent is not None
+        agent = self._agent
+        while True:
+            if agent.over.done():
+                stop = agent.over.result()
+                if not stop.again or agent.leaving:
+                    return Outcome(stop.ok, stop.reason, stop.code)
+                self._note(f"{stop.reason}; it comes again with new ranks")
+                await agent.begin_again()
+                self._uplink.forget()
+                if office.coordinator is not None:
+                    self._uplink.attach(office.coordinator, agent)
+                self._alone_since, self._leader = time.time(), self._leader or self._followed
+            elif office.coordinator is not None:
+                await race(office.coordinator.outcome, agent.over, office.change())
+                if office.coordinator is not None and office.coordinator.outcome.done():
+                    return office.coordinator.outcome.result()
+            elif self._gone or not (config.elastic and agent.members.done()):
+                return Outcome(False, f"lost the coordinator at {brief.agent.host}:{brief.port}")
+            elif self._leader and self._leader != self._uplink.address:
+                leader, self._leader = self._leader, ""
+                await self._follow(leader)
+            elif brief.choice.kind == "alone" or not await self._look():
+                since = self._uplink.alone_since or self._alone_since
+                if time.time() - since > config.start_timeout:
+                    return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
+                                          "(--elastic-start-timeout); ending this node's ranks")
+                self._leader = self._followed  # it may still be there, and has something to say to this node
+
+    async def _join(self) -> Outcome | None:
+        """Another node: come to the first one, and do what it says. An outcome if the job is over with it."""
+        brief, host, port = self._brief, self._brief.agent.host, self._brief.port
+        try:
+            wire = await self._uplink.connect(host, port, self._config.start_timeout)
+        except TimeoutError as error:
+            return Outcome(False, f"{error}; is node 0 started, and its address right?")
+        try:
+            if brief.choice.kind != "alone":
+                self._office.listen(wire.local_host)
+            agent = await self._prepare()
+        except BaseException:
+            wire.close()
+            raise
+        why = await self._follow(f"{host}:{port}", wire)
+        if agent.over.done() or (self._config.elastic and agent.members.done()):
+            return None
+        return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
+
+    async def _prepare(self) -> Agent:
+        agent = self._agent = Agent(self._brief.agent, self._tell)
+        self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
+        await asyncio.get_running_loop().run_in_executor(None, restore_left_behind, self._note)
+        ready = await agent.prepare(self._config.start_timeout)
+        if ready.threads > 1:
+            self._note(f"the imported modules started {ready.threads - 1} threads; forking ranks may hang. "
+                       "MEGATRON_ELASTIC_PRELOAD (module names, commas between) chooses what is imported first")
+        if self._brief.choice.kind != "alone":
+            self._office.stand(agent)
+        return agent
+
+    def _leave(self) -> bool:
+        """Let this node's ranks leave, if the others can go on without them; of who coordinates, if another can."""
+        agent = self._agent
+        if agent is None or not self._config.elastic:
+            return False
+        if self._office.coordinator is not None:
+            agent.leaving = self._office.resign()  # who coordinates next is told so
+            return agent.leaving
+        if not agent.leaving:  # else somebody has asked for it before
+            agent.leave()
+        return True
+
+    def _tell(self, message: FromAgent) -> None:
+        """Tell whoever coordinates what an agent has to say."""
+        assert self._agent is not None
+        try:
+            self._uplink.tell(message)
+        except Unsendable as error:
+            self._agent.stop(Stop(ok=False, reason=f"this node cannot tell the coordinator what it has to: {error}"))
+        if (recorded := self._uplink.recorded) > 0:
+            self._agent.obey(Heartbeat(recorded=recorded))
+
+    async def _follow(self, address: str, wire: AsyncWire[Letter] | None = None) -> str:
+        """Do what the coordinator at ``address`` says until it is gone, or another is there. Returns why it is gone."""
+        agent = self._agent
+        assert agent is not None
+        self._followed = address
+        host, _, port = address.rpartition(":")
+        why = "another coordinates"
+
+        async def follow(wire: AsyncWire[Letter] | None) -> None:
+            nonlocal why
+            try:
+                wire = wire or await self._uplink.connect(host, int(port), self._config.heartbeat_timeout)
+                why = await self._uplink.follow(wire, host, int(port), agent)
+            except (TimeoutError, WireError) as error:
+                why = str(error)
+                self._gone = self._brief.choice.kind == "alone" and isinstance(error.__cause__, ConnectionRefusedError)
+
+        self._following = asyncio.create_task(follow(wire))
+        await race(self._following, agent.over, self._another(address))
+        return why
+
+    async def _another(self, address: str) -> Leader:
+        """Somebody coordinates who is not at ``address``. Who coordinates there anew has closed its connections."""
+        assert self._agent is not None
+        while True:
+            store = await asyncio.shield(self._office.store)
+            if address and not self._office.hears(store):
+                # It would have to ask again and again: it looks for another when it has lost this one.
+                await self._office.change()
+                continue
+            self._term = max(self._term, self._agent.members.result().term)
+            following = asyncio.ensure_future(store.followed(self._term))
+            await race(following, self._office.change())
+            if following.cancelled():
+                continue
+            try:
+                leader = following.result()
+            except StoreError as error:  # it is asked again, but not at once
+                self._note(f"--elastic-store: {error}")
+                await asyncio.sleep(self._config.heartbeat_timeout)
+                continue
+            self._term = leader.term
+            if leader.address != address:
+                self._leader = leader.address
+                return leader
+
+    async def _look(self) -> bool:
+        """Wait until somebody else coordinates. Returns whether somebody does, within some seconds."""
+        assert self._agent is not None
+        limit = asyncio.ensure_future(asyncio.sleep(2 * self._config.heartbeat_timeout))
+        await race(self._another(""), limit, self._agent.over, self._office.change())
+        return limit.cancelled()
+
+    async def _let_go(self) -> str:
+        """This node coordinates now: nothing is done for another. Returns where that one is, or was."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        return self._followed

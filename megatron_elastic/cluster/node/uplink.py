@@ -1,0 +1,167 @@
+"""Uplink: an agent's line to whoever coordinates, in this process or at the other end of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+import msgspec
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, ToAgent, Welcome
+from megatron_elastic.cluster.protocol.events import NodeCame
+from megatron_elastic.cluster.pulse import Pulse
+from megatron_elastic.cluster.coordination.server import hear
+from megatron_elastic.cluster.coordination.session import Letter, Session
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
+from megatron_elastic.config import ElasticConfig
+
+_letters: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
+_orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+
+
+_UNKNOWN = "it does not know this node"
+_RESIGNED = "it coordinates no longer"
+_ELSEWHERE = "it does not coordinate"
+_PAUSE = 0.2
+"""Seconds between two attempts to be welcomed."""
+
+
+class Uplink:
+    """One node's. What is told while nobody coordinates is forgotten: who does next asks.
+
+    Args:
+        config: limits.
+        credentials: what is shown to coordinators, and asked of them.
+        limit: seconds without a word from a coordinator after which it counts as gone.
+    """
+
+    def __init__(self, config: ElasticConfig, credentials: Credentials, limit: float) -> None:
+        self.address = ""
+        """Where this node listens when it coordinates."""
+        self.member = ""
+        """Where it listens as a member of an embedded store."""
+        self.alone_since: float | None = None
+        """Since when nobody coordinates, once somebody has."""
+        self._resigned = False
+        """Whether who did so last has said that it does so no longer."""
+        self._config = config
+        self._limit = limit
+        self._credentials = credentials
+        self._session: Session | None = None
+        self._here: tuple[Coordinator, int] | None = None
+        """The coordinator of this process, and how it calls this node."""
+
+    def tell(self, message: FromAgent) -> None:
+        """Tell whoever coordinates. Raises Unsendable if a message is too long."""
+        if self._here is not None:
+            hear(*self._here, message)
+        elif self._session is not None and (problem := self._session.send(message)) is not None:
+            raise problem
+
+    @property
+    def recorded(self) -> int:
+        """Steps up to this one are on record, if this process coordinates."""
+        return 0 if self._here is None else self._here[0].recorded
+
+    # ---- in this process -------------------------------------------------------------------
+
+    def attach(self, coordinator: Coordinator, agent: Agent) -> None:
+        """This process coordinates."""
+        node = coordinator.name(agent)
+        self._here, self._session = (coordinator, node), None
+        coordinator.post(NodeCame(now=time.time(), node=node,
+                                  hello=replace(self._hello(agent, secrets.token_hex(8)), here=True)))
+        self.alone_since, self._resigned = None, False
+
+    def detach(self) -> None:
+        """It does so no longer."""
+        self._here, self.alone_since, self._resigned = None, time.time(), True
+
+    def forget(self) -> None:
+        """This node comes again as one that has never had a coordinator."""
+        self.alone_since, self._resigned = None, False
+
+    # ---- over connections --------------------------------------------------------------------
+
+    async def connect(self, host: str, port: int, limit: float) -> AsyncWire[Letter]:
+        """A connection to who coordinates there. Raises WireError, and TimeoutError after ``limit`` seconds."""
+        return await AsyncWire.connect(host, port, self._credentials, self._config.cut_off, _letters, limit)
+
+    async def follow(self, wire: AsyncWire[Letter], host: str, port: int, agent: Agent) -> str:
+        """Do what a coordinator says, over this connection and others to it, until it is gone or the job is over.
+
+        Returns why it counts as gone, for people.
+        """
+        patience = self._config.start_timeout if self.alone_since is None else self._config.suspect_timeout
+        unwelcome = time.monotonic() + patience
+        try:
+            self._session, name = Session(), secrets.token_hex(8)
+            while True:
+                why = await self._serve(wire, self._session, self._hello(agent, name), agent)
+                self.alone_since = self.alone_since or time.time()
+                if agent.over.done() or why == _RESIGNED or (why == _ELSEWHERE and time.monotonic() > unwelcome):
+                    return why
+                if why == _ELSEWHERE:
+                    await asyncio.sleep(_PAUSE)
+                else:
+                    unwelcome = time.monotonic() + self._config.suspect_timeout
+                if why == _UNKNOWN:  # it has ceased to coordinate, and does so again: all begins anew
+                    self._session, name = Session(), secrets.token_hex(8)
+                with contextlib.suppress(TimeoutError, WireError):
+                    wire = await self.connect(host, port, self._config.suspect_timeout)
+                    continue
+                return why
+        finally:
+            self._session = None
+            self.alone_since = self.alone_since or time.time()
+
+    async def _serve(self, wire: AsyncWire[Letter], session: Session, hello: AgentHello, agent: Agent) -> str:
+        """One connection, to its end. Returns why it ended."""
+        limit = self._limit
+        silent = welcome = False
+
+        def cut_off() -> None:
+            nonlocal silent
+            silent = True
+            wire.abort()
+
+        wire.send(Letter(0, session.received, msgspec.Raw(msgspec.msgpack.encode(hello))))
+        pulse = Pulse(lambda: session.beat(Heartbeat()), self._config.heartbeat_timeout, limit, cut_off)
+        try:
+            while not agent.over.done() and (letter := await wire.receive()) is not None:
+                pulse.heard()
+                if (payload := session.take(letter)) is None:
+                    continue
+                message = decode(payload, _orders)
+                if isinstance(message, Welcome) and message.received < 0:
+                    return _UNKNOWN
+                if isinstance(message, Resigned):
+                    self._resigned = True
+                    return _RESIGNED
+                if isinstance(message, Welcome):
+                    welcome = True
+                    self.alone_since, self._resigned = None, False
+                    session.resume(message.received, wire.send_encoded)
+                else:
+                    agent.obey(message)
+        except WireError as error:
+            return str(error)
+        except asyncio.CancelledError:
+            wire.abort()  # to say farewell to a host that is cut off takes seconds
+            raise
+        finally:
+            pulse.stop()
+            session.transmit = None
+            wire.close()
+            await wire.closed()
+        if silent:
+            return f"the coordinator was silent for {limit:g} s"
+        return "the connection broke" if welcome else _ELSEWHERE
+
+    def _hello(self, agent: Agent, session: str) -> AgentHello:
+        return agent.hello(session, self.address, self.member, self.alone_since, self._resigned)

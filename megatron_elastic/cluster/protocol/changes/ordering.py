@@ -1,0 +1,64 @@
+"""Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
+
+A layout begins with the usual order, so that nothing waits for a search. When all that it asks for is live, and costs
+are known, a better one is looked for beside the protocol; it comes into force between two steps as a planned layout
+does, which is the same but for its epoch. Whatever overtakes it, the next layout begins with the usual order again.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.protocol.changes import pace
+from megatron_elastic.cluster.protocol.effects import Search
+from megatron_elastic.cluster.protocol.events import Found
+from megatron_elastic.cluster.protocol.job import Ordering
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout, positions
+from megatron_elastic.plan.work.order import SEARCH, Order, alike
+
+_WORTH = 0.01
+"""What another order has to gain at least, as a share of the passes of a step."""
+
+
+def consider(turn: Turn, layout: Layout) -> None:
+    """Have a better order looked for, if that has not been done for what the costs are now."""
+    job, present, costs = turn.job, turn.job.ordering, turn.job.arrangement.costs
+    if job.settings.schedule != SEARCH or costs is None or present.searching:
+        return
+    same = present.epoch == layout.epoch
+    if same and present.costs is not None and alike(layout, costs, present.costs):
+        return
+    program = present.program if same else None
+    turn.set(ordering=Ordering(epoch=layout.epoch, costs=costs, program=program, searching=True))
+    clocks = {leader: 1 / times for leader, times in pace.paces(job).items()}
+    assert job.first is not None
+    turn.do(Search(layout, costs, clocks, program, job.first.tied if job.settings.places else None))
+
+
+def found(turn: Turn, event: Found) -> Order | None:
+    """The order that is to be changed to, if any; or chunks are to be placed otherwise, and then searched anew."""
+    job, present, order = turn.job, turn.job.ordering, event.order
+    current = job.layout is not None and event.epoch == job.layout.epoch
+    # Whoever coordinates since may not have asked, and another layout is to be searched for by itself.
+    turn.set(ordering=replace(present, searching=False) if current else Ordering())
+    if event.problem:
+        turn.say(f"work stays in its order: {event.problem}")
+    if order is None or not current:
+        return None
+    turn.record("ordered", name=order.name, ms=round(order.ms, 3), present_ms=round(order.present_ms, 3),
+                bound_ms=round(order.bound_ms, 3), seconds=round(event.seconds, 3),
+                **({"recomputed": list(order.recomputed)} if order.recomputed else {}),
+                **({} if order.stage_units is None or order.placed_ms is None else {
+                    "placed_ms": round(order.placed_ms, 3),
+                    "through": [position.stage for position in positions(order.stage_units)],
+                }))  # fmt: skip
+    if order.stage_units is not None:
+        turn.set(arrangement=replace(job.arrangement, placed=order.stage_units))
+        return None
+    return order if not order.present_fits or order.ms < order.present_ms * (1 - _WORTH) else None
+
+
+def entered(turn: Turn, epoch: int, program: bytes) -> None:
+    """A layout has come into force, in which cells work in this order."""
+    turn.set(ordering=replace(turn.job.ordering, epoch=epoch, program=program))

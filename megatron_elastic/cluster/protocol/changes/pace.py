@@ -1,0 +1,182 @@
+"""Pace: which cells are slower than others of their stage, and what is done about it (``--elastic-slow``).
+
+Only cells of one stage are compared, at the same clock: they do the same. One that is slower gets fewer grains
+(``plan.work.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a while.
+That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often it was
+slow before. So work moves soon, and does not move to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+from immutables import Map
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.protocol.events import Paced
+from megatron_elastic.cluster.protocol.job import Job, without
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Cell, Stage
+from megatron_elastic.plan.work.quotas import quotas
+
+_SAME = 1.25
+"""How many times as long a grain may take as it is believed to take: what differs by less is noise."""
+_STEPS = 3
+"""For which a cell has to be faster than was believed, the first time; twice as many after each time it was slow."""
+_WORTH = 0.95
+"""What a stage has to take without a cell, of what it takes with it, for the cell to be taken out."""
+_AGAIN = 30.0
+"""Seconds after which a cell that was taken out is tried again, the first time; twice as many after each."""
+_OFTEN = 8
+"""Times that count, at most."""
+
+
+def paces(job: Job) -> dict[int, float]:
+    """How many times as long as usual a grain takes at the same clock in the present cells where that is not once, by
+    leader.
+    """
+    assert job.layout is not None
+    return {rank: times for rank, times in job.pace.believed.items() if rank in job.layout.cells}
+
+
+def paced(turn: Turn, event: Paced) -> None:
+    """A node has told how fast its ranks are. Cells are compared when a step is committed, and not for each node."""
+    job, layout = turn.job, turn.job.layout
+    if job.settings.slow == "off" or layout is None or event.epoch != layout.epoch:
+        return
+    told = {rank: ms for rank, ms in event.paces.items()
+            if rank in layout.places and job.ranks[rank].node == event.node and ms > 0}
+    turn.set(pace=replace(job.pace, measured=job.pace.measured.update(told),
+                          told=job.pace.told.update(dict.fromkeys(told))))
+
+
+def stepped(turn: Turn) -> bool:
+    """A step has been committed. Returns whether something else is believed now."""
+    job, layout = turn.job, turn.job.layout
+    if layout is None:
+        return False
+    pending = {*job.pace.better, *(job.pace.believed if job.settings.slow == "evict" else ())}
+    stages = {layout.stage_of(rank) for rank in pending if rank in layout.cells}
+    stages |= {layout.stage_of(rank) for rank in job.pace.told}
+    turn.set(pace=replace(job.pace, told=Map()))
+    return _judge(turn, stages)
+
+
+def let_back(turn: Turn, rank: int) -> None:
+    """A cell that was taken out is tried again."""
+    pace = turn.job.pace
+    turn.set(pace=replace(pace, evicted=without(pace.evicted, [each for each, leader in pace.evicted.items()
+                                                               if leader == rank])))
+
+
+def _judge(turn: Turn, stages: set[int]) -> bool:
+    """Compare the cells of these stages."""
+    job, layout = turn.job, turn.job.layout
+    assert layout is not None
+    changed = False
+    for index in sorted(stages):
+        took = _times(job, layout.stages[index])
+        if len(took) < 2:
+            continue
+        usual = median_low(took.values())
+        for cell in layout.stages[index].cells:
+            if cell.leader in took:
+                changed |= _believe(turn, index, cell, took[cell.leader] / usual)
+        # To take it out takes a while, so first it gets less.
+        if job.settings.slow == "evict" and job.idle and not job.unsettled and not changed:
+            changed |= _evict(turn, index, layout.stages[index])
+    return changed
+
+
+def _times(job: Job, stage: Stage) -> dict[int, float]:
+    """What a grain would take at the base clock in cells all of whose ranks were measured, by leader: a cell is as slow
+    as its slowest.
+    """
+    measured, clocks = job.pace.measured, job.pace.clocks
+    return {cell.leader: max(measured[rank] * clocks.get(rank, 1.0) for rank in cell.ranks)
+            for cell in stage.cells if all(rank in measured for rank in cell.ranks)}
+
+
+def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
+    """A grain takes so many times as long as usual. Returns whether that is news that counts."""
+    job, leader = turn.job, cell.leader
+    assert job.ledger is not None
+    pace, step = job.pace, job.ledger.written
+    before = pace.believed.get(leader, 1.0)
+    if before / _SAME <= times <= before * _SAME:
+        turn.set(pace=replace(pace, better=without(pace.better, [leader])))
+        return False
+    strikes = pace.strikes.get(leader, 0)
+    if times < before:
+        since = pace.better.get(leader, step)
+        if step - since < _STEPS << min(max(strikes, 1), _OFTEN) - 1:
+            turn.set(pace=replace(pace, better=pace.better.set(leader, since)))
+            return False
+    now = 1.0 if 1 / _SAME <= times <= _SAME else times
+    slower = now > before
+    turn.set(pace=replace(
+        pace, better=without(pace.better, [leader]),
+        believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
+        strikes=pace.strikes.set(leader, strikes + 1) if slower and before <= 1.0 else pace.strikes,
+    ))  # fmt: skip
+    kind = "slow" if slower else "well"
+    turn.record(kind, ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
+    turn.say(f"ranks {list(cell.ranks)} have become {'slower' if slower else 'faster'}: a micro-batch takes {now:.1f} "
+             f"times as long as on others of stage {stage}; they get {'fewer' if slower else 'more'}", kind)
+    return True
+
+
+def _evict(turn: Turn, index: int, stage: Stage) -> bool:
+    """Take the slowest cell of a stage out, if the others are faster without it."""
+    job, layout = turn.job, turn.job.layout
+    assert layout is not None
+    pace = job.pace
+    working = [cell for cell in stage.cells if not cell.shadow and cell.leader not in pace.evicted]
+    slowest = max(working, key=lambda cell: (pace.believed.get(cell.leader, 1.0), cell.leader), default=None)
+    if slowest is None or slowest.leader not in pace.believed or len(working) < 2:
+        return False
+    others = [cell for cell in working if cell is not slowest]
+    with_it = _makespan(layout.num_grains * layout.samples, working, pace.believed)
+    without_it = _makespan(layout.num_grains * layout.samples, others, pace.believed)
+    if without_it > _WORTH * with_it:
+        return False
+    leader, strikes = slowest.leader, min(pace.strikes.get(slowest.leader, 1), _OFTEN)
+    turn.set(pace=replace(pace, evicted=pace.evicted.update(dict.fromkeys(slowest.ranks, leader))))
+    again = _AGAIN * 2 ** (strikes - 1)
+    turn.set_timer(f"evicted {leader}", again)
+    turn.record("evicted", ranks=list(slowest.ranks), stage=index, times=round(pace.believed[leader], 3),
+                saves=round(1 - without_it / with_it, 3))
+    turn.say(f"ranks {list(slowest.ranks)} are taken out: stage {index} is faster without them. They are tried again "
+             f"in {again:g} s", "evicted")
+    return True
+
+
+def _makespan(total: int, cells: Sequence[Cell], believed: Mapping[int, float]) -> float:
+    """What a stage of these cells takes, in what a sample takes usually."""
+    times = [believed.get(cell.leader, 1.0) for cell in cells]
+    given = quotas(total, times, [0] * len(times))
+    return max(many * each for many, each in zip(given, times, strict=True))
+
+
+def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
+    """Ranks run at these clocks from now on, and others at the base clock, if their nodes can set any."""
+    job = turn.job
+    found = Map({rank: clock for rank, clock in clocks.items() if job.ranks[rank].node not in job.pace.fixed})
+    if found != job.pace.clocks:
+        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map()))
+
+
+def refused(turn: Turn, node: int) -> None:
+    """A node cannot set clocks."""
+    turn.set(pace=replace(turn.job.pace, fixed=turn.job.pace.fixed | {node}))
+    clocked(turn, turn.job.pace.clocks)
+
+
+def forget(turn: Turn) -> None:
+    """A layout comes into force, in which nobody has been measured, and some may have no part any more."""
+    job, layout = turn.job, turn.job.layout
+    assert layout is not None
+    gone = [rank for rank in job.pace.believed if rank not in layout.places]
+    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(),
+                          believed=without(job.pace.believed, gone)))

@@ -1,0 +1,1 @@
+"""Rank: how a rank's process comes into being, is told of what happens, and is seen to die."""

@@ -1,0 +1,1 @@
+"""Device: collectives between devices, by their own libraries."""

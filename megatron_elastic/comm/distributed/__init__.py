@@ -1,0 +1,1 @@
+"""Distributed: groups as ``torch.distributed`` calls them."""

@@ -1,0 +1,1 @@
+"""Host: messages between ranks of one host, through shared memory."""

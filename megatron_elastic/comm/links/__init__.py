@@ -1,0 +1,1 @@
+"""Links: messages between ranks of different hosts, each sealed."""

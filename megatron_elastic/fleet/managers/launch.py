@@ -1,0 +1,85 @@
+"""Launch: a process that runs one command and keeps how it ended: ``python -m megatron_elastic.fleet.managers.launch``.
+
+It and its command outlive who started it. ``FOLDER/lock`` is held by both as long as one of them lives, so that nobody
+mistakes another process of the same number for them; ``process.json`` says that the command was started, and is never
+there twice; ``exit.json`` has the exit code. What the command leaves behind is killed. ``env.json``, if it
+is there, has additions to its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_elastic.fleet.managers.lock import hold
+
+LOCK, PROCESS, EXIT, OUTPUT, ENV = "lock", "process.json", "exit.json", "output", "env.json"
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``FOLDER one|all COMMAND ...``: signals go to the command, or to all that it has started.
+
+    Returns 0 where it was started before; else it ends with its whole process group, of which it is the first.
+    """
+    folder, all_of_it, command = Path(argv[0]), argv[1] == "all", list(argv[2:])
+    with (folder / LOCK).open("ab") as lock:
+        if not hold(lock) or (folder / PROCESS).exists():
+            return 0
+        write(folder / PROCESS, {"pid": os.getpid()})
+        code = _run(command, folder, lock.fileno(), all_of_it)
+        write(folder / EXIT, {"code": code})
+        os.killpg(0, signal.SIGKILL)
+    return code
+
+
+def write(path: Path, record: object, mode: int = 0o666) -> None:
+    """Write a record, whole or not at all, so that it is there after a loss of power; ``mode`` as umask leaves it.
+
+    Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.part")
+    partial.unlink(missing_ok=True)  # its rights may be others
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        json.dump(record, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _run(command: Sequence[str], folder: Path, lock: int, all_of_it: bool) -> int:
+    received: list[int] = []
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _: received.append(number))
+    env = {**os.environ, **(json.loads((folder / ENV).read_text()) if (folder / ENV).exists() else {})}
+    with (folder / OUTPUT).open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=[lock], env=env
+            )
+        except OSError as error:
+            output.write(f"cannot start {command[0]}: {error.strerror}\n".encode())
+            return 127
+
+    def pass_on(number: int, _: object = None) -> None:
+        if all_of_it:
+            signal.signal(number, signal.SIG_IGN)  # it comes back to this process
+            os.killpg(0, number)
+        else:
+            process.send_signal(number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    for early in received:
+        pass_on(early)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Running: a fleet of real jobs."""

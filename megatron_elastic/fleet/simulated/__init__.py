@@ -1,0 +1,1 @@
+"""Simulated: a cluster's months, from a trace, under a policy."""

@@ -1,0 +1,1 @@
+"""Encoding: layouts as bytes, whole or as what is different."""

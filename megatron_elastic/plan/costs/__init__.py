@@ -1,0 +1,1 @@
+"""Costs: what a layout takes in time, memory, messages and power."""

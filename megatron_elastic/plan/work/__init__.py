@@ -1,0 +1,1 @@
+"""Work: which cell computes what, in what order, how fast."""

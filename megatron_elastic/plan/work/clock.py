@@ -1,0 +1,168 @@
+"""Clock: at which of its clocks each cell should run, when it is known who computes what.
+
+The slowest cell is made as fast as it can be within what its device and its host allow, and in order to save energy
+nobody is faster than needed for that. All clocks are multiples of the *base* clock, at which costs were measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron_elastic.layout import Layout
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.power import PowerModel
+
+_MOST_TRIED = 300
+"""Steps that are simulated to save energy, at most."""
+_ROUNDING = 1e-9
+"""Relative difference below which two times are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clocks there are, and which may be used.
+
+    Attributes:
+        steps: allowed clocks, ascending; 1.0 is the base clock.
+        highest: of single cells, by leader, where that is less: as for their temperature.
+    """
+
+    steps: tuple[float, ...]
+    highest: Mapping[int, float] | None = None
+
+    def of(self, leader: int, power: PowerModel) -> tuple[float, ...]:
+        """The clocks that a cell may have by itself; at least the lowest."""
+        most = (self.highest or {}).get(leader, self.steps[-1])
+        fit = tuple(step for step in self.steps
+                    if step <= most and (power.device_w is None or power.watts(step) <= power.device_w))  # fmt: skip
+        return fit or self.steps[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the cells of one layout may have. Made by ``of``.
+
+    Attributes:
+        allowed: clocks of each cell by itself, ascending.
+        devices: of each cell on each host.
+    """
+
+    allowed: Mapping[int, tuple[float, ...]]
+    devices: Mapping[int, Mapping[int, int]]
+    power: PowerModel
+
+    @classmethod
+    def of(cls, layout: Layout, limits: Limits, power: PowerModel) -> Budget:
+        """Of the cells of ``layout`` that compute something."""
+        working = [cell for stage in layout.stages for cell in stage.cells if not cell.shadow]
+        return cls(
+            {cell.leader: limits.of(cell.leader, power) for cell in working},
+            {cell.leader: Counter(map(layout.host_of, cell.ranks)) for cell in working},
+            power,
+        )  # fmt: skip
+
+    def affords(self, clocks: Mapping[int, float]) -> bool:
+        """Whether no host's devices take more than it has."""
+        if self.power.host_w is None:
+            return True
+        used: defaultdict[int, float] = defaultdict(float)
+        for leader, clock in clocks.items():
+            for host, devices in self.devices[leader].items():
+                used[host] += devices * self.power.watts(clock)
+        return max(used.values()) <= self.power.host_w * (1 + _ROUNDING)
+
+
+def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, float]:
+    """Milliseconds that each working cell computes in a step at the base clock, by leader.
+
+    ``paces``: how many times as long as usual a grain takes, of cells where that is not once.
+    """
+    return {
+        cell.leader: layout.load(cell) * (paces or {}).get(cell.leader, 1.0)
+        * sum(costs.units[unit].grain_ms for unit in stage.units if layout.home(unit) == index)
+        for index, stage in enumerate(layout.stages)
+        for cell in stage.cells
+        if not cell.shadow
+    }  # fmt: skip
+
+
+def slowest_allowed(loads: Mapping[int, float], budget: Budget, longest: float) -> dict[int, float] | None:
+    """The lowest clock of each cell with which none computes longer than ``longest`` ms; None if that cannot be."""
+    clocks: dict[int, float] = {}
+    for leader, load in loads.items():
+        allowed = budget.allowed[leader]
+        needed = load / longest if longest else math.inf if load else 0.0
+        at = bisect_left(allowed, needed * (1 - _ROUNDING))
+        if at == len(allowed):
+            return None
+        clocks[leader] = allowed[at]
+    return clocks if budget.affords(clocks) else None
+
+
+def balance(loads: Mapping[int, float], budget: Budget) -> dict[int, float]:
+    """The clocks with which the cell that computes longest is done earliest, each as low as it can be for that.
+
+    Exact: that time is a load at one of its clocks, and if some time can be kept, so can longer ones. Where the watts
+    of a host are not enough even for the lowest clocks, these are taken.
+    """
+    times = sorted({load / step for leader, load in loads.items() for step in budget.allowed[leader]})
+    at = bisect_left(times, True, key=lambda longest: slowest_allowed(loads, budget, longest) is not None)
+    found = slowest_allowed(loads, budget, times[at]) if at < len(times) else None
+    return found or {leader: budget.allowed[leader][0] for leader in loads}
+
+
+def clocks(
+    layout: Layout, costs: Costs, mode: str, limits: Limits, power: PowerModel,
+    step_ms: Callable[[Mapping[int, float]], float], paces: Mapping[int, float] | None = None,
+) -> dict[int, float]:
+    """The clock of each working cell, by leader, in ``mode`` 'performance' or 'energy'.
+
+    performance: the bottleneck as fast as it may be; who waits for it stays at the base clock, so that a pipeline is
+    filled no slower, unless its host's watts are needed elsewhere. energy: of all such clocks, and the same with lower
+    ones for who waits, those with the least energy for which a step takes no longer than at the base clock; of the
+    first few hundred, as each is a step to simulate.
+    ``step_ms``: what a step takes with some clocks. ``paces`` as in ``loads``.
+    """
+    work, budget = loads(layout, costs, paces), Budget.of(layout, limits, power)
+    lowest = balance(work, budget)
+    if mode == "performance":
+        return _raised(lowest, budget, 1.0)
+    base = _raised({leader: budget.allowed[leader][0] for leader in work}, budget, 1.0)
+    longest = step_ms(base) * (1 + _ROUNDING)
+    best, least, tries = base, _joules(layout, work, base, power, longest), 0
+    for time in sorted({load / step for leader, load in work.items() for step in budget.allowed[leader]}):
+        found = slowest_allowed(work, budget, time)
+        if found is None:
+            continue
+        for floor in limits.steps:
+            tried = _raised(found, budget, floor)
+            joules = _joules(layout, work, tried, power, longest)
+            if joules < least and tries < _MOST_TRIED:
+                tries += 1
+                if step_ms(tried) <= longest:
+                    best, least = tried, joules
+    return best
+
+
+def _raised(clocks: Mapping[int, float], budget: Budget, floor: float) -> dict[int, float]:
+    """None below ``floor``, as far as devices and hosts allow it."""
+    raised = dict(clocks)
+    for leader, allowed in budget.allowed.items():
+        wanted = max((step for step in allowed if step <= max(floor, clocks[leader])), default=allowed[0])
+        if wanted > clocks[leader]:
+            tried = {**raised, leader: wanted}
+            raised = tried if budget.affords(tried) else raised
+    return raised
+
+
+def _joules(
+    layout: Layout, work: Mapping[int, float], clocks: Mapping[int, float], power: PowerModel, step_ms: float
+) -> float:
+    """Of all devices in a step that takes ``step_ms``."""
+    busy = {leader: load / clocks[leader] for leader, load in work.items()}
+    each = (power.joules(ms, max(step_ms - ms, 0.0), clocks[leader]) for leader, ms in busy.items())
+    return layout.cell_size * sum(each)

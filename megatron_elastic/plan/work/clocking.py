@@ -1,0 +1,46 @@
+"""Clocking: the clocks that a job should run at in a layout, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_elastic.layout import Layout
+from megatron_elastic.plan.choice import MOST_SIMULATED, step
+from megatron_elastic.plan.work.clock import Limits, clocks
+from megatron_elastic.plan.costs.cost import Costs
+
+MODES = ("performance", "energy")
+"""Values of ``--elastic-dvfs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockPlan:
+    """Attributes:
+    clocks: of cells that are not to run at the base clock, by leader.
+    step_ms, base_ms: of a step with them, and with all at the base clock.
+    """
+
+    clocks: Mapping[int, float]
+    step_ms: float
+    base_ms: float
+
+
+def plan_clocks(layout: Layout, costs: Costs, mode: str, schedule: str, paces: Mapping[int, float]) -> ClockPlan:
+    """The plan for ``layout`` under ``--elastic-dvfs`` and ``--elastic-schedule``; ``costs.power`` must be known.
+
+    ``paces``: how many times as long as usual a grain takes at the same clock, in cells where that is not once, by
+    leader. To save energy many steps are simulated; where one takes long, nothing is planned.
+    """
+    assert costs.power is not None
+
+    def step_ms(tried: Mapping[int, float]) -> float:
+        speeds = {leader: tried.get(leader, 1.0) / paces.get(leader, 1.0) for leader in {*tried, *paces}}
+        return step(layout, costs, [schedule], speeds)
+
+    base_ms = step_ms({})
+    if mode == "energy" and layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+        return ClockPlan({}, base_ms, base_ms)
+    found = clocks(layout, costs, mode, Limits(costs.clock_steps), costs.power, step_ms, paces)
+    others = {leader: clock for leader, clock in sorted(found.items()) if clock != 1.0}
+    return ClockPlan(others, step_ms(found), base_ms)

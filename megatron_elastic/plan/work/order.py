@@ -1,0 +1,104 @@
+"""Order: in what order cells should do their work, as costs have it, in place of the usual one.
+
+It is searched while training goes on, and decided upon like a layout: all cells change over at the end of a step. If
+chunks may be placed on other stages, it may turn out that they should be; then layers move there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megatron_elastic.layout import Layout
+from megatron_elastic.pipeline.program import Program, pack, unpack
+from megatron_elastic.pipeline.search import NotFitting, find, fits
+from megatron_elastic.pipeline.simulate import run, scheduled
+from megatron_elastic.plan.choice import SCHEDULES
+from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work.placing import elsewhere
+
+SEARCH = "search"
+"""Value of ``--elastic-schedule``: the usual order at first, and what is found as soon as costs are known."""
+_CHANGED = 0.2
+"""Times of stages that differ by less are taken to be the same: what is measured is not better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What was found.
+
+    Attributes:
+        program: packed, of all cells.
+        name: the known schedule that it is, or ``search``.
+        ms: that the passes of a step take with it.
+        present_ms: with the order that there is.
+        bound_ms: that no order is below.
+        stage_units: of each stage, if chunks should be placed otherwise; None: as they are.
+        placed_ms: that the passes take in the best order that was found for that.
+        recomputed: the units whose chunks are recomputed, as chunks are placed now.
+        present_fits: whether devices have memory enough for the order that there is.
+    """
+
+    program: bytes
+    name: str
+    ms: float
+    present_ms: float
+    bound_ms: float
+    stage_units: tuple[tuple[int, ...], ...] | None = None
+    placed_ms: float | None = None
+    recomputed: tuple[int, ...] = ()
+    present_fits: bool = True
+
+
+def search(
+    layout: Layout, costs: Costs, clocks: Mapping[int, float], present: bytes | None, tied: bool | None = None
+) -> Order | None:
+    """The best order that is found for a layout; None where none is known that fits, or grains are cut.
+
+    ``clocks``: speeds of cells that are not as fast as others, by leader. ``present``: the packed program that cells
+    have now; None: the usual one. ``tied``: whether the end of the model needs the embedding, if chunks may be placed
+    otherwise; None: they stay where they are.
+    """
+    if any(cell.parts for cell in layout.cells.values()):
+        return None
+    try:
+        found = find(layout, costs, clocks)
+    except NotFitting:
+        return None
+    if present is None:
+        now = scheduled(SCHEDULES[0], layout)
+    else:
+        now = Program({leader: unpack(present, leader) for leader in layout.cells})
+    # The usual order has been looked at already, but with nothing recomputed.
+    looked_at = present is None and not layout.recomputed
+    present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks).makespan
+    placed = None
+    if tied is not None and layout.pipeline_size > 1:
+        placed = elsewhere(layout, costs, clocks, tied, found.room, found.ms)
+    return Order(
+        pack(found.program), "+".join(found.names), found.ms, present_ms, found.bound_ms,
+        None if placed is None else tuple(stage.units for stage in placed[0].stages),
+        None if placed is None else placed[1].ms, found.recomputed, fits(now, layout, costs),
+    )
+
+
+def alike(layout: Layout, costs: Costs, others: Costs) -> bool:
+    """Whether stages take about as long by either costs."""
+    return all(
+        abs(a - b) <= _CHANGED * max(a, b)
+        for a, b in zip(_by_stage(layout, costs), _by_stage(layout, others), strict=True)
+    )
+
+
+def _by_stage(layout: Layout, costs: Costs) -> list[float]:
+    return [
+        sum(costs.units[unit].grain_ms for unit in stage.units if layout.home(unit) == index)
+        for index, stage in enumerate(layout.stages)
+    ]
+
+
+def foreseen(schedule: str) -> Collection[str]:
+    """The schedules by which steps of layouts are predicted under ``--elastic-schedule``: a search is no slower than
+    the known ones, but takes too long to be made for every layout that could be.
+    """
+    return SCHEDULES if schedule == SEARCH else (schedule,)
