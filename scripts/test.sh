@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The gate: scripts/check.sh, and then the jobs that tests/tiers/gate.txt lists, some of them of a Megatron-LM checkout if
-# MEGATRON_LM_PATH names one. With arguments, all go to pytest: bash scripts/test.sh tests/test_layout.py -k grid
+# MEGATRON_LM_PATH names one. With arguments, all go to pytest: bash scripts/test.sh tests/layout/test_layout.py -k grid
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

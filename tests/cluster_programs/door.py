@@ -19,7 +19,7 @@ from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token
 from megatron_elastic.config import ElasticConfig, add_elastic_arguments
-from tests.any_message import AnyMessage, any_message
+from tests.control.any_message import AnyMessage, any_message
 
 
 def say(line: str) -> None:

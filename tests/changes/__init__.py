@@ -1,0 +1,1 @@
+"""Changes: ranks that come and leave, and layouts of other sizes."""

@@ -1,0 +1,1 @@
+"""Communication: tests of ``megatron_elastic.comm``."""

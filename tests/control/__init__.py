@@ -1,0 +1,1 @@
+"""Control: ``cluster`` and its protocol, without a model."""

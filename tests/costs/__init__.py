@@ -1,0 +1,1 @@
+"""Costs: time, memory, messages and clocks, foreseen and measured."""

@@ -1,0 +1,412 @@
+"""Clocks: planned exactly, set by actuators, and set back however a job ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.emulation.clocks import Clocks
+from megatron_elastic.pipeline.prediction import predict
+from megatron_elastic.plan.work.clock import Budget, Limits, balance, clocks, loads
+from megatron_elastic.plan.work.clocking import plan_clocks
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.power import regulator
+from megatron_elastic.power.actuator import Actuator
+from megatron_elastic.power.cpufreq import Cpufreq
+from megatron_elastic.power.devices import Place, devices
+from megatron_elastic.power.emulated import Emulated
+from megatron_elastic.power.keeper import Keeper, restore_left
+from megatron_elastic.power.nvidia import Nvidia
+from megatron_elastic.power.quota import Quota
+from megatron_elastic.power.regulator import Regulator, restore_left_behind
+from tests.plan.test_policies import LAYOUT, alike
+from tests.tiers.examples import examples
+
+POWER = PowerModel(idle_w=90, static_w=150, dynamic_w=250)
+STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+
+
+# ---- planning -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(1500), deadline=None)
+@given(st.data())
+def test_the_slowest_is_as_fast_as_it_can_be_and_nobody_faster_than_needed(data: st.DataObject) -> None:
+    """Against all ways to choose clocks, of up to five cells on two hosts."""
+    count = data.draw(st.integers(1, 5))
+    steps = tuple(sorted(data.draw(st.sets(st.sampled_from((0.5, 0.6, 0.75, 0.8, 1.0, 1.2)), min_size=1, max_size=4))))
+    work = {leader: data.draw(st.sampled_from((0.0, 5.0, 7.5, 8.0, 10.0, 12.0))) for leader in range(count)}
+    allowed = {leader: steps[: data.draw(st.integers(1, len(steps)))] for leader in work}
+    host_w = data.draw(st.sampled_from((None, 500.0, 800.0, 1200.0)))
+    budget = Budget(allowed, {leader: {leader % 2: 1} for leader in work}, replace(POWER, host_w=host_w))
+    found = balance(work, budget)
+    possible = [
+        dict(zip(work, chosen, strict=True)) for chosen in product(*allowed.values())
+        if budget.affords(dict(zip(work, chosen, strict=True)))
+    ]  # fmt: skip
+    if not possible:
+        assert found == {leader: steps[0] for leader in work}
+        return
+    times = [max(work[leader] / clock for leader, clock in chosen.items()) for chosen in possible]
+    slowest = max(work[leader] / clock for leader, clock in found.items())
+    assert budget.affords(found)
+    assert slowest == pytest.approx(min(times))
+    for leader, clock in found.items():
+        lower = [step for step in allowed[leader] if step < clock]
+        assert all(work[leader] / step > slowest * (1 + 1e-9) for step in lower)
+
+
+def test_the_bottleneck_is_boosted_within_limits() -> None:
+    layout = POLICIES["recycle"].lose(LAYOUT, [5], held_without(5), 1, None)
+    costs = alike(LAYOUT)
+    narrow = {cell.leader for cell in layout.stages[1].cells}
+
+    def planned(power: PowerModel = POWER, highest: Mapping[int, float] | None = None) -> dict[int, float]:
+        return clocks(layout, costs, "performance", Limits(STEPS, highest), power,
+                      lambda each: predict(layout, costs, each).step_ms)  # fmt: skip
+
+    fast = planned()
+    work = loads(layout, costs)
+    most = max(work.values())
+    assert {leader for leader, clock in fast.items() if clock == 1.1} == {each for each in work if work[each] == most}
+    assert set(fast.values()) == {1.0, 1.1}
+    assert predict(layout, costs, fast).step_ms < predict(layout, costs).step_ms
+    limited = replace(POWER, device_w=400)
+    assert max(planned(limited).values()) == 1.0, "250 W more at the base clock is the limit"
+    hot = min(narrow & {leader for leader, clock in fast.items() if clock == 1.1})
+    assert planned(highest={hot: 0.8})[hot] == 0.8
+
+
+def test_a_slow_cell_gets_the_watts_of_those_who_wait_for_it() -> None:
+    costs = replace(alike(LAYOUT), power=replace(POWER, host_w=16 * POWER.watts(1.0)), clock_steps=(*STEPS, 1.2))
+    slow = LAYOUT.stages[1].cells[2].leader
+    undisturbed = plan_clocks(LAYOUT, costs, "performance", "1f1b", {})
+    assert undisturbed.clocks == {}, "nobody waits, and there is not enough for all"
+    found = plan_clocks(LAYOUT, costs, "performance", "1f1b", {slow: 1.5})
+    assert found.clocks[slow] == 1.2
+    assert all(clock < 1.0 for leader, clock in found.clocks.items() if leader != slow)
+    assert undisturbed.step_ms < found.step_ms < found.base_ms
+
+
+def test_who_waits_saves_energy_at_the_same_speed() -> None:
+    """The last stage has a head as heavy as two of its layers."""
+    usual = alike(LAYOUT)
+    head = UnitCost(2.0, 4.0, 6, 12, 1)
+    costs = replace(usual, units=(*usual.units[:-1], head))
+    saving = clocks(LAYOUT, costs, "energy", Limits(STEPS), POWER, lambda each: predict(LAYOUT, costs, each).step_ms)
+    before, after = (predict(LAYOUT, costs, each, power=POWER) for each in (None, saving))
+    assert after.step_ms <= before.step_ms * (1 + 1e-9)
+    assert after.joules is not None and before.joules is not None
+    assert after.joules < 0.98 * before.joules
+    assert min(saving.values()) < 1.0
+
+
+def test_a_host_gives_its_watts_to_the_bottleneck() -> None:
+    """All of a host together: with too little for all to be boosted, who waits is slowed down instead."""
+    costs = alike(LAYOUT)
+    layout = POLICIES["recycle"].lose(LAYOUT, [5], held_without(5), 1, None)
+    host_w = 15 * POWER.watts(1.0)
+    power = replace(POWER, host_w=host_w)
+    found = clocks(layout, costs, "performance", Limits(STEPS), power, lambda _: 0.0)
+    work = loads(layout, costs)
+    assert found[max(work, key=lambda leader: work[leader])] == 1.1
+    assert sum(map(POWER.watts, found.values())) <= host_w * (1 + 1e-9)
+
+
+def held_without(rank: int) -> Any:
+    from megatron_elastic.layout import Holdings
+
+    return Holdings.of(LAYOUT).without([rank])
+
+
+# ---- actuators ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpus(tmp_path: Path) -> Path:
+    """Files like those of a machine with two processors."""
+    for cpu in (0, 1):
+        folder = tmp_path / f"cpu{cpu}" / "cpufreq"
+        folder.mkdir(parents=True)
+        for name, value in (("cpuinfo_min_freq", 1000000), ("cpuinfo_max_freq", 3000000), ("base_frequency", 2000000),
+                            ("scaling_max_freq", 2900000 + cpu)):  # fmt: skip
+            (folder / name).write_text(f"{value}\n")
+    return tmp_path
+
+
+def limits(cpus: Path) -> list[int]:
+    return [int((cpus / f"cpu{cpu}" / "cpufreq" / "scaling_max_freq").read_text()) for cpu in (0, 1)]
+
+
+def test_frequencies_of_processors(cpus: Path) -> None:
+    actuator = Cpufreq(cpus)
+    steps = actuator.steps("0,1")
+    assert (steps[0], steps[-1]) == (0.5, 1.5) and 1.0 in steps
+    before = actuator.read("0,1")
+    actuator.write("0,1", 0.75)
+    assert limits(cpus) == [1500000, 1500000]
+    actuator.restore("0,1", before)
+    assert limits(cpus) == [2900000, 2900001]
+    (cpus / "cpu0" / "cpufreq" / "scaling_available_frequencies").write_text("3000000 2000000 1000000 \n")
+    assert actuator.steps("0") == (0.5, 1.0, 1.5)
+
+
+def test_clocks_are_set_back(cpus: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = Keeper(Cpufreq(cpus), tmp_path / "run" / "clocks.json", said.append)
+    keeper.set({"0": 0.5, "1": 1.0})
+    keeper.set({"0": 0.75, "1": 1.0})
+    assert limits(cpus) == [1500000, 2000000]
+    keeper.set({"0": 0.75})
+    assert limits(cpus) == [1500000, 2900001], "who is not named runs as before"
+    keeper.set({"0": 0.75, "1": 0.5})
+    assert json.loads((tmp_path / "run" / "clocks.json").read_text())["before"] == {"0": "2900000", "1": "2900001"}
+    keeper.restore()
+    assert limits(cpus) == [2900000, 2900001] and not said
+    assert not (tmp_path / "run" / "clocks.json").exists()
+
+
+def test_what_a_crash_has_left_is_set_back(cpus: Path, tmp_path: Path) -> None:
+    """A process that is killed has noted what it changed."""
+    file = tmp_path / "clocks.json"
+    program = (
+        "import os, sys; from pathlib import Path; from megatron_elastic.power.cpufreq import Cpufreq; "
+        "from megatron_elastic.power.keeper import Keeper; "
+        f"Keeper(Cpufreq(Path({str(cpus)!r})), Path({str(file)!r}), print).set({{'0': 0.5, '1': 0.5}}); "
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert limits(cpus) == [1000000, 1000000]
+    said: list[str] = []
+    restore_left(file, [Quota(), Cpufreq(cpus)], said.append)
+    assert limits(cpus) == [2900000, 2900001] and not said and not file.exists()
+    restore_left(file, [], said.append)
+    assert not said, "nothing was left"
+    file.write_text('{"actuator": "other", "before": {"3": "x"}}')
+    restore_left(file, [Cpufreq(cpus)], said.append)
+    assert "set them by hand" in said[0] and file.exists()
+
+
+class Forbidden(Cpufreq):
+    """A machine where one device cannot be set."""
+
+    def write(self, device: str, clock: float) -> None:
+        if device == "1":
+            raise PermissionError(13, "Permission denied", "scaling_max_freq")
+        super().write(device, clock)
+
+
+def test_a_missing_permission_is_one_warning(
+    cpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(regulator, "actuators", lambda: (Forbidden(cpus),))
+    monkeypatch.setattr(regulator, "devices", lambda name, run_dir, places: {0: "0", 1: "1"})
+    control = Regulator("cpufreq", tmp_path, said.append, tmp_path / "notes")
+    for clock in (0.5, 0.75, 1.0):
+        control.set({0: clock, 1: clock}, [])
+    control.close()
+    assert len(said) == 1 and "Permission denied" in said[0]
+    assert limits(cpus) == [2900000, 2900001], "the other one is as it was"
+    assert not list((tmp_path / "notes").iterdir())
+
+
+def test_devices_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    me, other = Place(4, 0, os.getpid()), Place(5, 1, os.getppid())
+    assert devices("emulated", tmp_path, [me, other]) == {n: str(tmp_path / "clocks" / str(n)) for n in (4, 5)}
+    assert devices("nvidia", tmp_path, [me, other]) == {4: "0", 5: "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,6")
+    assert devices("nvidia", tmp_path, [me, other]) == {4: "3", 5: "6"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
+    with pytest.raises(OSError, match="local rank 1's GPU"):
+        devices("nvidia", tmp_path, [me, other])
+    mine = sorted(os.sched_getaffinity(0))
+    assert devices("cpufreq", tmp_path, [me]) == {4: ",".join(map(str, mine))}
+    with pytest.raises(OSError, match="ranks 4 and 6 share"):
+        devices("cpufreq", tmp_path, [me, Place(6, 1, os.getpid())])
+
+
+def test_quotas_are_those_of_a_ranks_own_group(group: Path, tmp_path: Path) -> None:
+    sleep = subprocess.Popen(["sleep", "60"])
+    try:
+        (group / "cgroup.procs").write_text(str(sleep.pid))
+        (found,) = devices("quota", tmp_path, [Place(1, 0, sleep.pid)]).values()
+        assert Path(found).name == group.name
+        with pytest.raises(OSError, match="share"):
+            devices("quota", tmp_path, [Place(1, 0, sleep.pid), Place(2, 1, sleep.pid)])
+    finally:
+        sleep.kill()
+        sleep.wait()
+
+
+def test_clocks_are_those_next_to_what_is_wanted(tmp_path: Path) -> None:
+    control = Regulator("nvidia", tmp_path, print, tmp_path)
+    control._actuator = Nvidia(Nvml())
+    assert [control._nearest("0", clock) for clock in (0.4, 0.9, 1.2)] == [0.5, 1.0, 1.32]
+    control.close()
+
+
+def test_only_what_is_left_by_the_dead_is_set_back(tmp_path: Path) -> None:
+    """By a lock, that others see, too, to whom the process has another number or none."""
+    places, said = [Place(1, 0, 0)], list[str]()
+    living = Regulator("emulated", tmp_path, said.append, tmp_path / "notes")
+    living.set({1: 0.5}, places)
+    living._thread.submit(int).result()
+    left = tmp_path / "clocks" / "2"
+    Emulated().write(str(left), 0.5)
+    (tmp_path / "notes" / "dead.json").write_text(json.dumps({"actuator": "emulated", "before": {str(left): ""}}))
+    restore_left_behind(said.append, tmp_path / "notes")
+    assert (tmp_path / "clocks" / "1").exists() and not left.exists() and not said
+    living.close()
+    assert not (tmp_path / "clocks" / "1").exists() and not list((tmp_path / "notes").iterdir())
+    restore_left_behind(said.append, tmp_path / "nowhere")
+
+
+def test_emulated_devices_read_their_clock(tmp_path: Path) -> None:
+    actuator: Actuator = Emulated()
+    device, clocks = str(tmp_path / "clocks" / "3"), Clocks(tmp_path, {3: 0.5})
+    assert (actuator.read(device), clocks.slowest([3, 4])) == ("", 0.5)
+    actuator.write(device, 0.8)
+    before = actuator.read(device)
+    actuator.write(device, 1.2)
+    assert clocks.slowest([3]) == 1.2
+    actuator.restore(device, before)
+    assert clocks.slowest([3]) == 0.8
+    actuator.restore(device, "")
+    assert clocks.slowest([3]) == 0.5, "as it begins"
+
+
+class Nvml:
+    """As much of ``pynvml`` as is used."""
+
+    NVML_CLOCK_GRAPHICS = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.locked: tuple[int, int] | None = None
+        self.may = True
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetSupportedMemoryClocks(self, handle: int) -> list[int]:
+        return [2619, 1593]
+
+    def nvmlDeviceGetSupportedGraphicsClocks(self, handle: int, memory: int) -> list[int]:
+        assert memory == 2619
+        return [1980, 1500, 750]
+
+    def nvmlDeviceGetDefaultApplicationsClock(self, handle: int, kind: int) -> int:
+        return 1500
+
+    def nvmlDeviceSetGpuLockedClocks(self, handle: int, low: int, high: int) -> None:
+        if not self.may:
+            raise self.NVMLError("Insufficient Permissions")
+        self.locked = low, high
+
+    def nvmlDeviceResetGpuLockedClocks(self, handle: int) -> None:
+        self.locked = None
+
+
+def test_locked_clocks_of_gpus(tmp_path: Path) -> None:
+    nvml = Nvml()
+    actuator = Nvidia(nvml)
+    assert actuator.steps("0") == (0.5, 1.0, 1.32)
+    said: list[str] = []
+    keeper = Keeper(actuator, tmp_path / "clocks.json", said.append)
+    keeper.set({"0": 0.5})
+    assert nvml.locked == (750, 750)
+    keeper.restore()
+    assert nvml.locked is None and not said
+    nvml.may = False
+    with pytest.raises(PermissionError, match="Insufficient Permissions"):
+        keeper.set({"0": 0.5})
+
+
+def test_gpus_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(OSError, match="pip install nvidia-ml-py"):
+        Keeper(Nvidia(), tmp_path / "clocks.json", print).set({"0": 0.5})
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A real control group with a processor quota; of either version."""
+    for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")):
+        folder = root / f"megatron_elastic_test_{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if any((folder / name).exists() for name in ("cpu.max", "cpu.cfs_quota_us")):
+            yield folder
+            folder.rmdir()
+            return
+        folder.rmdir()
+    pytest.skip("no control group with a processor quota can be made here")
+
+
+def test_a_quota_slows_a_real_process(group: Path, tmp_path: Path) -> None:
+    """Counted in the processor time that it gets, which other load can make less, but not more."""
+    actuator, said = Quota(), list[str]()
+    keeper = Keeper(actuator, tmp_path / "clocks.json", said.append)
+    before = actuator.read(str(group))
+    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        (group / "cgroup.procs").write_text(str(spin.pid))
+        keeper.set({str(group): 0.2})
+        begun, used = time.monotonic(), cpu_seconds(spin.pid)
+        while cpu_seconds(spin.pid) - used < 0.3:
+            assert time.monotonic() - begun < 60
+        assert time.monotonic() - begun > 0.3 / 0.2 * 0.6
+        keeper.restore()
+        assert actuator.read(str(group)) == before and not said
+    finally:
+        spin.kill()
+        spin.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_quotas_of_the_newer_version(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    actuator = Quota()
+    before = actuator.read(str(tmp_path))
+    actuator.write(str(tmp_path), 0.75)
+    assert (tmp_path / "cpu.max").read_text() == "75000 100000\n"
+    actuator.restore(str(tmp_path), before)
+    assert (tmp_path / "cpu.max").read_text() == "max 100000\n"
+
+
+def test_a_quota_is_a_multiple_of_what_the_group_had(tmp_path: Path) -> None:
+    """Whatever has been set since."""
+    (tmp_path / "cpu.max").write_text("10000 50000\n")
+    actuator = Quota()
+    for clock, quota in ((1.5, 30000), (0.5, 10000), (1.0, 20000)):
+        actuator.write(str(tmp_path), clock)
+        assert (tmp_path / "cpu.max").read_text() == f"{quota} 100000\n"
+
+
+def test_costs_of_nothing() -> None:
+    assert set(loads(LAYOUT, Costs(alike(LAYOUT, 0.0).units)).values()) == {0.0}

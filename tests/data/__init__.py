@@ -1,0 +1,1 @@
+"""Data: samples, their order, and who reads them."""

@@ -1,0 +1,1 @@
+"""Devices and numerics: kernels, exact sums, the software accelerator."""

@@ -1,0 +1,1 @@
+"""Emulation and benchmarks."""

@@ -1,0 +1,1 @@
+"""Faults: ranks that are killed, hang, raise, are slow or cut off."""

@@ -1,0 +1,1 @@
+"""Fleets: tests of ``megatron_elastic.fleet``."""

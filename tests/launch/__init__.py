@@ -1,0 +1,1 @@
+"""Launch: commands, flags and scripts, and what is refused before anything starts."""

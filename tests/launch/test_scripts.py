@@ -1,0 +1,110 @@
+"""Launch scripts: valid shell, free of what shellcheck finds, and they pass on what they are given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
+
+SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"])))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_valid_shell(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck(script: Path) -> None:
+    assert SHELLCHECK is not None
+    done = subprocess.run([SHELLCHECK, "--shell=bash", "--external-sources", str(script)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def launched(script: str, *arguments: str, folder: Path, **env: str) -> list[str]:
+    """What a script starts ``megatron-elastic`` with; a stand-in for it writes its arguments down."""
+    stand_in = folder / "megatron-elastic"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", str(ROOT / "scripts" / script), *arguments], capture_output=True, text=True,
+                          check=True, env={"PATH": path, **env})
+    return done.stdout.splitlines()
+
+
+def test_local(tmp_path: Path) -> None:
+    program = tmp_path / "pretrain_gpt.py"
+    program.touch()
+    given = launched("launch_local.sh", str(program), "--bf16", folder=tmp_path, RANKS="4", RUN_DIR="runs/a b")
+    assert given == ["run", "--standalone", "--nproc-per-node", "4", str(program), "--bf16", "--elastic",
+                     "--elastic-run-dir", "runs/a b", "--elastic-replicas", "1"]
+    usage = subprocess.run(["bash", str(ROOT / "scripts" / "launch_local.sh"), "nothing.py"], capture_output=True,
+                           text=True, check=False)
+    assert usage.returncode == 2
+    assert usage.stderr.startswith("usage: ")
+
+
+def test_torchrun_compat(tmp_path: Path) -> None:
+    """torchrun's variables come first, so its command line wins; ours come last, so they are the script's."""
+    given = launched("launch_torchrun_compat.sh", "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", folder=tmp_path,
+                     PET_NNODES="2", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0", PET_LOG_DIR="a b",
+                     PET_ROLE="", RUN_DIR="r")
+    assert given == ["run", "--log-dir", "a b", "--nnodes", "2", "--nproc-per-node", "4", "--standalone",
+                     "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", "--elastic", "--elastic-run-dir", "r"]
+    assert launched("launch_torchrun_compat.sh", "x.py", folder=tmp_path, ELASTIC="0") == ["run", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("code", "steps", "ended", "before", "said"),
+    [
+        (0, 100, 100, None, ""),
+        (137, 100, 100, None, ""),
+        (0, 0, 100, 100, ""),
+        (0, 40, 40, None, "stopped at step 40 of 100 (exit code 0): queued again"),
+        (1, 40, None, None, "stopped at step 40 of 100 (exit code 1): queued again"),
+        (1, 100, None, None, "stopped at step 100 of 100 (exit code 1): queued again"),
+        (2, 0, None, None, "the flags are wrong: not queued again"),
+        (1, 0, None, None, "stopped at step 0 of 100 (exit code 1): queued again"),
+        (1, 0, None, 0, "no step was done, this time and the time before: not queued again"),
+        (1, 0, None, 30, "stopped at step 0 of 100 (exit code 1): queued again"),
+    ],
+)
+def test_slurm_queues_again_what_a_restart_can_mend(
+    code: int, steps: int, ended: int | None, before: int | None, said: str, tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's commands, and for the job: it exits with a code after some steps, and has ended
+    training, or failed.
+    """
+    end = ("failed", "no") if ended is None else ("finished", f"training finished at step {ended}")
+    attempt, runs = "0" if before is None else "1", tmp_path / "runs"
+    for name, text in {
+        "scontrol": 'if [ "$1" = show ]; then echo host0; else echo "$@" >> "$0.asked"; fi',
+        "srun": 'shift 2; SLURM_NODEID=0 exec "$@"',
+        "megatron-elastic": f"mkdir -p {runs}/{attempt}; "
+        + (f"""echo '{{"step": {steps}, "loss": 1.0}}' > {runs}/{attempt}/metrics.jsonl; """ if steps else "")
+        + f"""echo '{{"kind": "{end[0]}", "reason": "{end[1]}"}}' > {runs}/{attempt}/events.jsonl; exit {code}""",
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    if before is not None:
+        (runs / "0").mkdir(parents=True)
+        (runs / "0" / "metrics.jsonl").write_text(f'{{"step": {before}}}\n' if before else "")
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), str(script), "--train-iters", "100"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NODELIST": "host0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": attempt, "RUNS": str(runs)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (code if said else 0, said), done.stderr
+    assert (tmp_path / "scontrol.asked").exists() == said.endswith("): queued again")

@@ -1,0 +1,120 @@
+"""Megatron-LM's flags with ``--elastic``: what is refused, before anything starts, and that the docs say the same."""
+
+from __future__ import annotations
+
+import argparse
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.adaptor.script.flags import sort
+from megatron_elastic.config import UsageError
+from megatron_elastic.support import (
+    REFUSALS,
+    WITHOUT_EFFECT,
+    Refusal,
+    check_arguments,
+    check_expert_parallel,
+    check_namespace,
+    check_schedule,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+FLAGS = (
+    "--num-layers 4 --tensor-model-parallel-size 2 --context-parallel-size 1 --optimizer adam --bf16 --train-iters 3 "
+    "--ckpt-format torch_dist --rerun-mode disabled --exp-avg-dtype fp32 --overlap-grad-reduce --elastic"
+)
+
+
+def test_what_works_is_accepted() -> None:
+    check_arguments(FLAGS.split())
+    check_namespace(argparse.Namespace(optimizer="adam", fp8=None, exp_avg_dtype="torch.float32"))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_each_refusal(refusal: Refusal) -> None:
+    """Of every flag in the table, on the command line and parsed."""
+    flag = refusal.flag
+    value = "7" if refusal.reads else None
+    given = [*FLAGS.split(), flag, *([value] if value else [])]
+    with pytest.raises(UsageError, match=f"^{flag}( 7)? does not work with --elastic: .*; .+"):
+        check_arguments(given)
+    with pytest.raises(UsageError, match=f"^{flag}"):
+        check_namespace(argparse.Namespace(**{refusal.name: 7 if refusal.reads else True}))
+    for allowed in refusal.but:
+        check_namespace(argparse.Namespace(**{refusal.name: allowed}))
+
+
+def test_values_compare_as_text() -> None:
+    """Enumerations and lists, as Megatron's parser makes them."""
+
+    class Mode(Enum):
+        DISABLED = "disabled"
+        REPORT = "report_determinism_stats"
+
+    check_namespace(argparse.Namespace(rerun_mode=Mode.DISABLED, hierarchical_context_parallel_sizes=[]))
+    with pytest.raises(UsageError, match="--rerun-mode report_determinism_stats"):
+        check_namespace(argparse.Namespace(rerun_mode=Mode.REPORT))
+    with pytest.raises(UsageError, match="--hierarchical-context-parallel-sizes 2 3 does not work"):
+        check_namespace(argparse.Namespace(hierarchical_context_parallel_sizes=[2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cp", "ep", "fits"), [(6, 1, 4, False), (8, 1, 4, True), (6, 2, 4, False), (4, 4, 2, True)]
+)
+def test_experts_are_shared_by_all_ranks(ranks: int, cp: int, ep: int, fits: bool) -> None:
+    """None may be left over: they would compute nothing, and their samples would be nobody's."""
+    args = argparse.Namespace(data_parallel_size=ranks // cp, context_parallel_size=cp, expert_model_parallel_size=ep,
+                              tensor_model_parallel_size=1, pipeline_model_parallel_size=1)  # fmt: skip
+    if fits:
+        check_expert_parallel(args)
+    else:
+        with pytest.raises(UsageError, match=r"does not divide the data-parallel size .* start a multiple of 4 proc"):
+            check_expert_parallel(args)
+
+
+def test_learning_rates_go_by_one_of_two() -> None:
+    def check(override: bool, use: bool) -> None:
+        args = argparse.Namespace(override_opt_param_scheduler=override, use_checkpoint_opt_param_scheduler=use)
+        check_schedule(args)
+
+    check(True, False)
+    check(False, True)
+    with pytest.raises(UsageError, match=r"^--override-opt_param-scheduler .*: leave out one of them$"):
+        check(True, True)
+
+
+def test_what_becomes_of_flags() -> None:
+    parser = argparse.ArgumentParser()
+    plain, vision = parser.add_argument_group("training"), parser.add_argument_group("vision")
+    plain.add_argument("--seq-length", type=int)
+    plain.add_argument("--optimizer", default="adam")
+    plain.add_argument("--exp-avg-dtype", default="fp32")
+    plain.add_argument("--dataloader-type")
+    plain.add_argument("--no-manual-gc", "--manual-gc", action="store_true")
+    plain.add_argument("--min-loss-scale", type=float)
+    plain.add_argument("--num-workers", type=int)
+    vision.add_argument("--num-classes", type=int)
+    assert [(flag.flag, flag.kind) for flag in sort(parser)] == [
+        ("--seq-length", "passed on"), ("--optimizer", "some values"), ("--exp-avg-dtype", "refused"),
+        ("--dataloader-type", "some values"), ("--no-manual-gc", "no effect"), ("--min-loss-scale", "passed on"),
+        ("--num-workers", "passed on"), ("--num-classes", "of other programs"),
+    ]
+
+
+@pytest.mark.parametrize("given", ["--load msc://bucket/dir", "--save msc://bucket/dir", "--data-path s3://bucket/data",
+                                   "--pretrained-checkpoint msc://bucket/dir", "--train-data-path 0.5 a 0.5 s3://b/c"])
+def test_object_stores_are_refused(given: str) -> None:
+    flag, *_, place = given.split()
+    with pytest.raises(UsageError, match=rf"^{flag} {place} does not work with --elastic: .* copy$"):
+        check_arguments(given.split())
+
+
+def test_docs_have_the_same_table() -> None:
+    text = (DOCS / "megatron.md").read_text()
+    for refusal in REFUSALS:
+        assert f"| `{refusal.flag}`" in text, refusal.flag
+        assert refusal.why in text, refusal.flag
+    for flags, reason in WITHOUT_EFFECT.items():
+        assert f"| {flags} | {reason} |" in text, flags

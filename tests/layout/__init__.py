@@ -1,0 +1,1 @@
+"""Layouts: tests of ``megatron_elastic.layout``."""

@@ -1,0 +1,1 @@
+"""Models: what a ``GPTModel`` can be, and that the numbers are right."""

@@ -1,0 +1,1 @@
+"""Nodes: their processes, what holds them, and what they are allowed."""

@@ -1,0 +1,1 @@
+"""Observation: records, and what is made of them."""

@@ -1,0 +1,1 @@
+"""Plans: tests of ``megatron_elastic.plan``."""

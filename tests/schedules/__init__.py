@@ -1,0 +1,1 @@
+"""Schedules: programs, their search, and jobs under them."""
