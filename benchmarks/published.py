@@ -24,7 +24,6 @@ from typing import Any
 from common import CHECKOUT, JobFailed, emit, load_average, progress, run
 
 from megatron_elastic.fleet.admission import Member, fill
-from megatron_elastic.fleet.simulated.course import Course
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.observation import Observation, Overhead
 from megatron_elastic.fleet.policies.elasticflow import satisfactory_share
@@ -32,6 +31,7 @@ from megatron_elastic.fleet.policies.elasticflow import share as elasticflow_sha
 from megatron_elastic.fleet.policies.pollux import efficiency, step_s
 from megatron_elastic.fleet.policies.pollux import share as pollux_share
 from megatron_elastic.fleet.policies.rule import Rule
+from megatron_elastic.fleet.simulated.course import Course
 from megatron_elastic.fleet.simulated.simulation import Simulation
 from megatron_elastic.fleet.speed_table import SpeedTable
 

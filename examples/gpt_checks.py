@@ -14,8 +14,8 @@ from megatron_elastic.adaptor.checkpoints.folder import COMPLETE, TRACKER, newes
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.emulation import profile as emulation
-from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import split
+from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.support import (
     check_cells,
     check_engine,

@@ -15,7 +15,7 @@ from megatron_elastic import __version__, usage
 COMMANDS = {
     "run": ("train a script on several ranks, elastically", "megatron_elastic.cluster.launch.launcher"),
     "data": ("make training data from text", ""),
-    "scale": ("ask a running job for another number of stages, cells or ranks", "megatron_elastic.cluster.asking.scale"),
+    "scale": ("ask a running job for other numbers of stages, cells or ranks", "megatron_elastic.cluster.asking.scale"),
     "drain": ("let the ranks of a node leave a running job", "megatron_elastic.cluster.asking.drain"),
     "status": ("show what a job is doing", "megatron_elastic.cluster.asking.look"),
     "top": ("show what a job is doing, live", "megatron_elastic.top"),

@@ -14,11 +14,11 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.prediction import Prediction, predict, predicted
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, Way, best
-from megatron_elastic.plan.work.clock import Limits, clocks
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.policies import POLICIES, Outcome
 from megatron_elastic.plan.policies.elastic import Elastic
-from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.work.clock import Limits, clocks
 
 _OURS = Elastic.name
 

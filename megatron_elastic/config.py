@@ -13,8 +13,8 @@ from megatron_elastic.device.names import NAMES as DEVICES
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import PLACEMENTS
 from megatron_elastic.observe.tracing.tracer import Window
-from megatron_elastic.plan.work.clocking import MODES
 from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.plan.work.clocking import MODES
 from megatron_elastic.power.devices import NAMES as ACTUATORS
 from megatron_elastic.power.emulated import Emulated
 

@@ -26,17 +26,17 @@ from megatron_elastic.pipeline.program import Program
 from megatron_elastic.pipeline.search import NotFitting, find
 from megatron_elastic.pipeline.simulate import Step, Timeline, fastest, run, scheduled
 from megatron_elastic.plan import NoLayout, lose
-from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.choice import SCHEDULES
-from megatron_elastic.plan.work.clock import Limits
+from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.cost import Costs, ProfileError
-from megatron_elastic.plan.growth import admit
-from megatron_elastic.plan.migration import duration_ms, size
-from megatron_elastic.plan.work.order import SEARCH
-from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.costs.recomputation import recomputing
+from megatron_elastic.plan.growth import admit
+from megatron_elastic.plan.migration import duration_ms, size
+from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.replan import replan
+from megatron_elastic.plan.work.clock import Limits
+from megatron_elastic.plan.work.order import SEARCH
 
 _EXAMPLES = """\
 examples:

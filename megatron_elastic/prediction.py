@@ -47,9 +47,9 @@ from megatron_elastic.plan.predict import (
     scale_table,
 )
 from megatron_elastic.plan.predict.likeness import resized
+from megatron_elastic.plan.predict.measured.scatter import svg
 from megatron_elastic.plan.predict.outlook import outlook
 from megatron_elastic.plan.predict.past import past
-from megatron_elastic.plan.predict.measured.scatter import svg
 from megatron_elastic.plan.predict.sweep import Point
 from megatron_elastic.plan.predict.sweep import svg as speeds
 

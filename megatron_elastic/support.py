@@ -19,8 +19,8 @@ from megatron_elastic import argument_file
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
-from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import split
+from megatron_elastic.plan.work.ramp import Ramp
 
 _OFF = (None, False, 0)
 _LEAVE = "leave it out"

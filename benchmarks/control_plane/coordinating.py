@@ -11,11 +11,11 @@ from typing import Any
 
 from control_plane.pure import SETTINGS, settled, took_over
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.events import Begun, Event
 from megatron_elastic.cluster.recording.recorder import Recorder
 from megatron_elastic.cluster.recording.screen import Screen
-from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.observe.records import newest_step

@@ -16,10 +16,10 @@ from control_plane.coordinating import HOST
 from control_plane.nodes import Node
 from control_plane.pure import SETTINGS
 from control_plane.ranks import NODE, Ranks, grid
-from megatron_elastic.cluster.node import relay
-from megatron_elastic.cluster.messages import FromRank, Heartbeat, ToAgent, Welcome
-from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.coordination.session import Letter, Session
+from megatron_elastic.cluster.messages import FromRank, Heartbeat, ToAgent, Welcome
+from megatron_elastic.cluster.node import relay
+from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.wire import AsyncWire, Broken, Credentials
 
 _letters: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)

@@ -15,13 +15,13 @@ from common import progress
 from control_plane.nodes import Node
 from control_plane.ranks import NODE, Ranks, grid
 from megatron_elastic.cluster.coordination import coordinator as shell
-from megatron_elastic.cluster.node import relay
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.server import hear
 from megatron_elastic.cluster.messages import FromAgent, FromRank
+from megatron_elastic.cluster.node import relay
 from megatron_elastic.cluster.protocol import Job, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost, TookOver
-from megatron_elastic.cluster.coordination.server import hear
 
 # Heartbeats are rarer than by default: a thousand nodes that share a core may not be heard for some seconds.
 SETTINGS = Settings(

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import (
     Back,
     Built,
@@ -36,6 +35,7 @@ from megatron_elastic.cluster.messages import (
     Where,
     WorkDone,
 )
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.layout import Holdings, Layout, ParameterShape, UnitShape, decode, encode, gpt_units
 

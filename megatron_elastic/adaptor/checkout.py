@@ -31,12 +31,12 @@ from megatron_elastic.adaptor.training.schedules.rates import RatesByStep
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.adaptor.without_cuda import helpers
-from megatron_elastic.cluster.rank.control import Control
 from megatron_elastic.cluster.messages import VoteResult
+from megatron_elastic.cluster.rank.control import Control
 from megatron_elastic.config import UsageError
 from megatron_elastic.numerics.exact import Diverged
-from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import UNSAID
+from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.state.vote import vote
 
 _STARTED = time.time()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_elastic.cluster.node.agent import Job
 from megatron_elastic.cluster.leadership import Choice
+from megatron_elastic.cluster.node.agent import Job
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
 

@@ -1,7 +1,7 @@
 """Fabric: what carries messages between a rank and its peers.
 
-Peers of this host are reached through mailboxes and shared memory (``comm.host.outbox``, ``comm.host.mailbox``, ``comm.host.arena``),
-those of other hosts over UCX links (``comm.links.link``). What arrives goes into the inbox.
+Peers of this host are reached through mailboxes and shared memory (``comm.host.outbox``, ``comm.host.mailbox``,
+``comm.host.arena``), those of other hosts over UCX links (``comm.links.link``). What arrives goes into the inbox.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from megatron_elastic.comm.host.arena import Arena
-from megatron_elastic.comm.inbox import Inbox
-from megatron_elastic.comm.links.link import Links
 from megatron_elastic.comm.host.mailbox import BLOCK, NUDGE, SQUEEZE, WHOLE, Frame, Mailbox, NearAddress, encode
 from megatron_elastic.comm.host.message import Block, Whole
-from megatron_elastic.comm.operation import Send
 from megatron_elastic.comm.host.outbox import Outbox
-from megatron_elastic.comm.peers import PeerAddress, Peers
+from megatron_elastic.comm.inbox import Inbox
+from megatron_elastic.comm.links.link import Links
 from megatron_elastic.comm.links.seal import Seal
 from megatron_elastic.comm.links.strangers import Strangers
+from megatron_elastic.comm.operation import Send
+from megatron_elastic.comm.peers import PeerAddress, Peers
 from megatron_elastic.comm.tag import source_of
 from megatron_elastic.observe.dials import SHARED_MEMORY, UCX, Dials
 

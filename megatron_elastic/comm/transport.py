@@ -21,9 +21,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from megatron_elastic.cluster.rank.control import Interrupted
-from megatron_elastic.comm.host.arena import address_of
 from megatron_elastic.comm.fabric import Fabric
 from megatron_elastic.comm.helper import Helper
+from megatron_elastic.comm.host.arena import address_of
+from megatron_elastic.comm.host.sleep import Sleep
 from megatron_elastic.comm.inbox import Inbox
 from megatron_elastic.comm.interrupts import Interruptible, Interrupts
 from megatron_elastic.comm.operation import (
@@ -39,7 +40,6 @@ from megatron_elastic.comm.operation import (
     Task,
 )
 from megatron_elastic.comm.pump import Pump
-from megatron_elastic.comm.host.sleep import Sleep
 from megatron_elastic.comm.tag import RANKS, Channel, make_tag
 from megatron_elastic.device import allowance
 from megatron_elastic.device.copies import HostCopy

@@ -15,16 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from megatron_elastic import usage
-from megatron_elastic.fleet.running import live
 from megatron_elastic.fleet.capacity import ample, used_by_fifo
 from megatron_elastic.fleet.faults import Drawn, Faults, FaultsError, Recorded
 from megatron_elastic.fleet.job import Job
+from megatron_elastic.fleet.policies import NAMES, policy
+from megatron_elastic.fleet.running import live
 from megatron_elastic.fleet.running.journal import JournalError
+from megatron_elastic.fleet.running.submission import SubmissionError
 from megatron_elastic.fleet.simulated.outcome import Outcome
 from megatron_elastic.fleet.simulated.picture import Panel, svg
-from megatron_elastic.fleet.policies import NAMES, policy
 from megatron_elastic.fleet.simulated.simulation import Simulation
-from megatron_elastic.fleet.running.submission import SubmissionError
 from megatron_elastic.fleet.simulated.trace import Trace, TraceError, read
 
 _DESCRIPTION = """\

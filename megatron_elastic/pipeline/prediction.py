@@ -13,8 +13,8 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.simulate import Step, Timeline, scheduled
 from megatron_elastic.plan.choice import SCHEDULES
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.policies import Outcome
 from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.policies import Outcome
 
 MOST_SIMULATED = 100_000
 """Grains times stages beyond which step times are estimated instead of simulated."""

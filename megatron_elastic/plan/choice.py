@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
 from megatron_elastic.pipeline.simulate import Step, scheduled
-from megatron_elastic.plan.work.clock import loads
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.work.dataflow import share
-from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.costs.fit import overflow_on_the_way
+from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms
 from megatron_elastic.plan.replan import fill, replan
+from megatron_elastic.plan.work.clock import loads
+from megatron_elastic.plan.work.dataflow import share
 
 HORIZON_MS = 3_600_000.0
 """Expected time until the next loss or join: at 1,000 devices a few hours, at 16,000 one or two."""

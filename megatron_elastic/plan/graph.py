@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from megatron_elastic.layout import MTP, positions
 from megatron_elastic.plan.costs.cost import Costs, live_activations, own
-from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.costs.keeping import Keeping
+from megatron_elastic.plan.errors import NoLayout
 
 _Matrix = NDArray[np.float64]
 _ROUNDING = 1e-9

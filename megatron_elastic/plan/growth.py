@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 
 from megatron_elastic.layout import Cell, Layout, Stage
-from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.loss import release
 from megatron_elastic.plan.spread import away
+from megatron_elastic.plan.work.dataflow import share
 
 
 def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int, leaving: Collection[int] = ()) -> Layout:

@@ -9,10 +9,10 @@ from itertools import chain
 
 from megatron_elastic.layout import Cell, Extent, Holdings, Layout, LayoutError, Stage
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.errors import ADVICE, NoLayout, StateLost
 from megatron_elastic.plan.replan import replan
 from megatron_elastic.plan.spread import Spread
+from megatron_elastic.plan.work.dataflow import share
 
 
 def lose(

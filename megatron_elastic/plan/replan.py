@@ -13,10 +13,10 @@ from functools import partial
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.costs.cost import Costs, own
-from megatron_elastic.plan.work.dataflow import share
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.spread import away
+from megatron_elastic.plan.work.dataflow import share
 
 WORTH = 0.02
 """A plan that moves more than another must make the step shorter by this fraction."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic import cli
+from tests.changes.test_scale import EVEN, assert_same, read_until_all, start
 from tests.jobs import Grid, Job, Jobs, inject
 from tests.models.test_contexts import WITHOUT_DROPOUT
 from tests.models.test_experts import BIAS, EVERYTHING, EXPERTS
-from tests.changes.test_scale import EVEN, assert_same, read_until_all, start
 
 EXACT = (*EXPERTS.split(), "--moe-token-dispatcher-type", "alltoall", "--num-layers", "2", "--elastic-slices", "4")
 EP2 = (*Grid(tp=1, pp=1, steps=32).flags, *EXACT, "--expert-model-parallel-size", "2")

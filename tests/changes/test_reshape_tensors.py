@@ -9,10 +9,10 @@ import pytest
 
 from megatron_elastic import cli
 from megatron_elastic.observe.records import read_digest
+from tests.changes.test_scale import EVEN, read_until_all, start
 from tests.jobs import MODERN, Grid, Job, Jobs, assert_exactly_once, inject
 from tests.models.test_contexts import WITHOUT_DROPOUT
 from tests.models.test_experts import BIAS, EXPERTS
-from tests.changes.test_scale import EVEN, read_until_all, start
 
 STEPS = 24
 COMMON = ("--elastic-slices", "4", "--num-layers", "2", "--make-vocab-size-divisible-by", "8")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints.test_interchange import tensors
 from tests.jobs import Job
+from tests.launch.test_flags import last_plain_log
 from tests.models.test_checkout import (
     CheckoutJobs,
     assert_same,
@@ -20,8 +22,6 @@ from tests.models.test_checkout import (
     needs_checkout,
     patched,
 )
-from tests.launch.test_flags import last_plain_log
-from tests.checkpoints.test_interchange import tensors
 from tests.models.test_models import EP2, FLAGS, MODELS, PP2, TOLERANCE
 
 __all__ = ["checkout", "patched"]

@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_elastic.cluster.rank.control import Control, Interrupted
 from megatron_elastic.cluster.messages import (
     Back,
     Committed,
@@ -31,6 +30,7 @@ from megatron_elastic.cluster.messages import (
     Suspect,
     VoteResult,
 )
+from megatron_elastic.cluster.rank.control import Control, Interrupted
 from megatron_elastic.config import add_elastic_arguments
 from megatron_elastic.layout import Layout, decode, encode
 

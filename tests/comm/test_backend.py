@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
-from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm.device.device_group import DeviceGroup
 from megatron_elastic.comm.device.link_store import LinkStore
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.observe.dials import DEVICE
 from tests import world
 from tests.world import Peer

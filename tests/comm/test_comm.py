@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
-from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm import transport
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.host.mailbox import encode
-from megatron_elastic.comm.operation import Steps
 from megatron_elastic.comm.host.sleep import YIELDS
+from megatron_elastic.comm.operation import Steps
 from megatron_elastic.comm.tag import (
     GRAINS,
     GROUPS,

@@ -14,11 +14,11 @@ import torch
 
 from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
 from megatron_elastic.comm import transport as transport_module
-from megatron_elastic.comm.host.arena import Arena, ArenaView
 from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.host.arena import Arena, ArenaView
 from megatron_elastic.comm.host.mailbox import BLOCK, INLINE, WHOLE, Mailbox, NearAddress, Neighbour, encode
-from megatron_elastic.comm.operation import Recv, Steps
 from megatron_elastic.comm.links.strangers import Strangers
+from megatron_elastic.comm.operation import Recv, Steps
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
 from tests import world

@@ -1,7 +1,7 @@
 """Frames that are almost right: every message there is, mutated, and read as from a socket.
 
-``python -m tests.control.fuzz_frames [COUNT] [SEED]`` reads COUNT of them and prints one JSON object with what came of them.
-Nothing but a message, the end of the stream or a WireError may; anything else ends it with the frame that did it.
+``python -m tests.control.fuzz_frames [COUNT] [SEED]`` reads COUNT of them and prints one JSON object with what came of
+them. Nothing but a message, the end of the stream or a WireError may; anything else ends it with the frame that did it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.node.chorus import Chorus, Later
+from megatron_elastic.cluster.coordination.outgoing import Outgoing
 from megatron_elastic.cluster.messages import (
     Back,
     FromRank,
@@ -31,9 +31,9 @@ from megatron_elastic.cluster.messages import (
     Suspect,
     ToRank,
 )
-from megatron_elastic.cluster.coordination.outgoing import Outgoing
-from megatron_elastic.cluster.protocol import Job, Settings
+from megatron_elastic.cluster.node.chorus import Chorus, Later
 from megatron_elastic.cluster.node.relay import Post
+from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.layout import Holdings, Layout, encode, gpt_units
 from megatron_elastic.plan import lose
 from tests.tiers.examples import examples

@@ -19,8 +19,6 @@ import msgspec
 import pytest
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.rank.control import Control, Interrupted, InterruptFlag, JobStopped
-from megatron_elastic.cluster.node.line import AGENT_VARIABLE
 from megatron_elastic.cluster.messages import (
     Back,
     Committed,
@@ -35,8 +33,10 @@ from megatron_elastic.cluster.messages import (
     Stop,
     VoteResult,
 )
+from megatron_elastic.cluster.node.line import AGENT_VARIABLE
 from megatron_elastic.cluster.protocol.faults.decision import decide
 from megatron_elastic.cluster.protocol.job import Told
+from megatron_elastic.cluster.rank.control import Control, Interrupted, InterruptFlag, JobStopped
 from megatron_elastic.layout import Transfer
 from megatron_elastic.observe.records import read_digest, read_metrics
 from tests.launches import PROGRAMS, Launch, free_port, launches, start_nodes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_elastic.cluster.protocol.job import Node
 from megatron_elastic.cluster.coordination.seats import vacancy
+from megatron_elastic.cluster.protocol.job import Node
 
 
 def nodes(*members: str) -> list[Node]:

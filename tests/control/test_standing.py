@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import VoteResult
 from megatron_elastic.cluster.protocol.faults.decision import decide, working
 from megatron_elastic.cluster.protocol.job import Decided, Told
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.layout import Layout
 from tests.tiers.examples import examples

@@ -34,8 +34,8 @@ from megatron_elastic.cluster.messages import (
     VoteResult,
 )
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
-from megatron_elastic.cluster.protocol.faults import decision, takeover
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
+from megatron_elastic.cluster.protocol.faults import decision, takeover
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout, changed, decode, encode
 

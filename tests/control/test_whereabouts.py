@@ -9,11 +9,11 @@ import torch
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.rank.control import InterruptFlag
 from megatron_elastic.cluster.messages import Addresses, Hello, RankDying, Reachable, Where
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
 from megatron_elastic.cluster.protocol.effects import Send
 from megatron_elastic.cluster.protocol.job import Node, Rank
+from megatron_elastic.cluster.rank.control import InterruptFlag
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
 

@@ -17,9 +17,9 @@ from megatron_elastic.plan.costs.fit import device_bytes, live_bytes, overflow, 
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies import POLICIES
-from tests.jobs import Grid, Jobs, assert_same_training, inject
 from tests.emulation.test_emulated import emulate
 from tests.emulation.test_emulation import profile_of
+from tests.jobs import Grid, Jobs, assert_same_training, inject
 
 MB = 1_000_000
 LAYER = UnitCost(5.0, 10.0, 6 * MB, 12 * MB, MB)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from megatron_elastic.emulation.clocks import Clocks
 from megatron_elastic.pipeline.prediction import predict
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.work.clock import Budget, Limits, balance, clocks, loads
 from megatron_elastic.plan.work.clocking import plan_clocks
-from megatron_elastic.plan.costs.cost import Costs, UnitCost
-from megatron_elastic.plan.policies import POLICIES
-from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.power import regulator
 from megatron_elastic.power.actuator import Actuator
 from megatron_elastic.power.cpufreq import Cpufreq

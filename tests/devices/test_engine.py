@@ -13,8 +13,8 @@ from megatron_elastic import support
 from megatron_elastic.adaptor import doctor
 from megatron_elastic.config import UsageError
 from tests import engine
-from tests.models import test_numbers
 from tests.jobs import MODERN, ROOT, Job, Jobs, assert_same_training, inject
+from tests.models import test_numbers
 from tests.models.test_checkout import CheckoutJobs, assert_same, checkout, grid, needs_checkout, patched, search_path
 
 __all__ = ["checkout", "patched"]

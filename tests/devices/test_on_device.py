@@ -12,8 +12,8 @@ import pytest
 from megatron_elastic import cli
 from megatron_elastic.device.soft import build
 from megatron_elastic.observe.records import read_digest
-from tests.jobs import MODERN, ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.faults.test_elastic import STEP_POINTS
+from tests.jobs import MODERN, ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.models.test_experts import EXPERTS
 
 pytestmark = [

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
-from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm.device.devices import end_blocked
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.device import soft
 from megatron_elastic.device.soft import build
 from tests import world

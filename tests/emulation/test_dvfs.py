@@ -13,9 +13,9 @@ from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.plan.work.clock import loads
 from megatron_elastic.power.regulator import restore_left_behind
-from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 from tests.emulation.test_emulated import emulate, lines
 from tests.emulation.test_emulation import profile_of
+from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 
 pytestmark = pytest.mark.timeout(300)
 

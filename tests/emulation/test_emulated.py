@@ -12,8 +12,8 @@ from megatron_elastic.emulation.accelerator import FOLDER
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.observe.compare import compare
-from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 from tests.emulation.test_emulation import profile_of
+from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.node.gauge import Gauge, worked
 from megatron_elastic.cluster.messages import (
     Committed,
     Fence,
@@ -27,6 +26,7 @@ from megatron_elastic.cluster.messages import (
     Report,
     VoteResult,
 )
+from megatron_elastic.cluster.node.gauge import Gauge, worked
 from megatron_elastic.cluster.protocol.effects import Say, Tell, WriteEvent
 from megatron_elastic.cluster.protocol.events import Inspected
 from megatron_elastic.faults.odometer import COORDINATOR, DISK, Odometer

@@ -45,8 +45,8 @@ from megatron_elastic.cluster.leadership.leased import Leased
 from megatron_elastic.cluster.leadership.raft import Book, Raft, password
 from megatron_elastic.cluster.leadership.store import pack
 from megatron_elastic.config import UsageError
-from tests.schedules.candidates import TOKEN, Candidate, EtcdServer, Group, group
 from tests.fleet.kubernetes_api import Leases
+from tests.schedules.candidates import TOKEN, Candidate, EtcdServer, Group, group
 
 LIMIT = 1.0
 """Seconds without the leader until others stand for election, where Raft is embedded."""

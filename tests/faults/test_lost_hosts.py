@@ -12,8 +12,8 @@ from namespaces import Hosts
 
 from megatron_elastic.observe.tracing.path import graph_of
 from megatron_elastic.observe.tracing.reading import Traces, answer
-from tests.jobs import Jobs
 from tests.faults.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
+from tests.jobs import Jobs
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from megatron_elastic import cli
 from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
+from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.cluster.protocol import advance
 from megatron_elastic.cluster.protocol.changes import change, pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteEvent
 from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
 from megatron_elastic.layout import Stage
 from megatron_elastic.plan.costs.cost import Costs

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_elastic.fleet.admission import Member
 from megatron_elastic.fleet.faults import NONE, Faults
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.simulated.models import model_of
 from megatron_elastic.fleet.observation import Policy
+from megatron_elastic.fleet.simulated.models import model_of
 from megatron_elastic.fleet.simulated.outcome import Outcome
 from megatron_elastic.fleet.simulated.simulation import Simulation
 from megatron_elastic.fleet.speed_table import SpeedTable

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic import cli
+from megatron_elastic.fleet.managers.local import Local
+from megatron_elastic.fleet.managers.manager import Launch, Manager
 from megatron_elastic.fleet.running import live
 from megatron_elastic.fleet.running.daemon import Daemon
 from megatron_elastic.fleet.running.journal import Journal
-from megatron_elastic.fleet.managers.local import Local
-from megatron_elastic.fleet.managers.manager import Launch, Manager
 from tests.jobs import environment
 
 LIMIT = 120.0

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elastic import cli
-from megatron_elastic.fleet.running.journal import Fleet as Kept
-from megatron_elastic.fleet.running.journal import JournalError
 from megatron_elastic.fleet.managers.launch import EXIT, PROCESS
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool
+from megatron_elastic.fleet.running.journal import Fleet as Kept
+from megatron_elastic.fleet.running.journal import JournalError
 from megatron_elastic.fleet.running.progress import Progress, table_of
 from megatron_elastic.observe.records import RunRecords, read_metrics
 from megatron_elastic.plan.predict import Entry, ScaleTable

@@ -19,9 +19,9 @@ from megatron_elastic.fleet.managers.kubernetes import Kubernetes, TemplateError
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Standing
 from megatron_elastic.layout import Layout
 from tests.fleet.fleet_runs import Fleet, fleet, until
-from tests.jobs import Jobs
 from tests.fleet.kubernetes_api import Cluster
 from tests.fleet.test_fleet import Paced
+from tests.jobs import Jobs
 
 GPU = "nvidia.com/gpu"
 POD = {

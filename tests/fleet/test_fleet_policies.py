@@ -17,7 +17,6 @@ from megatron_elastic.fleet.arrivals import Rates
 from megatron_elastic.fleet.benefit import gain, used_window
 from megatron_elastic.fleet.controller import Controller, give_back
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.simulated.models import LARGE, MEDIUM, MODELS, SMALL, Layouts, model_of
 from megatron_elastic.fleet.observation import Observation, Overhead, Resize, Running, Start
 from megatron_elastic.fleet.policies import NAMES, RESTART, policy
 from megatron_elastic.fleet.policies.elasticflow import satisfactory_share, slots_of, without
@@ -33,6 +32,7 @@ from megatron_elastic.fleet.policies.tables import (
     uneven,
 )
 from megatron_elastic.fleet.policies.torchelastic import torchelastic
+from megatron_elastic.fleet.simulated.models import LARGE, MEDIUM, MODELS, SMALL, Layouts, model_of
 from megatron_elastic.fleet.speed_table import SpeedTable
 from tests.fleet.fleet_jobs import job, member
 from tests.tiers.examples import examples

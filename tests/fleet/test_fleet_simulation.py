@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.fleet.simulated.course import Course
 from megatron_elastic.fleet.faults import Drawn, Fault, FaultsError, Recorded
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.observation import Decisions, Observation, Overhead, Resize, Start
@@ -21,6 +20,7 @@ from megatron_elastic.fleet.placement import Buddies, Nodes, Placement
 from megatron_elastic.fleet.policies import NAMES, policy
 from megatron_elastic.fleet.policies.elastic import elastic
 from megatron_elastic.fleet.policies.fifo import fifo
+from megatron_elastic.fleet.simulated.course import Course
 from megatron_elastic.fleet.simulated.simulation import Simulation
 from megatron_elastic.fleet.simulated.usage import Usage
 from tests.fleet.fleet_jobs import KEEPS_GIVEN, Watched, job

@@ -16,9 +16,9 @@ from megatron_elastic.fleet.managers.slurm import Slurm as Manager
 from megatron_elastic.fleet.managers.slurm import gpus_in
 from tests.fleet import slurm
 from tests.fleet.fleet_runs import Fleet
-from tests.jobs import Jobs
 from tests.fleet.slurm import Slurm
 from tests.fleet.test_fleet import Paced
+from tests.jobs import Jobs
 
 _REASON = namespaces.why_not() or slurm.why_not()
 NODES, CPUS = 3, 2

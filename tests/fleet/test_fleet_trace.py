@@ -17,8 +17,8 @@ import pytest
 
 from megatron_elastic.cli import main
 from megatron_elastic.fleet.capacity import ample, fifo_use, used_by_fifo
-from megatron_elastic.fleet.simulated.models import MEDIUM, SMALL
 from megatron_elastic.fleet.policies import NAMES, policy
+from megatron_elastic.fleet.simulated.models import MEDIUM, SMALL
 from megatron_elastic.fleet.simulated.simulation import Simulation
 from megatron_elastic.fleet.simulated.trace import Entry, Trace, TraceError, read
 

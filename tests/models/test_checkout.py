@@ -27,9 +27,9 @@ from megatron_elastic.adaptor import doctor
 from megatron_elastic.device import npu
 from megatron_elastic.patching import Checkout, apply, revert
 from megatron_elastic.support import REFUSALS
+from tests.checkpoints.test_interchange import tensors
 from tests.jobs import ROOT, Job, Jobs
 from tests.launches import Launch, launches
-from tests.checkpoints.test_interchange import tensors
 
 SOURCE = os.environ.get("MEGATRON_LM_PATH", "")
 needs_checkout = pytest.mark.checkout

@@ -9,8 +9,8 @@ import torch
 
 from megatron_elastic import cli
 from megatron_elastic.observe.records import read_digest
-from tests.jobs import Grid, Jobs, assert_same_training, inject
 from tests.checkpoints.test_interchange import tensors
+from tests.jobs import Grid, Jobs, assert_same_training, inject
 
 EXPERTS = ("--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --disable-bias-linear "
            "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --swiglu")  # fmt: skip

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_elastic.faults.injection import HOOK_POINTS
-from tests.jobs import Grid, Jobs, assert_same_training, inject
-from tests.faults.test_elastic import ELSEWHERE
 from tests.changes.test_scale import EVEN, ask, assert_same
+from tests.faults.test_elastic import ELSEWHERE
+from tests.jobs import Grid, Jobs, assert_same_training, inject
 
 MODEL = (
     "--num-layers 15 --mtp-num-layers 2 --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 16 "

@@ -25,9 +25,9 @@ from megatron_elastic.state.optimizer import SIGNED, Adam, Rates, Update
 from megatron_elastic.state.partition import Partition, Segment
 from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.vote import Ballot, add_up, count
+from tests.checkpoints.test_fallback import BOTH
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.models.test_experts import EXPERTS
-from tests.checkpoints.test_fallback import BOTH
 
 EDGE = ("--fp16", "--initial-loss-scale", str(2.0**21), "--loss-scale-window", "2", "--hysteresis", "1")
 GRID = Grid(tp=1, pp=2, steps=10)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic import cli
+from tests.changes.test_scale import assert_same, scale
+from tests.checkpoints.test_interchange import tensors
 from tests.jobs import Grid, Jobs, assert_same_training, inject
 from tests.models.test_contexts import assert_contexts_round_only
-from tests.checkpoints.test_interchange import tensors
-from tests.changes.test_scale import assert_same, scale
 
 FURTHER = "--mtp-num-layers 2 --position-embedding-type rope"
 UNTIED = "--untie-embeddings-and-output-weights --swiglu --normalization RMSNorm --disable-bias-linear"

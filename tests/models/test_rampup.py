@@ -18,6 +18,8 @@ from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.work.reroute import reroute
 from megatron_elastic.support import check_ramp
+from tests.changes.test_scale import scale
+from tests.checkpoints.test_interchange import losses
 from tests.jobs import BATCH, MODEL, MODERN, Job, Jobs, assert_same_training, inject
 from tests.models.test_checkout import (
     CheckoutJobs,
@@ -30,9 +32,7 @@ from tests.models.test_checkout import (
 from tests.models.test_checkout import assert_same as assert_equal
 from tests.models.test_checkout import inject as inject_into
 from tests.models.test_experts import EXPERTS
-from tests.checkpoints.test_interchange import losses
 from tests.models.test_plain import train
-from tests.changes.test_scale import scale
 from tests.tiers.examples import examples
 
 __all__ = ["checkout", "patched"]

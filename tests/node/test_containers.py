@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_elastic.cluster.launch import launcher
 from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.launch import launcher
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rank import zygote
 from megatron_elastic.cluster.rank.deathwatch import Deathwatch
-from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.recording.screen import complain
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import allowance

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_elastic.cluster.node import line
 from megatron_elastic.cluster import wire
+from megatron_elastic.cluster.messages import FromRank, Ready
+from megatron_elastic.cluster.node import line
+from megatron_elastic.cluster.node.line import AGENT_VARIABLE, Lines
 from megatron_elastic.cluster.rank.control import JobStopped, report_failure
 from megatron_elastic.cluster.rank.control import _connect as connect_rank
-from megatron_elastic.cluster.node.line import AGENT_VARIABLE, Lines
-from megatron_elastic.cluster.messages import FromRank, Ready
 
 PATIENCE = 60.0
 NOBODY = 65534

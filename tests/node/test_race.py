@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_elastic.cluster.coordination.race import race
 from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import Members
-from megatron_elastic.cluster.coordination.race import race
 from megatron_elastic.cluster.node.station import Station
 
 

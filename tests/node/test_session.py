@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import Failed, Stop
 from megatron_elastic.cluster.coordination.session import Session
+from megatron_elastic.cluster.messages import Failed, Stop
 
 
 def test_a_message_that_is_no_unicode_is_told_and_takes_no_number() -> None:

@@ -9,10 +9,10 @@ import namespaces
 import pytest
 
 from megatron_elastic.observe.records import read_digest, read_events, read_metrics
-from tests.fleet import slurm
-from tests.jobs import MODEL, SCRIPT, Job, Jobs
 from tests.faults.lost_hosts import FLAGS
+from tests.fleet import slurm
 from tests.fleet.slurm import Slurm
+from tests.jobs import MODEL, SCRIPT, Job, Jobs
 
 _REASON = namespaces.why_not() or slurm.why_not()
 pytestmark = [pytest.mark.job, pytest.mark.skipif(bool(_REASON), reason=_REASON)]

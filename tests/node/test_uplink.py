@@ -12,16 +12,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.server import Server
+from megatron_elastic.cluster.coordination.session import Letter
+from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
 from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster.node.agent import Agent
-from megatron_elastic.cluster.coordination.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
+from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.protocol.events import Event, NodeCame, NodeLost, TookOver
-from megatron_elastic.cluster.coordination.server import Server
-from megatron_elastic.cluster.coordination.session import Letter
-from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.wire import AsyncWire, Credentials
 from megatron_elastic.config import ElasticConfig
 

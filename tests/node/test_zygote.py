@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.rank import zygote
-from megatron_elastic.cluster.node.agent import Agent
-from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
+from megatron_elastic.cluster.node import agent as agents
+from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.rank import zygote
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.rank.zygote import Exited, Ready, Spawn, Spawned
 
 Answer = Ready | Spawned | Exited

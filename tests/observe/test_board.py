@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.argument_file import launcher_flags
-from megatron_elastic.cluster.recording.board import Board, folder_of
 from megatron_elastic.cluster.protocol.effects import WriteEvent, WriteLayout, WriteMetrics
+from megatron_elastic.cluster.recording.board import Board, folder_of
 from megatron_elastic.cluster.recording.recorder import Recorder
 from tests.observe.test_observe import RECOVERY, line, make
 

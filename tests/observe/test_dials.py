@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace as changed
 from rich.console import Console
 
-from megatron_elastic.cluster.node.instruments import Instruments
 from megatron_elastic.cluster.messages import RankExited, Settled
+from megatron_elastic.cluster.node.instruments import Instruments
 from megatron_elastic.cluster.protocol.effects import Show, WriteEvent
 from megatron_elastic.cluster.protocol.events import Metered
 from megatron_elastic.comm.tag import Channel
@@ -23,8 +23,8 @@ from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import picture, status
 from tests import world
-from tests.play import Play
 from tests.observe.test_observe import line, make
+from tests.play import Play
 from tests.world import Peer
 
 IDLE = Figures(

@@ -19,8 +19,8 @@ from megatron_elastic.observe import place
 from megatron_elastic.observe.records import RecordsError, RunRecords
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import status
-from tests.observe.test_observe import line, write_run
 from tests.node.test_uplink import CONFIG, CREDENTIALS, Heard
+from tests.observe.test_observe import line, write_run
 
 TOKEN = "MEGATRON_ELASTIC_TOKEN"
 T = TypeVar("T")

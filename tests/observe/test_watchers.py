@@ -14,8 +14,8 @@ import pytest
 from megatron_elastic.cluster.recording.spans import VARIABLE, Spans
 from megatron_elastic.observe.goodput import PARTS
 from megatron_elastic.observe.records import read_events, read_metrics
-from tests.observe.collector import Collector, collecting
 from tests.jobs import Job, Jobs
+from tests.observe.collector import Collector, collecting
 from tests.observe.test_board import read
 from tests.observe.test_observe import RECOVERY, make
 

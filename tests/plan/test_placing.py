@@ -14,9 +14,9 @@ from megatron_elastic.pipeline.program import check
 from megatron_elastic.pipeline.search import NotFitting, find
 from megatron_elastic.pipeline.search.found import fits, programs
 from megatron_elastic.pipeline.simulate import run
-from megatron_elastic.plan.work import order
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.fit import device_bytes, overflow
+from megatron_elastic.plan.work import order
 from megatron_elastic.plan.work.placing import WORTH, elsewhere, ways
 from tests.placements import along
 from tests.placements import ways as any_way

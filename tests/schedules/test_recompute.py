@@ -19,10 +19,10 @@ from megatron_elastic.pipeline.search import NotFitting, Problem, best, choose, 
 from megatron_elastic.pipeline.search.exact import solve
 from megatron_elastic.pipeline.search.problem import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron_elastic.pipeline.simulate import run
-from megatron_elastic.plan.work import order
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.fit import device_bytes, overflow
 from megatron_elastic.plan.costs.recomputation import recomputing, sets
+from megatron_elastic.plan.work import order
 from tests.placements import along
 from tests.schedules.test_exact import drawn
 from tests.schedules.test_search import QUICK, alike, jobs, problems

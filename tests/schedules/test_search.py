@@ -75,7 +75,7 @@ def test_what_is_found_is_valid_fits_and_takes_what_the_simulator_says(job: tupl
         program for program in known if _fits(layout, costs, program.cells)
     ]  # fmt: skip
     assert found.ms <= min((run(program, layout, costs).makespan for program in fitting), default=found.ms) + 1e-6
-    assert found.recomputed or _fits(layout, costs, found.program.cells), "tests/schedules/test_recompute.py has the others"
+    assert found.recomputed or _fits(layout, costs, found.program.cells), "test_recompute.py has the others"
 
 
 def _fits(layout: Layout, costs: Costs, cells: Mapping[int, tuple[Op, ...]]) -> bool:

@@ -11,9 +11,9 @@ import pytest
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.plan.predict import ScaleTable
-from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 from tests.emulation.test_emulated import emulate
 from tests.emulation.test_emulation import profile_of
+from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 
 pytestmark = pytest.mark.timeout(300)
 

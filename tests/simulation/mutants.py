@@ -11,13 +11,13 @@ from unittest.mock import patch
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Interrupt, Report
+from megatron_elastic.cluster.node.relay import Post
+from megatron_elastic.cluster.protocol import ledger, salvage
 from megatron_elastic.cluster.protocol.changes import change
 from megatron_elastic.cluster.protocol.faults import damage, decision, loss, recovery, suspicion, takeover
-from megatron_elastic.cluster.protocol import ledger, salvage
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.cluster.node.relay import Post
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.plan import everything
 from tests.simulation.disk import Recorder
 

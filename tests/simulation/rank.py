@@ -1,8 +1,9 @@
 """Rank: a model of one rank's process, as the scheduler sees it. What it does is in ``tests.simulation.training``.
 
-Its decisions are those of ``cluster.rank.standing``, its messages the real ones. Its main thread is a generator that yields
-what it waits for: seconds, during which it notices nothing; message types; a ``Meeting``; a condition. What it computes
-are numbers of steps (``tests.simulation.store``), and whatever would hang, raise or count wrongly is a violation.
+Its decisions are those of ``cluster.rank.standing``, its messages the real ones. Its main thread is a generator that
+yields what it waits for: seconds, during which it notices nothing; message types; a ``Meeting``; a condition. What it
+computes are numbers of steps (``tests.simulation.store``), and whatever would hang, raise or count wrongly is a
+violation.
 """
 
 from __future__ import annotations

@@ -29,12 +29,17 @@ SEEDS = 2000
 CORES = ("0.17.1", "0.18.2", "0.19.2")
 """Versions of megatron-core beside the one that is installed."""
 _WITH_EACH_CORE = (
-    "tests/launch/test_patch.py", "tests/launch/test_versions.py", "tests/faults/test_elastic.py::test_killed[TP2-PP2-DP2-3@3:vote]",
-    "tests/models/test_contexts.py::test_killed[CP2 x PP2, everything]", "tests/models/test_mtp.py::test_killed[PP2, everything]",
-    "tests/models/test_experts.py::test_killed[TP2 x EP2, biased]", "tests/models/test_mtp.py::test_checkpoints[tied]",
+    "tests/launch/test_patch.py",
+    "tests/launch/test_versions.py",
+    "tests/faults/test_elastic.py::test_killed[TP2-PP2-DP2-3@3:vote]",
+    "tests/models/test_contexts.py::test_killed[CP2 x PP2, everything]",
+    "tests/models/test_mtp.py::test_killed[PP2, everything]",
+    "tests/models/test_experts.py::test_killed[TP2 x EP2, biased]",
+    "tests/models/test_mtp.py::test_checkpoints[tied]",
     "tests/models/test_experts.py::test_killed[EP2 x PP2, everything]",
     "tests/checkpoints/test_interchange.py::test_plain_elastic_plain[fp32]",
-    "tests/schedules/test_split_backward.py", "tests/schedules/test_virtual_stages.py",
+    "tests/schedules/test_split_backward.py",
+    "tests/schedules/test_virtual_stages.py",
 )
 """Tests that are run with each of them: one of each kind of parallelism, with kills, and checkpoints."""
 _PYTEST = [sys.executable, "-m", "pytest"]

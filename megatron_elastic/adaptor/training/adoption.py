@@ -16,7 +16,6 @@ from megatron_elastic.adaptor.training import building, intermission, step
 from megatron_elastic.adaptor.training.recutting import Preparation, Recutting
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import (
     Back,
     Decision,
@@ -31,6 +30,7 @@ from megatron_elastic.cluster.messages import (
     Settled,
     Switched,
 )
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.title import entitle
 from megatron_elastic.layout import Transfer, decode
 from megatron_elastic.pipeline.resumption import remainder

@@ -8,8 +8,8 @@ from megatron_elastic.adaptor.checkpoints import common, sliced
 from megatron_elastic.adaptor.checkpoints.folder import has_step, step_folder
 from megatron_elastic.adaptor.training.evaluation import tell_of_none
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.layout import decode
 from megatron_elastic.state.store import StateStore
 

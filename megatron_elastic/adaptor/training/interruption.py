@@ -8,9 +8,9 @@ from functools import partial
 from megatron_elastic.adaptor.layers import random
 from megatron_elastic.adaptor.training.adoption import adopt, come_into
 from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect, WorkDone
 from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.control import Interrupted
-from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect, WorkDone
 from megatron_elastic.comm.device.devices import end_blocked
 
 

@@ -16,8 +16,8 @@ import torch
 from megatron_elastic.adaptor.training import adoption, building, intermission, interruption, step
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
+from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.config import UsageError
 from megatron_elastic.device.processor import processor
 from megatron_elastic.layout import encode

@@ -11,8 +11,8 @@ from megatron_elastic.adaptor.model import tokens
 from megatron_elastic.adaptor.training import ballots, intermission, measurement
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Committed, Damage, Damaged, Plan, Profile, Settled, VoteResult
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.config import MEASURED
 from megatron_elastic.faults import odometer
 from megatron_elastic.layout import decode

@@ -30,16 +30,16 @@ from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
 from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype, params_dtype
 from megatron_elastic.adaptor.training import ending
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
+from megatron_elastic.adaptor.training.recutting import Recutting, Room
 from megatron_elastic.adaptor.training.schedules.counts import Counts
 from megatron_elastic.adaptor.training.schedules.rates import RatesByStep
-from megatron_elastic.adaptor.training.recutting import Recutting, Room
 from megatron_elastic.adaptor.training.schedules.scales import LossScales, Rule
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.without_cuda import stand_ins
+from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
+from megatron_elastic.cluster.node.line import FIRST_HOST_VARIABLE
 from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.control import Control
-from megatron_elastic.cluster.node.line import FIRST_HOST_VARIABLE
-from megatron_elastic.cluster.messages import Event, Injected, Reachable, VoteResult
 from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.cluster.title import entitle
 from megatron_elastic.comm.device.communicators import Communicators
@@ -69,8 +69,8 @@ from megatron_elastic.pipeline.route import usual
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.plan.costs import memory
-from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.plan.split import mtp_layers
+from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.device_reduction import DeviceReduction
 from megatron_elastic.state.optimizer import Update

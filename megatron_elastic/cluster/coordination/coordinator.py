@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megatron_elastic.cluster.messages import Answer, Decision, Start, Stop, ToAgent
 from megatron_elastic.cluster.coordination.outgoing import Outgoing
+from megatron_elastic.cluster.coordination.timers import Timers
+from megatron_elastic.cluster.messages import Answer, Decision, Start, Stop, ToAgent
 from megatron_elastic.cluster.protocol import Job, Outcome, advance
 from megatron_elastic.cluster.protocol.effects import (
     CancelTimer,
@@ -59,16 +60,15 @@ from megatron_elastic.cluster.protocol.events import (
     Unheard,
 )
 from megatron_elastic.cluster.recording.recorder import Recorder
-from megatron_elastic.cluster.coordination.timers import Timers
 from megatron_elastic.cluster.wire import Unsendable
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan import Costs, ProfileError
-from megatron_elastic.plan.work import order
-from megatron_elastic.plan.work.clocking import plan_clocks
-from megatron_elastic.plan.work.order import Order
 from megatron_elastic.plan.predict import Case
 from megatron_elastic.plan.predict.outlook import around, outlook
 from megatron_elastic.plan.predict.past import Past
+from megatron_elastic.plan.work import order
+from megatron_elastic.plan.work.clocking import plan_clocks
+from megatron_elastic.plan.work.order import Order
 
 
 class Agent(Protocol):

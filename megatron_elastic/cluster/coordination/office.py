@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.cluster import leadership
-from megatron_elastic.cluster.coordination import seats
-from megatron_elastic.cluster.node.agent import END_LIMIT, Agent, AgentError
-from megatron_elastic.cluster.recording.board import Board, folder_of
 from megatron_elastic.cluster.brief import Brief
+from megatron_elastic.cluster.coordination import seats
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
-from megatron_elastic.cluster.recording.curves import Curves
+from megatron_elastic.cluster.coordination.race import race
+from megatron_elastic.cluster.coordination.server import Server
+from megatron_elastic.cluster.launch.rendezvous import every_interface
 from megatron_elastic.cluster.leadership import Deposed, Durable, Member, Place, Store, StoreError
+from megatron_elastic.cluster.node.agent import END_LIMIT, Agent, AgentError
+from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.protocol.changes import drain
 from megatron_elastic.cluster.protocol.effects import Record
 from megatron_elastic.cluster.protocol.events import Begun, Led, Recorded, TookOver
-from megatron_elastic.cluster.coordination.race import race
+from megatron_elastic.cluster.recording.board import Board, folder_of
+from megatron_elastic.cluster.recording.curves import Curves
 from megatron_elastic.cluster.recording.recorder import Recorder, Watcher
-from megatron_elastic.cluster.launch.rendezvous import every_interface
 from megatron_elastic.cluster.recording.screen import Screen
-from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.recording.spans import Spans
-from megatron_elastic.cluster.title import entitle
-from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.recording.weights_and_biases import WeightsAndBiases, project_of
+from megatron_elastic.cluster.title import entitle
 from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.observe.records import newest_step

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.session import Letter, Session
 from megatron_elastic.cluster.messages import (
     AgentHello,
     ClocksRefused,
@@ -38,7 +39,6 @@ from megatron_elastic.cluster.protocol.events import Paced as RanksPaced
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.recording.reader import Reader
-from megatron_elastic.cluster.coordination.session import Letter, Session
 from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
 from megatron_elastic.cluster.wire.door import Door
 from megatron_elastic.config import ElasticConfig

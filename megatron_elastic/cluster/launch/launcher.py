@@ -21,17 +21,17 @@ from typing import Any, NoReturn
 
 from megatron_elastic import argument_file, usage
 from megatron_elastic.cluster import first_process
+from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.launch import script, torchrun
+from megatron_elastic.cluster.launch.output import ROLE, Console, streams_shown
+from megatron_elastic.cluster.launch.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
+from megatron_elastic.cluster.leadership import Choice, parse
 from megatron_elastic.cluster.node.agent import END_LIMIT
 from megatron_elastic.cluster.node.agent import Job as AgentsJob
-from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
-from megatron_elastic.cluster.leadership import Choice, parse
-from megatron_elastic.cluster.launch.output import ROLE, Console, streams_shown
-from megatron_elastic.cluster.program import Program
-from megatron_elastic.cluster.launch.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
-from megatron_elastic.cluster.recording.screen import Screen, as_object, complain
 from megatron_elastic.cluster.node.station import Station
+from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.recording.screen import Screen, as_object, complain
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of

@@ -266,8 +266,8 @@ class Relay(Message, frozen=True):
     ranks: list[int]
     message: msgspec.Raw
     differs: bool = False
-    """Whether its layout is told as the difference (``layout.encoding.difference``) from the one that was sent here last; from
-    the one that the ranks have proposed if none was.
+    """Whether its layout is told as the difference (``layout.encoding.difference``) from the one that was sent here
+    last; from the one that the ranks have proposed if none was.
     """
     kept: list[Kept] = msgspec.field(default_factory=list)
     """What of that of ``Resume`` these ranks need, which is left out of ``message``."""

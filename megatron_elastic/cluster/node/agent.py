@@ -18,11 +18,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.rank import zygote
-from megatron_elastic.cluster.rank.deathwatch import Deathwatch
-from megatron_elastic.cluster.node.gauge import Gauge
-from megatron_elastic.cluster.node.instruments import Instruments
-from megatron_elastic.cluster.node.line import AGENT_VARIABLE, FIRST_HOST_VARIABLE, Lines
+from megatron_elastic.cluster.launch.output import Console, Echo
 from megatron_elastic.cluster.messages import (
     AgentHello,
     ClocksRefused,
@@ -52,12 +48,16 @@ from megatron_elastic.cluster.messages import (
     Stop,
     ToAgent,
 )
-from megatron_elastic.cluster.launch.output import Console, Echo
-from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.node.gauge import Gauge
+from megatron_elastic.cluster.node.instruments import Instruments
+from megatron_elastic.cluster.node.line import AGENT_VARIABLE, FIRST_HOST_VARIABLE, Lines
 from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.cluster.node.stack import save_stack
 from megatron_elastic.cluster.node.standstill import standstill
+from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.rank import zygote
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.rank.zygote import (
     Broken,
     Continued,

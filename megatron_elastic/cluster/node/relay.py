@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.node.chorus import Chorus, Later
 from megatron_elastic.cluster.messages import (
     Built,
     Committed,
@@ -41,6 +40,7 @@ from megatron_elastic.cluster.messages import (
     Switched,
     ToRank,
 )
+from megatron_elastic.cluster.node.chorus import Chorus, Later
 from megatron_elastic.layout import UnitShape, changed, decode, encode
 
 _KEPT = 4096

@@ -1,7 +1,7 @@
 """Station: one launcher's part in a job: its agent, its line to whoever coordinates, and the coordinator if it is here.
 
-Who coordinates is ``cluster.coordination.office``'s matter. A node that does not does what another says, and looks for the next one
-when that is gone.
+Who coordinates is ``cluster.coordination.office``'s matter. A node that does not does what another says, and looks for
+the next one when that is gone.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from megatron_elastic.cluster.node.agent import Agent, AgentError
 from megatron_elastic.cluster.brief import Brief
-from megatron_elastic.cluster.node.exit_signal import ExitSignal
+from megatron_elastic.cluster.coordination.office import Office
+from megatron_elastic.cluster.coordination.race import race
+from megatron_elastic.cluster.coordination.session import Letter
 from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
-from megatron_elastic.cluster.coordination.office import Office
-from megatron_elastic.cluster.protocol import Outcome
-from megatron_elastic.cluster.coordination.race import race
-from megatron_elastic.cluster.recording.screen import Screen
-from megatron_elastic.cluster.coordination.session import Letter
+from megatron_elastic.cluster.node.agent import Agent, AgentError
+from megatron_elastic.cluster.node.exit_signal import ExitSignal
 from megatron_elastic.cluster.node.uplink import Uplink
+from megatron_elastic.cluster.protocol import Outcome
+from megatron_elastic.cluster.recording.screen import Screen
 from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
 from megatron_elastic.power.regulator import restore_left_behind
 

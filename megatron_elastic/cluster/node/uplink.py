@@ -10,13 +10,13 @@ import time
 import msgspec
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
-from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, ToAgent, Welcome
-from megatron_elastic.cluster.protocol.events import NodeCame
-from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.coordination.server import hear
 from megatron_elastic.cluster.coordination.session import Letter, Session
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, ToAgent, Welcome
+from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.protocol.events import NodeCame
+from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
 from megatron_elastic.config import ElasticConfig
 

@@ -24,9 +24,8 @@ from megatron_elastic.cluster.messages import (
     Where,
 )
 from megatron_elastic.cluster.messages import Event as Note
-from megatron_elastic.cluster.protocol.changes import change, clocks, drain, membership, pace, scale
 from megatron_elastic.cluster.protocol import copies, ending, ledger, start, unheard, watch, whereabouts
-from megatron_elastic.cluster.protocol.faults import damage, error, hang, loss, recovery, suspicion, takeover
+from megatron_elastic.cluster.protocol.changes import change, clocks, drain, membership, pace, scale
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
     Asked,
@@ -56,6 +55,7 @@ from megatron_elastic.cluster.protocol.events import (
     Troubled,
     Unheard,
 )
+from megatron_elastic.cluster.protocol.faults import damage, error, hang, loss, recovery, suspicion, takeover
 from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.ledger import Diverged
 from megatron_elastic.cluster.protocol.turn import Turn

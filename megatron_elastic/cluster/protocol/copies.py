@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from immutables import Map
 
+from megatron_elastic.cluster.protocol.changes.membership import runs_on
 from megatron_elastic.cluster.protocol.effects import Show, WriteEvent
 from megatron_elastic.cluster.protocol.events import Metered
-from megatron_elastic.cluster.protocol.changes.membership import runs_on
 from megatron_elastic.cluster.protocol.turn import Turn
 
 

@@ -70,7 +70,8 @@ class PlanClocks(msgspec.Struct, frozen=True):
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Look for a better order of the work of ``layout``; ``Found`` tells. Arguments are those of ``plan.work.order``."""
+    """Look for a better order of the work of ``layout``; ``Found`` tells. Arguments are those of
+    ``plan.work.order``."""
 
     layout: Layout
     costs: Costs

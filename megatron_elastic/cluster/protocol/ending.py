@@ -6,9 +6,9 @@ from immutables import Map
 
 from megatron_elastic.cluster.messages import Answer, Finished, Stop
 from megatron_elastic.cluster.protocol import ledger
-from megatron_elastic.cluster.protocol.faults import recovery, suspicion
 from megatron_elastic.cluster.protocol.effects import Reply, Tell, WriteDigest
 from megatron_elastic.cluster.protocol.events import Asked, Event, NodeCame, Troubled
+from megatron_elastic.cluster.protocol.faults import recovery, suspicion
 from megatron_elastic.cluster.protocol.ledger import Diverged
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.observe.digest import combine

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Hello, Start
-from megatron_elastic.cluster.protocol.changes import change, membership
 from megatron_elastic.cluster.protocol import watch
 from megatron_elastic.cluster.protocol.adoption import use
+from megatron_elastic.cluster.protocol.changes import change, membership
 from megatron_elastic.cluster.protocol.effects import ReadCosts
 from megatron_elastic.cluster.protocol.events import Begun, Costed
-from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.faults.suspicion import clear, fence
+from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.config import MEASURED
 from megatron_elastic.layout import LayoutError, decode

@@ -7,7 +7,6 @@ tells of its node is that node's. Figures, and what was looked for beside traini
 from __future__ import annotations
 
 from megatron_elastic.cluster.messages import Answer, Stop
-from megatron_elastic.cluster.protocol.faults import error, loss, suspicion
 from megatron_elastic.cluster.protocol.changes import membership
 from megatron_elastic.cluster.protocol.effects import Reply, Tell
 from megatron_elastic.cluster.protocol.events import (
@@ -27,6 +26,7 @@ from megatron_elastic.cluster.protocol.events import (
     Sent,
     Unheard,
 )
+from megatron_elastic.cluster.protocol.faults import error, loss, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
 

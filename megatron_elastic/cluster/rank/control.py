@@ -19,7 +19,6 @@ from typing import TypeVar
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.node.line import AGENT_VARIABLE, peer
 from megatron_elastic.cluster.messages import (
     Addresses,
     Decision,
@@ -31,6 +30,7 @@ from megatron_elastic.cluster.messages import (
     ToRank,
     Where,
 )
+from megatron_elastic.cluster.node.line import AGENT_VARIABLE, peer
 from megatron_elastic.faults.odometer import COORDINATOR, Odometer
 
 _CONNECT_LIMIT = 30.0

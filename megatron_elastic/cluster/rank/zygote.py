@@ -31,8 +31,8 @@ from typing import IO, NoReturn
 import msgspec
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.program import Log, Program
+from megatron_elastic.cluster.rank.deathwatch import Deathwatch
 from megatron_elastic.cluster.title import entitle
 from megatron_elastic.device.names import NAMES
 

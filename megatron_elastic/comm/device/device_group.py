@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.cluster.rank.control import Interrupted, JobStopped
-from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.device.link_store import LinkStore
+from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.operation import Operation
 from megatron_elastic.comm.tag import Channel, at_group
 from megatron_elastic.observe.dials import DEVICE

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.cluster.rank.control import InterruptFlag
-from megatron_elastic.comm.host.arena import here
 from megatron_elastic.comm.device.devices import BACKENDS, Devices
-from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.distributed.process_group import ElasticProcessGroup
-from megatron_elastic.comm.registration import NAME, register
+from megatron_elastic.comm.group import Group
+from megatron_elastic.comm.host.arena import here
 from megatron_elastic.comm.links.seal import KEY
+from megatron_elastic.comm.registration import NAME, register
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.device import allowance
 

@@ -1,8 +1,8 @@
 """ProcessGroup: a ``Group`` in the shape that torch.distributed calls.
 
 Tensors of the CPU go over the links. Collectives on those of a device go to the group's communicator there
-(``comm.device.device_group``), messages between two ranks through host memory. Megatron keeps references to its groups in
-dozens of modules, so the handle stays the same object when the group behind it is edited.
+(``comm.device.device_group``), messages between two ranks through host memory. Megatron keeps references to its groups
+in dozens of modules, so the handle stays the same object when the group behind it is edited.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.comm.device.device_group import DeviceGroup
 from megatron_elastic.comm.device.devices import Devices
+from megatron_elastic.comm.distributed.work import ElasticWork, ReceivedFrom
 from megatron_elastic.comm.group import Combine, Group
 from megatron_elastic.comm.operation import Steps, Task
 from megatron_elastic.comm.registration import NAME
 from megatron_elastic.comm.tag import GROUPS, Channel, at_group
-from megatron_elastic.comm.distributed.work import ElasticWork, ReceivedFrom
 
 _LOCAL_IDENTS, _NO_IDENT = GROUPS // 2, GROUPS - 1
 """Groups have numbers below the first when all ranks make them together, from it on when only their members do."""

@@ -1,8 +1,8 @@
 """Arena: shared memory through which ranks of one host pass the bytes of large messages.
 
-A message travels as a frame through the receiver's mailbox (``comm.host.mailbox``); when it is large, what travels describes
-where in the sender's arena its bytes are. One block can have several readers. Only the sender allocates, and each
-reader only sets a byte of its own when it has read, so nobody who dies can leave another stuck.
+A message travels as a frame through the receiver's mailbox (``comm.host.mailbox``); when it is large, what travels
+describes where in the sender's arena its bytes are. One block can have several readers. Only the sender allocates, and
+each reader only sets a byte of its own when it has read, so nobody who dies can leave another stuck.
 
 The memory is a memfd that peers open through ``/proc``: it has no name that could be left behind, and what a rank sent
 before it died can still be read.

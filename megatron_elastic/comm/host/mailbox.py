@@ -5,7 +5,8 @@ dies, keeps each writer's order, and wakes a reader that sleeps. So one pipe ser
 sender wrote before it died can still be read, and no wake-up is lost. (A ring in shared memory would save the two
 system calls, half a microsecond each; Python needs that long to keep a ring.)
 
-A frame is a header and, for a small message, its bytes; a larger message's header says where they are (``comm.host.arena``).
+A frame is a header and, for a small message, its bytes; a larger message's header says where they are
+(``comm.host.arena``).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 
 from megatron_elastic.cluster.rank.control import Interrupted
-from megatron_elastic.comm.operation import Recv, flat_bytes
 from megatron_elastic.comm.links.seal import HEAD, Seal
+from megatron_elastic.comm.operation import Recv, flat_bytes
 
 _ANY_TAG = ucx.UCXXTag(0)
 _ANY_MASK = ucx.UCXXTagMask(0)

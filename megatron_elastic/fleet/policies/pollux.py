@@ -18,9 +18,9 @@ from functools import cache
 
 from megatron_elastic.fleet.admission import Member, fill
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.simulated.models import GROWTH, Model, layouts_of
 from megatron_elastic.fleet.observation import Observation, Overhead
 from megatron_elastic.fleet.policies.rule import Rule, Share
+from megatron_elastic.fleet.simulated.models import GROWTH, Model, layouts_of
 from megatron_elastic.fleet.speed_table import SpeedTable
 
 _NOISE = 1.0

@@ -17,17 +17,17 @@ from typing import Any
 
 from megatron_elastic.cluster.asking.ask import NoAnswer, NoJob, answer_to
 from megatron_elastic.cluster.messages import Answer, Drain
-from megatron_elastic.fleet.running import submission as submissions
 from megatron_elastic.fleet.controller import Controller
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.running.journal import Entry, Fleet, Journal, Node, Phase
 from megatron_elastic.fleet.managers.manager import Manager, ManagerError, Pool, Standing
 from megatron_elastic.fleet.observation import Observation, Overhead, Resize
 from megatron_elastic.fleet.policies import LIVE
 from megatron_elastic.fleet.policies.fifo import fifo
-from megatron_elastic.fleet.speed_table import SpeedTable
+from megatron_elastic.fleet.running import submission as submissions
+from megatron_elastic.fleet.running.journal import Entry, Fleet, Journal, Node, Phase
 from megatron_elastic.fleet.running.submission import SubmissionError
 from megatron_elastic.fleet.running.ward import Ward
+from megatron_elastic.fleet.speed_table import SpeedTable
 from megatron_elastic.observe.records import RecordsError
 
 POLICIES = ("elastic", "fifo")

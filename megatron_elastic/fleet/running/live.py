@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_elastic import usage
-from megatron_elastic.fleet.running import daemon
-from megatron_elastic.fleet.running.journal import Entry, Journal, JournalError
 from megatron_elastic.fleet.managers.kubernetes import DEVICES, Kubernetes, TemplateError
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Manager, ManagerError
 from megatron_elastic.fleet.managers.slurm import COUNTED, Slurm
+from megatron_elastic.fleet.running import daemon
+from megatron_elastic.fleet.running.journal import Entry, Journal, JournalError
 from megatron_elastic.fleet.running.submission import Submission, cancel, free_name, submit
 from megatron_elastic.fleet.running.ward import Ward
 from megatron_elastic.observe import telling

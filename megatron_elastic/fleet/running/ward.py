@@ -10,13 +10,13 @@ from pathlib import Path
 
 from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, make_token
 from megatron_elastic.fleet.job import Job
-from megatron_elastic.fleet.running.journal import Entry, Node
 from megatron_elastic.fleet.managers.launch import OUTPUT
 from megatron_elastic.fleet.managers.manager import HERE, Launch
 from megatron_elastic.fleet.observation import Running
+from megatron_elastic.fleet.running.journal import Entry, Node
 from megatron_elastic.fleet.running.progress import Progress, table_of
-from megatron_elastic.fleet.speed_table import SpeedTable
 from megatron_elastic.fleet.running.submission import CANCEL, Submission
+from megatron_elastic.fleet.speed_table import SpeedTable
 
 _TOKEN = "token"
 _UNKNOWN_S = 3600.0

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Literal
 
-from megatron_elastic.fleet.simulated.course import Course
 from megatron_elastic.fleet.faults import NONE, Faults
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.observation import Decisions, Observation, Policy, Resize, Running, Start
-from megatron_elastic.fleet.simulated.outcome import Outcome
 from megatron_elastic.fleet.placement import NODE, Buddies, Nodes, Placement
+from megatron_elastic.fleet.simulated.course import Course
+from megatron_elastic.fleet.simulated.outcome import Outcome
 from megatron_elastic.fleet.simulated.usage import Usage
 
 _CHECKPOINT_S = 1800.0

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.growth import approach
 from megatron_elastic.plan.costs.keeping import Keeping, of_chunks
+from megatron_elastic.plan.growth import approach
 
 
 def device_bytes(layout: Layout, rank: int, costs: Costs) -> float:

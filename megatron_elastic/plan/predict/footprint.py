@@ -1,4 +1,5 @@
-"""Footprint: memory that a case takes on the device that needs most, from shapes alone; ``plan.costs.memory`` knows flags.
+"""Footprint: memory that a case takes on the device that needs most, from shapes alone; ``plan.costs.memory`` knows
+flags.
 
 Mixed precision with Adam, as Megatron has it: weights in 2 bytes, gradients summed in 4, master weights and moments in
 12. Activations as Korthikanti et al. count them (Reducing Activation Recomputation, section 4), without sequence

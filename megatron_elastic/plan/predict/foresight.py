@@ -7,8 +7,8 @@ from typing import NamedTuple, TypedDict
 
 from megatron_elastic.layout import Layout, joined, positions, way
 from megatron_elastic.plan.costs.cost import Costs, own
-from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.costs.keeping import Keeping
+from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.predict.case import Case, Columns
 from megatron_elastic.plan.predict.footprint import footprint
 from megatron_elastic.plan.predict.predictor import Predictor

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.choice import MOST_SIMULATED, step
-from megatron_elastic.plan.work.clock import Limits, clocks
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work.clock import Limits, clocks
 
 MODES = ("performance", "energy")
 """Values of ``--elastic-dvfs``."""

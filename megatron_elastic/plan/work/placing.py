@@ -13,11 +13,11 @@ from dataclasses import replace
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.search import Found, NotFitting, bound_of, find
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.costs.fit import overflow_on_the_way
+from megatron_elastic.plan.costs.recomputation import recomputing
+from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
-from megatron_elastic.plan.costs.recomputation import recomputing
 from megatron_elastic.plan.replan import fill
 
 WORTH = 0.02

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import (
     Back,
     Decision,
@@ -25,6 +24,7 @@ from megatron_elastic.cluster.messages import (
     Settled,
     Switched,
 )
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.layout import Transfer
 from megatron_elastic.pipeline.resumption import remainder
 from tests.simulation.errors import Violation

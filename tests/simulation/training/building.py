@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Built, Invite, Ready
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.layout import EXPERTS, UnitShape
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded

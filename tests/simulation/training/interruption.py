@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Back, Forward, Reload, Resume, Suspect, WorkDone
+from megatron_elastic.cluster.rank import standing
 from tests.simulation.errors import Interrupted
 from tests.simulation.training.adoption import adopt, come_into
 from tests.simulation.work import grains

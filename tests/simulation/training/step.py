@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Committed, Plan, Profile, Settled, VoteResult
+from megatron_elastic.cluster.rank import standing
 from megatron_elastic.pipeline.program import unpack
 from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.plan.costs.cost import UnitCost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.messages import Damage, Damaged
+from megatron_elastic.cluster.rank import standing
 from tests.simulation.store import SliceId
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from megatron_elastic.cluster.messages import (
     Settled,
     Switched,
 )
-from megatron_elastic.cluster.protocol.changes import arrangement, clocks, ordering, pace
-from megatron_elastic.cluster.protocol.faults import suspicion
 from megatron_elastic.cluster.protocol.adoption import use
+from megatron_elastic.cluster.protocol.changes import arrangement, clocks, ordering, pace
 from megatron_elastic.cluster.protocol.events import Found
+from megatron_elastic.cluster.protocol.faults import suspicion
 from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn

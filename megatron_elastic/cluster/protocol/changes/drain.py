@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Answer, Drain, Leave, Stop
-from megatron_elastic.cluster.protocol.changes import change
-from megatron_elastic.cluster.protocol.faults import suspicion
 from megatron_elastic.cluster.protocol import whereabouts
+from megatron_elastic.cluster.protocol.changes import change
 from megatron_elastic.cluster.protocol.effects import Reply
 from megatron_elastic.cluster.protocol.events import Leaves
+from megatron_elastic.cluster.protocol.faults import suspicion
 from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.plan import NoLayout, release

@@ -1,9 +1,9 @@
 """Pace: which cells are slower than others of their stage, and what is done about it (``--elastic-slow``).
 
 Only cells of one stage are compared, at the same clock: they do the same. One that is slower gets fewer grains
-(``plan.work.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a while.
-That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often it was
-slow before. So work moves soon, and does not move to and fro.
+(``plan.work.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a
+while. That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often
+it was slow before. So work moves soon, and does not move to and fro.
 """
 
 from __future__ import annotations

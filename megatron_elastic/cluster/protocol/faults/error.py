@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_elastic.cluster.messages import Failed, Fence, RankExited, RankNews
-from megatron_elastic.cluster.protocol.faults import loss, suspicion
 from megatron_elastic.cluster.protocol.changes import membership
+from megatron_elastic.cluster.protocol.faults import loss, suspicion
 from megatron_elastic.cluster.protocol.job import Raised
 from megatron_elastic.cluster.protocol.turn import Turn
 

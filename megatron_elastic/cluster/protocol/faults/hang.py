@@ -18,9 +18,9 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Inspect, RankReading
-from megatron_elastic.cluster.protocol.faults import error, recovery, suspicion
 from megatron_elastic.cluster.protocol.changes import membership
 from megatron_elastic.cluster.protocol.events import Inspected
+from megatron_elastic.cluster.protocol.faults import error, recovery, suspicion
 from megatron_elastic.cluster.protocol.job import Job, Raised, without
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.protocol.watch import EARLY

@@ -17,10 +17,10 @@ from megatron_elastic.cluster.messages import (
     Stop,
     Suspect,
 )
-from megatron_elastic.cluster.protocol.changes import change, membership
 from megatron_elastic.cluster.protocol import ending, ledger, start, whereabouts
-from megatron_elastic.cluster.protocol.faults import recovery, suspicion
+from megatron_elastic.cluster.protocol.changes import change, membership
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
+from megatron_elastic.cluster.protocol.faults import recovery, suspicion
 from megatron_elastic.cluster.protocol.job import without
 from megatron_elastic.cluster.protocol.turn import Turn
 

@@ -23,12 +23,12 @@ from megatron_elastic.cluster.messages import (
     Report,
     Resume,
 )
-from megatron_elastic.cluster.protocol.changes import change
-from megatron_elastic.cluster.protocol.faults import damage, suspicion
 from megatron_elastic.cluster.protocol import ledger, salvage
 from megatron_elastic.cluster.protocol.adoption import use
-from megatron_elastic.cluster.protocol.faults.decision import decide, newest_complete, reloading, units_move, working
+from megatron_elastic.cluster.protocol.changes import change
 from megatron_elastic.cluster.protocol.events import Sent
+from megatron_elastic.cluster.protocol.faults import damage, suspicion
+from megatron_elastic.cluster.protocol.faults.decision import decide, newest_complete, reloading, units_move, working
 from megatron_elastic.cluster.protocol.job import Decided, Job, Recovery, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn

@@ -12,10 +12,10 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop
-from megatron_elastic.cluster.protocol.faults import damage, error, loss, recovery
-from megatron_elastic.cluster.protocol.changes import drain, membership
 from megatron_elastic.cluster.protocol import ledger, watch
+from megatron_elastic.cluster.protocol.changes import drain, membership
 from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
+from megatron_elastic.cluster.protocol.faults import damage, error, loss, recovery
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, decode

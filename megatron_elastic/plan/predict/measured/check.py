@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_elastic.plan.predict.case import Array, Columns
-from megatron_elastic.plan.predict.predictor import Predictor
 from megatron_elastic.plan.predict.measured.table import Table
+from megatron_elastic.plan.predict.predictor import Predictor
 
 _UNITS = (1.0, 1e-3)
 """In seconds, that a table may mean which does not say."""
