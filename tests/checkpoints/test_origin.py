@@ -20,6 +20,7 @@ from megatron_elastic.adaptor.training.schedules.counts import Counts
 from megatron_elastic.adaptor.training.schedules.scales import LossScales
 from megatron_elastic.config import UsageError
 from megatron_elastic.plan.work.ramp import Phase, Ramp
+from tests.jobs import ROOT
 
 BATCH = 16
 CONSTANT = Ramp(1, (Phase(1, 0, BATCH),))
@@ -159,7 +160,7 @@ def test_going_on_after_batches_that_grew(ramp: Ramp, done: int, samples: int, b
 
 def test_docs_name_a_test_for_each_row() -> None:
     tests = Path(__file__).parent
-    text = (tests.parent / "docs" / "megatron.md").read_text()
+    text = (ROOT / "docs" / "megatron.md").read_text()
     sources = (tests / "test_origin.py").read_text(), (tests / "test_loading.py").read_text()
     table = text.partition("### What a job begins with")[2].partition("\n*Italic*")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
