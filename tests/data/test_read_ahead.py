@@ -177,14 +177,13 @@ def test_where_a_step_waits_a_process_reads_as_well() -> None:
 
     def begin() -> Worker:
         begun.append(Worker(shelf.read, lambda: None))
-        shelf.bad = set()  # here, and not there
+        shelf.bad, shelf.slow[20] = set(), threading.Event()  # here, and not there
         return begun[-1]
 
     ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
     try:
         wait_for_one(ahead, shelf, 0)
         assert not begun
-        shelf.slow[20] = threading.Event()
         ahead.want(wishes(20), {0})
         assert len(begun) == 1
         shelf.await_begun(20)
@@ -229,3 +228,24 @@ def test_who_has_lost_the_process_reads_on() -> None:
         assert ahead.take(Wish(0, first, 2)).wait()["by"] == os.getpid()
     ahead.close()
     assert len(begun) == 1
+
+
+def test_a_process_that_has_ended_is_not_signalled_any_more() -> None:
+    """Its number may be another's."""
+    shelf = Shelf()
+    begun: list[Worker] = []
+
+    def begin() -> Worker:
+        begun.append(Worker(shelf.read, lambda: None))
+        begun[-1].kill()
+        return begun[-1]
+
+    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
+    wait_for_one(ahead, shelf, 0)
+    shelf.slow[2] = threading.Event()  # keeps who reads in this process busy, so that the other one is asked, too
+    ahead.want(wishes(2, 4), {0})
+    (_, asking) = (thread for thread in threading.enumerate() if thread.name == "samples")
+    asking.join(LIMIT)
+    assert [worker.ended for worker in begun] == [True] and not asking.is_alive()
+    release(shelf)
+    ahead.close()

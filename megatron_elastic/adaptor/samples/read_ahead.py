@@ -74,6 +74,7 @@ class ReadAhead:
         self._asking: Collection[int] = ()
         self._threads: list[threading.Thread] = []
         self._workers: list[Worker] = []
+        """Those that nobody has closed yet."""
         self._closed = False
 
     def want(self, wishes: Iterable[Wish], asking: Collection[int]) -> None:
@@ -114,8 +115,8 @@ class ReadAhead:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for worker in self._workers:
-            worker.kill()
+            for worker in self._workers:
+                worker.kill()
         for thread in self._threads:
             thread.join(_END)
 
@@ -133,10 +134,11 @@ class ReadAhead:
                 self._wait()
             self._here = True
         try:
-            self._workers.append(self._begin())
+            worker = self._begin()
         finally:
             self._leave()
-        return self._workers[-1]
+        self._workers.append(worker)
+        return worker
 
     def _leave(self) -> None:
         """Others may read in this process."""
@@ -156,8 +158,11 @@ class ReadAhead:
                 self._changed.notify_all()
             if worker is None:
                 self._leave()
-        if worker is not None and (code := worker.close()) and not self._closed:
-            warnings.warn(f"a process that read samples has ended ({code}): others read on", stacklevel=1)
+        if worker is not None:
+            with self._changed:
+                self._workers.remove(worker)  # once it is closed its number may be another process's
+            if (code := worker.close()) and not self._closed:
+                warnings.warn(f"a process that read samples has ended ({code}): others read on", stacklevel=1)
 
     def _next(self, worker: Worker | None) -> Wish | None:
         """What to read, when there is something; None: nothing more."""

@@ -2,7 +2,7 @@
 
 It is forked, as ``DataLoader``'s are, so that it has the data set as the rank has it. Of what it inherits it keeps
 memory and files, and nothing else: by links, others see whether the rank lives. It is in the rank's process group,
-which is killed when the rank ends.
+which is killed when the rank ends. They speak over a pair of sockets that nobody else can reach, so pickle will do.
 """
 
 from __future__ import annotations
