@@ -174,15 +174,19 @@ def _untie(turn: Turn, readings: Mapping[int, RankReading]) -> None:
     if not waits:
         return
     waited = Counter(waits.values())
+
+    def weight(rank: int) -> tuple[int, int]:
+        return waited[rank], rank
+
     circle = _circle(waits) or frozenset(waited)
-    step = readings[max(circle, key=lambda rank: (waited[rank], rank))].step
-    if job.watch.freed == step:
+    step = readings[max(circle, key=weight)].step
+    again = job.watch.freed == step
+    if again:
         circle = circle & job.watch.circle or circle
-    blamed = max(circle, key=lambda rank: (waited[rank], rank))
+    blamed = max(circle, key=weight)
     since = turn.now - min(each.stood for each in readings.values())
     turn.record("tangle", step=step, rank=blamed, waits={str(rank): each.waits for rank, each in readings.items()})
-    again = job.watch.freed == step
-    turn.set(watch=replace(turn.job.watch, freed=step, circle=frozenset(circle)))
+    turn.set(watch=replace(job.watch, freed=step, circle=circle))
     if again:
         turn.set_rank(blamed, stopped=since)
         suspicion.fence(turn, blamed, "unreachable", f"all ranks wait for each other again in step {step}, and for it")
