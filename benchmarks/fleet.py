@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from common import CHECKOUT, JobFailed, cli, emit, load_average, progress, run, run_root
 from emulated.job import SCRIPT, flags_of_job
 
+from megatron_elastic import usage
 from megatron_elastic.config import UsageError
 from megatron_elastic.emulation import command
 from megatron_elastic.emulation.models import MODELS
@@ -52,9 +53,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
                         help="of the elastic jobs (default: %(default)s)")
     command.add_flags(parser)
     parser.set_defaults(device="h200", layout=command.grid("tp1,pp2,dp1"), grains=16)
-    parser.add_argument("--widest", type=command.positive, default=4, metavar="N",
+    parser.add_argument("--widest", type=usage.count, default=4, metavar="N",
                         help="times as many devices an elastic job can use (default: %(default)s)")
-    parser.add_argument("--slots", type=command.positive, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--slots", type=usage.count, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=5.0, metavar="M",
                         help="that elastic jobs take as submitted (default: %(default)s)")
     parser.add_argument("--pace", type=float, default=20.0, metavar="S",

@@ -24,7 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-elastic plan --devices", description=_DESCRIPTION, formatter_class=usage.Formatter
     )
-    parser.add_argument("--devices", type=_positive, required=True, metavar="N", help="devices that the job would have")
+    parser.add_argument(
+        "--devices", type=usage.count, required=True, metavar="N", help="devices that the job would have"
+    )
     parser.add_argument(
         "run", type=Path, metavar="RUN_DIR", help="the job's run directory, or a file that predict --scale-table wrote"
     )
@@ -79,9 +81,3 @@ def _why(table: ScaleTable, count: int) -> str:
 def _refuse(why: str) -> int:
     print(f"megatron-elastic plan: error: {why}", file=sys.stderr)
     return 2
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)

@@ -16,3 +16,10 @@ class Formatter(argparse.HelpFormatter):
             lines = list(group)
             filled += lines if kept else textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
         return "\n".join(indent + line for line in filled)
+
+
+def count(text: str) -> int:
+    """A flag's value: a number from 1 on. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return int(text)

@@ -66,16 +66,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=tuple(ACCELERATORS), default="a100", help="default: %(default)s")
     parser.add_argument("--layout", type=grid, default="tp1,pp4,dp4", metavar="tpT,ppP,dpD[,cpC][,epE]",
                         help="parallel sizes; D cells a stage (default: %(default)s)")
-    parser.add_argument("--grains", type=positive, metavar="N",
+    parser.add_argument("--grains", type=usage.count, metavar="N",
                         help="micro-batches of a step (default: 8 for each cell of a stage)")
-    parser.add_argument("--samples", type=positive, default=1, metavar="N",
+    parser.add_argument("--samples", type=usage.count, default=1, metavar="N",
                         help="of a micro-batch on a rank (default: %(default)s)")
-    parser.add_argument("--replicas", type=positive, default=1, metavar="N",
+    parser.add_argument("--replicas", type=usage.count, default=1, metavar="N",
                         help="of optimizer state, as with --elastic-replicas (default: %(default)s)")
-    parser.add_argument("--seq-length", type=positive, metavar="N", help="default: what the model was trained with")
+    parser.add_argument("--seq-length", type=usage.count, metavar="N", help="default: what the model was trained with")
     parser.add_argument("--efficiency", type=float, default=0.5, metavar="X",
                         help="share of its stated operations that a device does (default: %(default)s)")
-    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="default: the device's")
+    parser.add_argument("--ranks-per-host", type=usage.count, metavar="N", help="default: the device's")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--step-seconds", type=float, default=2.0, metavar="S",
                        help="scale time so that an undisturbed step takes so long (default: %(default)s)")
@@ -121,10 +121,3 @@ def grid(text: str) -> Grid:
     if ",".join(f"{name}{size}" for name, size in found.items()) != text or not {"tp", "pp", "dp"} <= set(found):
         raise argparse.ArgumentTypeError(f"{text} is not like tp1,pp4,dp4 (and cp2, ep2)")
     return Grid(**{name: int(size) for name, size in found.items()})
-
-
-def positive(text: str) -> int:
-    """A number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)

@@ -107,7 +107,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--elastic-from",
-        type=live.count,
+        type=usage.count,
         default=32,
         metavar="N",
         help="jobs that ask for at least N devices are elastic, up to four times as many, as FlexTrain's models that "
@@ -159,7 +159,7 @@ def _capacity(text: str) -> _Capacity:
     if text == "ample":
         return _Capacity()
     if not text.endswith("%"):
-        return _Capacity(devices=live.count(text))
+        return _Capacity(devices=usage.count(text))
     share = _seconds(text[:-1]) / 100
     if not 0.01 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 1% and 100%")

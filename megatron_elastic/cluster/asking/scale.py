@@ -44,13 +44,13 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=usage.Formatter,
     )  # fmt: skip
     parser.add_argument("job", metavar="JOB", help=WHERE)
-    parser.add_argument("--pp", type=_positive, metavar="N", help="pipeline stages (default: as now)")
+    parser.add_argument("--pp", type=usage.count, metavar="N", help="pipeline stages (default: as now)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--dp", type=_positive, metavar="N", help="cells of every stage, from the ranks that are there")
-    size.add_argument("--ranks", type=_positive, metavar="N", help="as many cells as N ranks make, shared out evenly")
-    parser.add_argument("--ep", type=_positive, metavar="N", help="expert-parallel size of cells (default: as now)")
-    parser.add_argument("--cp", type=_positive, metavar="N", help="context-parallel size of cells (default: as now)")
-    parser.add_argument("--tp", type=_positive, metavar="N", help="tensor-parallel size of cells (default: as now)")
+    size.add_argument("--dp", type=usage.count, metavar="N", help="cells of every stage, from the ranks that are there")
+    size.add_argument("--ranks", type=usage.count, metavar="N", help="as many cells as N ranks make, shared out evenly")
+    parser.add_argument("--ep", type=usage.count, metavar="N", help="expert-parallel size of cells (default: as now)")
+    parser.add_argument("--cp", type=usage.count, metavar="N", help="context-parallel size of cells (default: as now)")
+    parser.add_argument("--tp", type=usage.count, metavar="N", help="tensor-parallel size of cells (default: as now)")
     return parser
 
 
@@ -66,9 +66,3 @@ def main(argv: Sequence[str]) -> int:
                      "before that, or after it")
     o = options
     return ask(o.job, Scale(stages=o.pp, width=o.dp, ranks=o.ranks, cp=o.cp, ep=o.ep, tp=o.tp))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)

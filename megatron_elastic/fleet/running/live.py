@@ -72,7 +72,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     parser = add("run", "look after jobs: start, grow and shrink them", _RUN, _RUN_EXAMPLES)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--slots", type=count, metavar="N", help="devices of this machine")
+    where.add_argument("--slots", type=usage.count, metavar="N", help="devices of this machine")
     where.add_argument("--slurm", metavar="NAME", help="those of a partition of Slurm; all its nodes share "
                        "FLEET_DIR")
     where.add_argument("--kubernetes", type=Path, metavar="POD", help="those of a cluster; launches are pods like "
@@ -91,8 +91,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     parser = add("submit", "give a job to a fleet", _SUBMIT, _SUBMIT_EXAMPLES)
     parser.add_argument("--name", metavar="NAME", help="of the job (default: the program's, numbered)")
-    parser.add_argument("--devices", type=count, default=1, metavar="N", help="devices that it needs (default: 1)")
-    parser.add_argument("--max-devices", type=count, metavar="N", help="devices that it can use: it is elastic")
+    parser.add_argument("--devices", type=usage.count, default=1, metavar="N",
+                        help="devices that it needs (default: 1)")
+    parser.add_argument("--max-devices", type=usage.count, metavar="N", help="devices that it can use: it is elastic")
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="that it is expected to run on --devices; of an "
                         "elastic job that is measured")
     parser.add_argument("words", nargs="+", metavar="-- COMMAND ...", help="the program, or, of an elastic job, the "
@@ -106,13 +107,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = add("status", "show jobs and who has which devices", "Show jobs, and who has which devices.", "")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.set_defaults(command=_status)
-
-
-def count(text: str) -> int:
-    """A number from 1 on. Raises argparse.ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
