@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from megatron_elastic.plan import tabular
 
 _DAY_S = 86400.0
 _SERVERS = 400
@@ -74,10 +75,10 @@ class Recorded:
         """
         data = path.read_bytes()
         try:
-            events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+            events = json.loads(tabular.text(data))
             ordered = sorted((float(event["event_time"]) * _DAY_S, _CHANGES[event["event_type"]], str(event["node_id"]))
                              for event in events)  # fmt: skip
-        except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise FaultsError(
                 f"{path}: {type(error).__name__} {error}; a trace of faults is a JSON list of objects with node_id, "
                 "event_time (days) and event_type (fault_start or fault_end)"
