@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-_WIDTH, _HEIGHT, _MARGIN = 720, 420, 72
+from megatron_elastic.plan.predict.axes import Axes, ticks
+
+_AXES = Axes(left=72, width=720, height=420)
 
 
 class Point(NamedTuple):
@@ -31,21 +33,13 @@ def svg(points: Sequence[Point], title: str) -> str:
     low, high = math.log10(min(speeds)) - 0.1, math.log10(max(speeds)) + 0.1
 
     def x(devices: float) -> float:
-        return _MARGIN + (math.log2(devices) - left) / (right - left) * _WIDTH
+        return _AXES.left + (math.log2(devices) - left) / (right - left) * _AXES.width
 
     def y(speed: float) -> float:
-        return 32 + (high - math.log10(speed)) / (high - low) * _HEIGHT
+        return _AXES.top + (high - math.log10(speed)) / (high - low) * _AXES.height
 
-    parts = [
-        f'<text x="{_MARGIN}" y="20" font-size="14" font-weight="bold">{escape(title)}</text>',
-        f'<clipPath id="plot"><rect x="{_MARGIN}" y="32" width="{_WIDTH}" height="{_HEIGHT}"/></clipPath>',
-        f'<rect x="{_MARGIN}" y="32" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#adb5bd"/>',
-    ]
-    for count in counts:
-        parts.append(f'<text x="{x(count):.1f}" y="{_HEIGHT + 48}" text-anchor="middle">{count}</text>')
-    for tick in (m * 10.0**d for d in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)):
-        if low <= math.log10(tick) <= high:
-            parts.append(f'<text x="{_MARGIN - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,.0f}</text>')
+    parts = [_AXES.below(x(count), str(count)) for count in counts]
+    parts += [_AXES.beside(y(tick), f"{tick:,.0f}") for tick in ticks(low, high)]
     if fastest:
         best = [fastest[count] for count in sorted(fastest)]
         first = best[0]
@@ -59,14 +53,7 @@ def svg(points: Sequence[Point], title: str) -> str:
             f'<circle cx="{x(point.devices):.1f}" cy="{y(point.tokens_per_s):.1f}" r="3" fill="{colour}">'
             f"<title>{escape(told)}</title></circle>"
         )
-    parts.append(f'<text x="{_MARGIN + _WIDTH / 2}" y="{_HEIGHT + 66}" text-anchor="middle">devices</text>')
-    middle = 32 + _HEIGHT / 2
-    parts.append(f'<text transform="rotate(-90 14 {middle})" x="14" y="{middle}" text-anchor="middle">tokens/s</text>')
-    size = f'width="{_WIDTH + _MARGIN + 16}" height="{_HEIGHT + 80}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">\n'
-        f'<rect {size} fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return _AXES.document(title, "devices", "tokens/s", parts)
 
 
 def _line(points: Sequence[tuple[float, float]], style: str) -> str:
