@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from megatron_elastic import cli
 from megatron_elastic.layout import PLACEMENTS, Layout, gpt_units, joined, way
-from tests.jobs import Grid, Jobs
+from megatron_elastic.pipeline.program import check
+from megatron_elastic.pipeline.schedule import usual
+from tests.jobs import Grid, Jobs, inject
+
+PP2_DP4 = Grid(tp=1, pp=2, steps=4)
+TP2_PP2 = Grid(tp=2, pp=2, steps=4)
+EVERYTHING = "--elastic-schedule split --overlap-grad-reduce --overlap-param-gather --recompute-granularity full"
+"""Whatever else may be switched on beside several chunks a stage."""
 
 
 def along(through: Sequence[int], layers: Sequence[int], dp: int, grains: int, tied: bool = True) -> Layout:
@@ -37,6 +45,23 @@ def layouts(draw: st.DrawFn, most: int = 5) -> Layout:
     layers = [draw(st.integers(1, 3)) for _ in through]
     dp = draw(st.integers(1, 3))
     return along(through, layers, dp, dp * draw(st.integers(1, 8)), draw(st.booleans()))
+
+
+def killed_between_evaluations(jobs: Jobs, flags: Sequence[str], *kills: str) -> list[Layout]:
+    """The layouts of a job with ``flags`` that loses the ranks of ``kills``, and whose numbers are those of one without
+    flags, also where it is evaluated.
+    """
+    common = (*PP2_DP4.flags, "--eval-interval", "2", "--eval-iters", "1", "--split", "6,2,2")
+    reference = jobs.undisturbed(*common)
+    job = jobs.run(*common, *flags, *inject(*kills))
+    found = job.layouts()
+    for layout in found:
+        check(usual(layout), layout)
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert found[-1].lost == tuple(sorted(int(kill.partition("@")[0]) for kill in kills))
+    losses = [[event["loss"] for event in each.events("evaluated")] for each in (job, reference)]
+    assert losses[0] == losses[1]
+    return found
 
 
 def assert_loaded_either_way(jobs: Jobs, grid: Grid, flags: Sequence[str], label: str) -> None:
