@@ -244,6 +244,8 @@ WRITE_ONE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data", "called
 PROCESS_MEMORY = Target(_FILES, "_process_memory", "replaced", (), "always", "needs psutil, and is only logged")
 BY_KEY = Target(_SAVING + "torch", "_replace_state_dict_keys_with_sharded_keys", "called",
                 ("sharded_state_dict", "keep_only_main_replica"), "always", "what a rank has of each tensor on disk")
+LOADED = Target(_SAVING + "torch", "MCoreLoadPlanner.commit_tensor", "wrapped", ("self", "read_item", "tensor"),
+                "always", "a rank tells how much of a checkpoint it has read")
 COMMON_INSIDE = Target(_CORE + "dist_checkpointing.serialization", "_legacy_common_state_exists", "called",
                        ("checkpoint_dir",), "always",
                        "what a checkpoint says besides tensors is among them, if it is not in a file of its own",

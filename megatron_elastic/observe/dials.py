@@ -1,19 +1,38 @@
-"""Dials: what a rank has sent, copies and holds, in memory that its agent reads without asking.
+"""Dials: what a rank has sent, copies and holds, and what keeps it long, in memory that its agent reads without asking.
 
 A rank counts there as it goes, which costs less than a tenth of a microsecond each time, and never fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Self
+
 import msgspec
 
 CHANNELS = ("shared_memory", "ucx", "device")
 """What carries bytes: between ranks of a host, between hosts, and a device's own collectives."""
 SHARED_MEMORY, UCX, DEVICE = range(len(CHANNELS))
-WORDS = 16
+CHORES = ("load", "save", "data")
+"""What may take a rank long besides training: it reads a checkpoint, writes one, makes data sets and their indices."""
+LOAD, SAVE, DATA = range(len(CHORES))
+WORDS = 24
 """Of 8 bytes that the dials of a rank take."""
 _SENT, _RECEIVED = 0, len(CHANNELS)
-_EPOCH, _UNIT, _SOURCE, _DONE, _WHOLE, _BEHIND, _STATES, _DEVICE = range(2 * len(CHANNELS), 2 * len(CHANNELS) + 8)
+_EPOCH, _UNIT, _SOURCE, _DONE, _WHOLE, _BEHIND, _STATES, _DEVICE, _CHORE, _FINISHED, _SIZE = range(
+    2 * len(CHANNELS), 2 * len(CHANNELS) + 11
+)
+
+
+class Chore(msgspec.Struct, frozen=True):
+    """How far one of the ``CHORES`` is."""
+
+    what: str
+    done: int
+    """Bytes that are read or written."""
+    size: int
+    """All of them; 0 where that is not known."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +59,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """In tensors on its device."""
     resident: int
     """Of its process, in host memory, as its agent sees it."""
+    chore: Chore | None = None
+    """What it does besides training."""
 
 
 class Dials:
@@ -52,7 +73,7 @@ class Dials:
         self.received = words[_RECEIVED : _RECEIVED + len(CHANNELS)]
 
     @classmethod
-    def alone(cls) -> Dials:
+    def alone(cls) -> Self:
         """Some that nobody reads."""
         return cls(memoryview(bytearray(8 * WORDS)).cast("q"))
 
@@ -91,13 +112,30 @@ class Dials:
         """Tensors on its device have so many bytes."""
         self._words[_DEVICE] = device
 
+    @contextlib.contextmanager
+    def at(self, chore: int, size: int = 0) -> Iterator[None]:
+        """Around one of the ``CHORES``, of so many bytes if that is known. Of two at a time the newer one is shown."""
+        words = self._words
+        words[_FINISHED], words[_SIZE], words[_CHORE] = 0, size, chore + 1
+        try:
+            yield
+        finally:
+            if words[_CHORE] == chore + 1:
+                words[_CHORE] = 0
+
+    def finish(self, chore: int, size: int) -> None:
+        """So many more bytes of it are read or written."""
+        if self._words[_CHORE] == chore + 1:
+            self._words[_FINISHED] += size
+
 
 def read(words: memoryview, resident: int) -> Figures:
     """What dials show now. (They may change meanwhile.) ``resident``: as in ``Figures``."""
-    unit, source = words[_UNIT], words[_SOURCE]
+    unit, source, chore = words[_UNIT], words[_SOURCE], words[_CHORE]
     return Figures(
         sent=tuple(words[_SENT : _SENT + len(CHANNELS)]), received=tuple(words[_RECEIVED : _RECEIVED + len(CHANNELS)]),
         epoch=words[_EPOCH], unit=unit - 1 if unit else None, source=source - 1 if source else None,
         copied=words[_DONE], copies=words[_WHOLE], behind=words[_BEHIND], states=words[_STATES],
         device=words[_DEVICE], resident=resident,
+        chore=Chore(CHORES[chore - 1], words[_FINISHED], words[_SIZE]) if chore else None,
     )  # fmt: skip

@@ -167,6 +167,19 @@ class Run:
                 found.append(copy._replace(rate=(copy.done - before) / (now - since) if now > since else None))
         return found
 
+    @property
+    def chores(self) -> list[Mapping[str, Any]]:
+        """What takes long besides training, as the newest event of each says that is not over."""
+        if self.end is not None:
+            return []
+        newest: dict[str, Mapping[str, Any]] = {}
+        for event in reversed(self.events):
+            if event["kind"] in ("took_over", "started"):
+                break
+            if event["kind"] == "progress":
+                newest.setdefault(event["what"], event)
+        return [event for _, event in sorted(newest.items()) if event["busy"]]
+
     def age(self, now: float | None = None) -> float | None:
         """Seconds since the newest record was written; None if there is none."""
         return None if self._written is None else max(0.0, (time.time() if now is None else now) - self._written)

@@ -62,6 +62,7 @@ def status(run: Run, now: float | None = None) -> dict[str, Any]:
         "last_recovery": dict(recovered[-1]) if recovered else None,
         "layout": None if run.layout is None else _layout(run.layout, run.slow),
         "copies": [_copy(copy) for copy in run.copies],
+        "progress": [_progress(event) for event in run.chores],
         "ranks": {str(rank): process._asdict() for rank, process in _there(run).items()},
         "events": [dict(event) for event in run.events if event["kind"] not in telling.QUIET][-_EVENTS:],
     }
@@ -128,6 +129,11 @@ def _copy(copy: Copy) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _progress(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {"what": event["what"], "busy": event["busy"], "done_bytes": event["done"], "bytes": event["bytes"],
+            "seconds": event["seconds"]}  # fmt: skip
+
+
 # ---- for people ----------------------------------------------------------------------------------
 
 
@@ -135,6 +141,8 @@ def picture(run: Run) -> RenderableType:
     """The status of a job, to be printed or shown."""
     now = status(run)
     parts: list[RenderableType] = [_headline(now), _figures(now, run.utilisation)]
+    if run.chores:
+        parts.append(_chores(run.chores))
     if now["copies"]:
         parts.append(_copies(now["copies"]))
     if run.layout is not None:
@@ -175,6 +183,19 @@ def _figures(now: Mapping[str, Any], used: Utilisation) -> Table:
     return table
 
 
+def _chores(chores: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each, with a bar where it is known how much there is to do."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for chore in chores:
+        bar = _bar(chore["done"] / chore["bytes"]) if chore["bytes"] else ""
+        table.add_row(bar, telling.tell(chore))
+    return table
+
+
+def _bar(share: float) -> Text:
+    return Text(f"{'█' * round(_BAR * share):░<{_BAR}}", style="cyan")
+
+
 def _copies(copies: Sequence[Mapping[str, Any]]) -> Table:
     """Those that have the longest way to go, and how many there are besides."""
     done, size = (sum(copy[name] for copy in copies) for name in ("done_bytes", "bytes"))
@@ -183,13 +204,12 @@ def _copies(copies: Sequence[Mapping[str, Any]]) -> Table:
     for _ in range(4):
         table.add_column(overflow="fold")
     for copy in sorted(copies, key=lambda copy: copy["done_bytes"] - copy["bytes"])[:_COPIES]:
-        share = copy["done_bytes"] / copy["bytes"]
-        bar = "█" * round(_BAR * share)
+        there, whole = copy["done_bytes"], copy["bytes"]
         pace = "" if not copy["bytes_per_s"] else (
             f"{telling.size(copy['bytes_per_s'])}/s, {telling.duration(copy['left_s'])} left")
         source = "" if copy["source"] is None else f" from {copy['source']}: {copy['unit']}"
-        table.add_row(f"rank {copy['rank']}{source}", Text(f"{bar:░<{_BAR}}", style="cyan"),
-                      f"{telling.size(copy['done_bytes'])} of {telling.size(copy['bytes'])}", pace)
+        table.add_row(f"rank {copy['rank']}{source}", _bar(there / whole),
+                      f"{telling.size(there)} of {telling.size(whole)}", pace)  # fmt: skip
     if len(copies) > _COPIES:
         table.add_row(f"and {len(copies) - _COPIES} more ranks")
     return table

@@ -64,7 +64,7 @@ def utilisation(flops: float, mfu: float | None, devices: Iterable[str]) -> str:
     return f"{rate} a device ({share})"
 
 
-QUIET = ("hello", "traffic", "copying", "replicated", "led", "waited", "loss_scale")
+QUIET = ("hello", "traffic", "copying", "progress", "replicated", "led", "waited", "loss_scale")
 """Kinds of events that say little to whoever looks at a job."""
 _LEVELS = {
     "debug": QUIET,
@@ -133,6 +133,18 @@ def _copying(event: Event) -> str:
     return f"{ranks(event['ranks'])}: {size(sum(event['done']))} of {size(sum(event['bytes']))} are there"
 
 
+_CHORES = {"load": "loading a checkpoint", "save": "saving a checkpoint", "data": "preparing data sets"}
+
+
+def _progress(event: Event) -> str:
+    since, whole = duration(event["seconds"]), event["bytes"]
+    what = _CHORES.get(event["what"], event["what"])
+    if not event["busy"]:
+        return f"{what}: done after {since}" + (f", {size(whole)}" if whole else "")
+    far = f"{size(event['done'])} of {size(whole)}, " if whole else ""
+    return f"{what}: {far}{since} so far ({event['busy']} rank{'s' if event['busy'] > 1 else ''})"
+
+
 def _error(event: Event) -> str:
     return f"rank {event['rank']} raised {str(event['traceback']).strip().splitlines()[-1]}"
 
@@ -153,6 +165,7 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "slow": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']}: {e['times']:.1f} times as slow as the others",
     "well": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']} as fast as the others again",
     "copying": _copying,
+    "progress": _progress,
     "clocks": lambda e: _clocks(e["clocks"]) + f": a step of {e['step_ms']:.0f} ms instead of {e['base_ms']:.0f}",
     "clocks_refused": lambda e: f"node {e['node']}: {_shown(e['reason'])}",
     "device_out": lambda e: f"rank {e['rank']} had {e['device']}, which is out of use: {_shown(e['reason'])}",

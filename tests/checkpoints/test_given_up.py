@@ -19,9 +19,9 @@ class Stuck:
     """A part of one file. While ``answers`` is not set the disk keeps waiting who does what ``at`` says."""
 
     def __init__(self, folder: Path, at: str, answers: threading.Event) -> None:
-        self.folder, self.at, self.answers = folder, at, answers
+        self.folder, self.at, self.answers, self.size = folder, at, answers, 0
 
-    def write(self) -> list[Any]:
+    def write(self, finished: Callable[[int], None]) -> list[Any]:
         self._meet("write")
         self.folder.mkdir(exist_ok=True)
         return []

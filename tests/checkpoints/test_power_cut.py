@@ -23,6 +23,15 @@ def test_every_start_finds_a_complete_checkpoint(tmp_path: Path) -> None:
     assert found["moments"] > 100
 
 
+@pytest.mark.job
+def test_all_that_is_written_and_read_is_told_of(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.megatron_programs.reading_back", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    size = 4 * 3000 * 7 + 2 * 5
+    assert json.loads(done.stdout.splitlines()[-1]) == {"save": [size, size], "load": [size, size]}
+
+
 def complete(folder: Path, step: int) -> None:
     step_folder(folder, step).mkdir()
     (step_folder(folder, step) / "metadata.json").touch()

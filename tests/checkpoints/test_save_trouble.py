@@ -108,12 +108,15 @@ def test_a_disk_that_stands_still_can_be_interrupted(jobs: Jobs, tmp_path: Path)
         job.read_until(" 1/8")
         disk.freeze()
         job.read_until(" 4/8")
+        job.read_until("saving a checkpoint: 0 B of ")
         job.kill(3)
         job.read_until("epoch 1 begins")
         disk.thaw()
         job.finish()
         assert_same_training(job, jobs.undisturbed(*PP2_DP2.flags, ranks=4), [3])
         assert steps(job, "saved") == [4, 8]
+        told = [(event["what"], event["done"]) for event in job.events("progress") if event["busy"]]
+        assert told[0] == ("save", 0)
 
 
 def test_a_disk_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from rich.console import Console
 
 from megatron_elastic.cluster.messages import RankExited, Settled
 from megatron_elastic.cluster.node.instruments import Instruments
-from megatron_elastic.cluster.protocol.effects import Show, WriteEvent
+from megatron_elastic.cluster.protocol.effects import Say, Show, WriteEvent
 from megatron_elastic.cluster.protocol.events import Metered
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.faults.odometer import Odometer, Odometers
 from megatron_elastic.layout import Layout
-from megatron_elastic.observe.dials import SHARED_MEMORY, UCX, Figures
+from megatron_elastic.observe.dials import DATA, LOAD, SAVE, SHARED_MEMORY, UCX, Chore, Figures
+from megatron_elastic.observe.progress import Progress
 from megatron_elastic.observe.records import RunRecords
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import picture, status
@@ -87,6 +89,85 @@ def test_an_agent_tells_every_few_seconds_and_of_copies_at_once() -> None:
     instruments.forget()
     assert told(0.1) == now_there, "to somebody else"
     assert instruments.look({}, {}, now + 1) is None
+
+
+def test_an_agent_tells_of_chores_that_take_long() -> None:
+    """Not of what is over soon; then when it begins, when more is done, and at once when it is over."""
+    odometers = Odometers(1)
+    dials = Odometer.of(odometers.environment(0)).dials
+    instruments, now = Instruments(odometers), 0.0
+
+    def told(after: float) -> Chore | str | None:
+        nonlocal now
+        now += after
+        metered = instruments.look({7: os.getpid()}, {7: 0}, now)
+        return "nothing" if metered is None else metered.figures[7].chore
+
+    assert told(0.0) is None
+    with dials.at(SAVE, 1000):
+        assert told(0.5) == "nothing"
+    assert told(0.5) == "nothing"
+    with dials.at(LOAD, 1000):
+        dials.finish(SAVE, 7)  # what was given up comes late
+        assert [told(0.5), told(1.9)] == ["nothing", "nothing"]
+        assert told(0.2) == Chore("load", 0, 1000)
+        for more, after, expected in ((40, 1.1, None), (40, 0.1, 80), (400, 0.5, None), (0, 0.6, 480)):
+            dials.finish(LOAD, more)
+            assert told(after) == ("nothing" if expected is None else Chore("load", expected, 1000))
+        with dials.at(DATA):
+            assert told(0.1) is None, "of the newer one nothing yet"
+            assert told(2.1) == Chore("data", 0, 0)
+        assert told(0.1) is None
+    assert told(0.1) == "nothing"
+
+
+def test_ranks_that_are_at_the_same_are_told_of_as_one() -> None:
+    play = Play()
+
+    def shows(now: float, chores: dict[int, Chore | None], node: int = 1) -> list[tuple[object, ...]]:
+        figures = {rank: changed(IDLE, chore=chore) for rank, chore in chores.items()}
+        play.happens(Metered(now=now, node=node, figures=figures))
+        told = [effect.fields for effect in play.effects if isinstance(effect, WriteEvent)]
+        assert len(told) == len([effect for effect in play.effects if isinstance(effect, Say)])
+        return [tuple(fields.values()) for fields in told]
+
+    def saved(done: int) -> Chore:
+        return Chore("save", done, 100)
+
+    assert shows(10.0, {0: saved(0), 1: None}) == [("save", 1, 0, 100, 0.0)]
+    assert shows(10.5, {0: saved(50), 1: saved(10)}) == [], "not so often"
+    assert shows(11.5, {0: saved(50), 1: saved(10)}) == [("save", 2, 60, 200, 1.5)]
+    assert shows(13.0, {0: saved(60), 1: saved(15)}) == [], "less than a tenth"
+    assert shows(72.0, {0: saved(60), 1: saved(15)}) == [("save", 2, 75, 200, 62.0)]
+    assert shows(74.0, {0: None, 1: saved(15)}) == [("save", 1, 115, 200, 64.0)], "who is done has done all"
+    play.news(RankExited(rank=1, returncode=-9, time=75.0))
+    assert shows(76.0, {0: None}) == [("save", 0, 100, 100, 66.0)], "nobody who lives is at it"
+    assert shows(80.0, {0: Chore("data", 0, 0)}) == [("data", 1, 0, 0, 0.0)]
+    assert shows(80.1, {0: None}) == [("data", 0, 0, 0, pytest.approx(0.1))]
+    assert play.job.progress == Progress()
+
+
+def test_status_shows_what_takes_long(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    records.layout(make())
+    run = Run.of_folder(tmp_path)
+
+    def shown(**fields: Any) -> tuple[list[Any], list[str]]:
+        records.event("progress", 0, **fields)
+        run.refresh()
+        console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(picture(run))
+        lines = [" ".join(text.split()) for text in console.export_text().splitlines()]
+        return status(run)["progress"], [text for text in lines if "data sets" in text or "a checkpoint" in text]
+
+    now, told = shown(what="data", busy=2, done=0, bytes=0, seconds=61.0)
+    assert told == ["preparing data sets: 1.0 min so far (2 ranks)"]
+    assert now == [{"what": "data", "busy": 2, "done_bytes": 0, "bytes": 0, "seconds": 61.0}]
+    _, told = shown(what="load", busy=1, done=3_000_000, bytes=10_000_000, seconds=5.0)
+    assert told[1] == "███░░░░░░░ loading a checkpoint: 3.0 MB of 10 MB, 5.0 s so far (1 rank)"
+    shown(what="data", busy=0, done=0, bytes=0, seconds=70.0)
+    now, told = shown(what="load", busy=0, done=10_000_000, bytes=10_000_000, seconds=9.0)
+    assert (now, told) == ([], [])
 
 
 def test_dials_of_the_rank_before_are_forgotten() -> None:

@@ -7,7 +7,7 @@ would leave the others waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.checkpoints.writer import write_files
+from megatron_elastic.adaptor.checkpoints.writer import size_of, write_files
 
 Written = list[Any]
 """What the index says of a part: torch's ``WriteResult`` for each thing in it."""
@@ -49,14 +49,19 @@ class Draft:
         planned, *_ = targets.PLAN.find()(mcore_to_pyt_state_dict(mine), self._writer, planner=planner)
         self._index = planned[1]
         self._buckets = self._writer.preload_tensors(self._writer.write_buckets)
+        self.size = size_of(self._buckets)
+        """Bytes of this rank's tensors in it."""
 
-    def write(self) -> Written:
-        """Write this rank's files. Raises OSError, or the RuntimeError that torch makes of one."""
+    def write(self, finished: Callable[[int], None]) -> Written:
+        """Write this rank's files; ``finished`` is told the bytes of each tensor.
+
+        Raises OSError, or the RuntimeError that torch makes of one.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._first:
             # A file of its own, as any release reads it; Megatron writes it into the others from 0.19 on.
             torch.save(self._common, self._folder / COMMON_STATE_FNAME)
-        files = write_files(self._buckets, [self._writer.transforms])
+        files = write_files(self._buckets, [self._writer.transforms], finished=finished)
         return [result for file in files.values() for result in file]
 
     def complete(self, written: Sequence[Written]) -> None:

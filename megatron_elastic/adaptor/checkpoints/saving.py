@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from megatron_elastic.adaptor.checkpoints.draft import Draft, Written
 from megatron_elastic.adaptor.checkpoints.folder import has_step, mark_newest, publish, step_folder
 from megatron_elastic.faults.odometer import DISK, Odometer
+from megatron_elastic.observe.dials import SAVE, Dials
 
 Prepare = Callable[[Path], Draft]
 """Plans a checkpoint in a folder, on all ranks of the layout."""
@@ -110,8 +112,8 @@ class Saving:
         assert self._begun is None and self._directory is not None
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)  # no leftovers of another job are in the way
-        partial = self._directory / f"{step_folder(self._directory, step).name}.partial-{epoch}-{token[0]}"
-        self._begun = _Write(self._rank, step, partial, prepare(partial), self.fault)
+        folder = self._directory / f"{step_folder(self._directory, step).name}.partial-{epoch}-{token[0]}"
+        self._begun = _Write(self._rank, step, folder, prepare(folder), self.fault, self._odometer.dials)
 
     def written(self) -> bool:
         """Whether a checkpoint is begun, and all ranks have written their parts. Asked of all ranks of the layout."""
@@ -212,13 +214,15 @@ class _Errand:
 class _Write:
     """One checkpoint on its way to disk."""
 
-    def __init__(self, rank: int, step: int, partial: Path, draft: Draft, fault: DiskFault) -> None:
+    def __init__(
+        self, rank: int, step: int, partial: Path, draft: Draft, fault: DiskFault, dials: Dials
+    ) -> None:
         self.step = step
         self.abandoned = False
         """It was given up, or there is another layout: others may be on their way by now."""
         self._written: Written = []
         self._rank, self._partial, self._draft, self._first = rank, partial, draft, dist.get_rank() == 0
-        self._fault = fault
+        self._fault, self._dials = fault, dials
         self.errand = _Errand(self._write)
         """Ends when this rank's part is written, or it is known that it cannot be."""
 
@@ -247,8 +251,9 @@ class _Write:
             if not self.abandoned:  # else there may be newer ones among them
                 for folder in older:
                     shutil.rmtree(folder, ignore_errors=True)
-        self._fault.meet()
-        self._written = self._draft.write()
+        with self._dials.at(SAVE, self._draft.size):
+            self._fault.meet()
+            self._written = self._draft.write(partial(self._dials.finish, SAVE))
         if self.abandoned:  # who comes so late makes a folder anew that was removed
             shutil.rmtree(self._partial, ignore_errors=True)
 

@@ -24,11 +24,13 @@ from megatron_elastic.adaptor.checkpoints import buckets, common, norms
 from megatron_elastic.adaptor.checkpoints.buckets import Place
 from megatron_elastic.adaptor.checkpoints.draft import Draft
 from megatron_elastic.adaptor.checkpoints.owned import owned
+from megatron_elastic.adaptor.checkpoints.reader import read
 from megatron_elastic.adaptor.checkpoints.whole import reading
 from megatron_elastic.adaptor.layers.router import is_bias
 from megatron_elastic.adaptor.model.units import unit_parameters
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout
+from megatron_elastic.observe.dials import Dials
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.optimizer import Optimizer
 from megatron_elastic.state.store import StateStore
@@ -74,10 +76,10 @@ def prepare(
 
 def load(
     folder: Path, models: Sequence[GPTModel], layout: Layout, rank: int, units: Mapping[int, UnitBuffer],
-    optimizer: Optimizer, samples: int,
+    optimizer: Optimizer, samples: int, dials: Dials,
 ) -> tuple[FlatStates, Mapping[str, Any]]:  # fmt: skip
     """Load a checkpoint: weights into the models; returns the state of the units homed here, and what the checkpoint
-    says besides tensors.
+    says besides tensors. ``dials`` show how much is read.
 
     Raises UsageError when it is damaged, is another model's, or its steps did not take ``samples``.
     """
@@ -86,7 +88,7 @@ def load(
         saved = _saved(folder, models, layout, rank, optimizer, told.get("args"))
         homed = _homed(layout, rank, units)
         empty = {unit: tuple(torch.zeros(buffer.params.shape) for _ in saved.names) for unit, buffer in homed}
-        loaded = _loaded(models, saved, units, empty, folder)
+        loaded = _loaded(models, saved, units, empty, folder, dials)
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
         with torch.no_grad():
@@ -99,22 +101,23 @@ def load(
     return empty, told
 
 
-def load_weights(folder: Path, models: Sequence[GPTModel], samples: int | None = None) -> None:
-    """Load the weights of a checkpoint into the models, and nothing else. Raises UsageError as ``load``.
+def load_weights(folder: Path, models: Sequence[GPTModel], dials: Dials, samples: int | None = None) -> None:
+    """Load the weights of a checkpoint into the models, and nothing else. Shows and raises as ``load``.
 
     ``samples``: which its steps must have taken, if training goes on with the next one.
     """
     with _reading(folder):
         if samples is not None:
             _told(folder, samples)
-        loaded = _loaded(models, _Saved((), None), {}, {}, folder)
+        loaded = _loaded(models, _Saved((), None), {}, {}, folder, dials)
     for chunk, model in enumerate(models):
         model.load_state_dict(loaded[f"model{chunk}"])
 
 
 def _loaded(
-    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates, folder: Path
-) -> dict[str, Any]:
+    models: Sequence[GPTModel], saved: _Saved, units: Mapping[int, UnitBuffer], whole: FlatStates, folder: Path,
+    dials: Dials,
+) -> dict[str, Any]:  # fmt: skip
     """What a checkpoint has of weights and states. What modules keep besides tensors stays as it is where it has none
     of theirs: layers of Transformer Engine keep something, and others' do not, or not for the same modules.
     """
@@ -125,7 +128,7 @@ def _loaded(
         kept[model] = {name: entry.data for name, entry in state[model].items()
                        if isinstance(entry, ShardedObject) and entry.unique_key not in there}  # fmt: skip
         state[model] = {name: entry for name, entry in state[model].items() if name not in kept[model]}
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    loaded = read(folder, state, dials)
     for model, own in kept.items():
         loaded[model].update(own)
     return loaded

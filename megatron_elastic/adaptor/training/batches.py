@@ -31,6 +31,7 @@ from megatron_elastic.config import UsageError
 from megatron_elastic.device.device import Device
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.layout import Layout, Part
+from megatron_elastic.observe.dials import DATA
 from megatron_elastic.pipeline.route import Leg
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
@@ -91,7 +92,7 @@ class Batches:
     def settle(self) -> None:
         """Wait until no data set is being made: meanwhile this rank's groups are not those of a layout."""
         if self._making is not None:
-            with self._odometer.through(self._making.thread):
+            with self._odometer.through(self._making.thread), self._odometer.dials.at(DATA):
                 while not self._making.ended.wait(_LOOK):
                     self._check()
 

@@ -60,18 +60,19 @@ def prepare(trainer: Trainer, invite: Invite) -> None:
 def load(trainer: Trainer, store: StateStore, step: int) -> None:
     """Model and optimizer state as after ``step`` steps: those of a checkpoint, or fresh ones."""
     stage, layout, origin, counts = trainer.stage, trainer.layout, trainer.origin, trainer.counts
+    dials = trainer.odometer.dials
     following, begins = step + 1, step == counts.start.done
     if begins and (origin.folder is None or origin.anew or trainer.begins_optimizer):
         trainer.loss_scales.begin(following)
         if not origin.anew and (origin.folder is not None or step):
-            sliced.load_weights(_checkpoint_of(trainer, step), stage.models, counts.start.samples)
+            sliced.load_weights(_checkpoint_of(trainer, step), stage.models, dials, counts.start.samples)
         elif origin.folder is not None:
-            sliced.load_weights(origin.folder, stage.models)
+            sliced.load_weights(origin.folder, stage.models, dials)
         store.create(layout, stage.units, step)
         return
     states, told = sliced.load(
         _checkpoint_of(trainer, step), stage.models, layout, trainer.rank, stage.units, trainer.optimizer,
-        trainer.ramp.before(following),
+        trainer.ramp.before(following), dials,
     )  # fmt: skip
     # What it has counted less than the flags say was skipped, for the sake of the loss scale, since the job began.
     samples = counts.counted(following, trainer.ramp, scaled=False)

@@ -6,16 +6,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from megatron_elastic.cluster.messages import Metered
 from megatron_elastic.faults.odometer import Odometers
-from megatron_elastic.observe.dials import Figures
+from megatron_elastic.observe.dials import Chore, Figures
 
 _EVERY = 5.0
 """Seconds after which what has changed is told."""
 _SOON = 1.0
-"""And copies, if a good part more has come."""
+"""And copies and chores, if a good part more is done."""
 _PART = 0.05
 """That is so much of them."""
+_LONG = 2.0
+"""Seconds that a chore must have taken to be told of."""
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
@@ -25,6 +29,8 @@ class Instruments:
     def __init__(self, odometers: Odometers) -> None:
         self._odometers = odometers
         self._told: dict[int, Figures] = {}
+        self._begun: dict[int, tuple[str, float]] = {}
+        """By rank: the chore it is at, and since when it was seen at that."""
         self._at = float("-inf")
         """When something was told last."""
 
@@ -38,27 +44,47 @@ class Instruments:
 
         ``now``: by a clock that does not jump. Copies that begin or are complete are told at once.
         """
-        for rank in self._told.keys() - pids.keys():
-            del self._told[rank]
+        for known in (self._told, self._begun):
+            for rank in known.keys() - pids.keys():
+                del known[rank]
+        seen = {rank: self._seen(rank, slots[rank], now) for rank in pids}
         since = now - self._at
-        news = any(
-            _is_news(self._told.get(rank), self._odometers.figures(slots[rank], 0), since >= _SOON) for rank in pids
-        )
+        news = any(_is_news(self._told.get(rank), each, since >= _SOON) for rank, each in seen.items())
         if not news and since < _EVERY:
             return None
-        shown = {rank: self._odometers.figures(slots[rank], _resident(pid)) for rank, pid in pids.items()}
+        shown = {rank: replace(each, resident=_resident(pids[rank])) for rank, each in seen.items()}
         if not news and shown == self._told:
             return None
         self._told, self._at = shown, now
         return Metered(figures=shown)
 
+    def _seen(self, rank: int, slot: int, now: float) -> Figures:
+        """What the dials of a rank show, of chores only those that have taken long."""
+        figures = self._odometers.figures(slot, 0)
+        if figures.chore is None:
+            self._begun.pop(rank, None)
+            return figures
+        what, begun = self._begun.get(rank, ("", now))
+        if what != figures.chore.what:
+            begun = now
+        self._begun[rank] = figures.chore.what, begun
+        return figures if now - begun >= _LONG else replace(figures, chore=None)
+
 
 def _is_news(told: Figures | None, now: Figures, soon: bool) -> bool:
-    """Whether copies are to be told of. ``soon``: also that some more has come."""
+    """Whether copies or chores are to be told of. ``soon``: also that some more is done."""
+    if _chore_is_news(None if told is None else told.chore, now.chore, soon):
+        return True
     if told is None or (told.epoch, told.copies) != (now.epoch, now.copies):
         return now.copies > 0
     more = now.copied - told.copied
     return more > 0 and (now.copied == now.copies or (soon and more >= _PART * now.copies))
+
+
+def _chore_is_news(told: Chore | None, now: Chore | None, soon: bool) -> bool:
+    if told is None or now is None or told.what != now.what:
+        return told is not now
+    return soon and now.done - told.done >= _PART * max(now.size, 1)
 
 
 def _resident(pid: int) -> int:

@@ -1,8 +1,10 @@
-"""Copies: how far those are that ranks fetch in the background, as their agents read it (``observe.dials``)."""
+"""Copies: how far those are that ranks fetch in the background, and what else takes ranks long, as their agents read it
+(``observe.dials``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from immutables import Map
 
@@ -10,6 +12,8 @@ from megatron_elastic.cluster.protocol.changes.membership import runs_on
 from megatron_elastic.cluster.protocol.effects import Show, WriteEvent
 from megatron_elastic.cluster.protocol.events import Metered
 from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.observe.dials import Figures
+from megatron_elastic.observe.telling import tell
 
 
 def metered(turn: Turn, event: Metered) -> None:
@@ -19,6 +23,7 @@ def metered(turn: Turn, event: Metered) -> None:
                if runs_on(job, rank, event.node) and not job.ranks[rank].lost}  # fmt: skip
     if figures:
         turn.do(Show(figures))
+        _progress(turn, figures)
     if job.layout is None:
         return
     known = Map({rank: each for rank, each in job.copies.items() if each[0] == job.layout.epoch})
@@ -35,6 +40,17 @@ def metered(turn: Turn, event: Metered) -> None:
     if news:
         told = [figures[rank] for rank in news]
         _record(turn, job.layout.epoch, news, [each.unit for each in told], [each.source for each in told])
+
+
+def _progress(turn: Turn, figures: Mapping[int, Figures]) -> None:
+    """Write down, and tell people, how far ranks are with what takes long besides training."""
+    ranks = turn.job.ranks
+    known, told = turn.job.progress.seen(figures, lambda rank: ranks[rank].lost, turn.now)
+    if known is not turn.job.progress:
+        turn.set(progress=known)
+    for fields in told:
+        turn.record("progress", **fields)
+        turn.say(tell({"kind": "progress", **fields}), tells="progress")
 
 
 def settled(turn: Turn, epoch: int, ranks: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from megatron_elastic.cluster.messages import (
 from megatron_elastic.cluster.protocol.events import News, Said
 from megatron_elastic.cluster.protocol.salvage import Counted
 from megatron_elastic.layout import Layout, SlicePart, UnitShape
+from megatron_elastic.observe.progress import Progress
 from megatron_elastic.plan import Costs, Sample
 from megatron_elastic.plan.policies import POLICIES, Policy
 
@@ -479,6 +480,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace = Pace()
     copies: Map[int, tuple[int, int, int]] = Map()
     """Of ranks that get copies in the background: epoch of the layout that asks for them, bytes that are there, all."""
+    progress: Progress = Progress()
+    """With what takes long besides training."""
     finished: Map[int, Finished] = Map()
     unfinished: Map[int, None] = Map()
     """Ranks of the layout that have not finished, once one has."""
