@@ -134,6 +134,12 @@ class Accelerator:
             )
         self._kept[op.grain, op.chunk] = fraction, size
 
+    def keep_late(self, op: Op, fraction: float) -> None:
+        """The first half of a backward is over, and what the second needs is kept."""
+        assert self._layout is not None
+        units = self._layout.chunks(self._layout.stage_of(self._rank))[op.chunk]
+        self._kept[op.grain, op.chunk] = fraction, sum(self._costs.units[unit].late for unit in units) * fraction
+
     def let_go(self, op: Op) -> None:
         """A whole backward is over."""
         self._kept.pop((op.grain, op.chunk), None)

@@ -52,6 +52,8 @@ class EmulatedModel:
         self._accelerator.compute(op, part.size / self._samples)
         if op.kind == "backward":
             self._accelerator.let_go(op)
+        else:
+            self._accelerator.keep_late(op, part.size / self._samples)
         return result
 
     def backward_weight(self, op: Op) -> None:

@@ -171,12 +171,15 @@ class _Builder:
         layout = self._layout
         held = [unit for unit in layout.chunks(stage)[op.chunk] if layout.home(unit) == stage]
         share = layout.part(leader, op.grain).size / layout.samples
-        size = left = round(share * sum(self._costs.units[unit].activation_bytes for unit in held))
+        costs = [self._costs.units[unit] for unit in held]
+        size = left = round(share * sum(cost.activation_bytes for cost in costs))
+        late = round(share * sum(cost.late for cost in costs))
         if layout.recomputes(stage, op.chunk):
             left = min(size, round(share * self._costs.inlet_bytes(layout.position(stage, op.chunk))))
         allocated, kept, freed = {
             "forward": (left, left, 0), "backward": (size - left, 0, left),
-            "backward_input": (size - left, size - left, 0), "backward_weight": (0, 0, size),
+            "backward_input": (size - left, max(0, late - left), max(0, left - late)),
+            "backward_weight": (0, 0, late),
         }[op.kind]  # fmt: skip
         return self._add(Node(op.kind, leader, stage, op.grain, op.chunk, start, end, allocated, kept, freed))
 

@@ -151,7 +151,13 @@ class Executor:
             grad = self._part_of_loss(part, model, made)
         with self._meter.backward(fraction), work.adding(), self._lockstep.whole():
             del work.live[here]
-            input_grad = model.backward(op, part, received, made, grad)
+            halves = op.kind == "backward" and self._meter.asks_for_halves(op.chunk)
+            first = op._replace(kind="backward_input") if halves else op
+            input_grad = model.backward(first, part, received, made, grad)
+            if first.kind == "backward_input":
+                self._meter.keep(fraction, op.chunk, work.due.get(here, ()))
+            if halves:
+                model.backward_weight(op._replace(kind="backward_weight"))
             (work.added if op.kind == "backward" else work.half).add(here)
         if input_grad is None:
             return []

@@ -1,45 +1,53 @@
 """Meter: what each unit takes in time and in activations, measured while training runs.
 
 Hooks tell where a pass is: a unit's forward lasts until the next unit's begins, its backward until the gradients of its
-parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward is
-counted once, in the first grain that passes its chunk. Times are of the processor: a device that computes on its own is
-not waited for.
+parameters are there. That costs a look at the clock for each unit and pass. What a forward keeps for its backward, and
+the first half of a backward for the second, is counted once, in the first grain that passes its chunk. Times are of the
+processor: a device that computes on its own is not waited for.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from megatron_elastic.pipeline.work import Addition
+
 
 class Measured(NamedTuple):
-    """What one unit takes for a grain: mean milliseconds, and bytes kept from its forward to its backward."""
+    """What one unit takes for a grain: mean milliseconds, and bytes kept from its forward to its backward, and from the
+    first half of that to the second, if it is known.
+    """
 
     forward_ms: float
     backward_ms: float
     activation_bytes: int
+    late_bytes: int | None = None
 
 
 class Meter:
     """Times the passes of one rank's stage under one layout, unit by unit.
 
     Args:
-        parameters: what a forward reads without having to keep it for the backward.
+        parameters: by unit, what a forward reads without having to keep it for the backward.
         chunks: of the stage, which a grain passes one after the other.
+        halves: whether backwards may be in two parts later, though they are not yet.
     """
 
-    def __init__(self, parameters: Collection[torch.Tensor], chunks: int = 1) -> None:
-        self._chunks = chunks
-        self._kept = {tensor.untyped_storage().data_ptr() for tensor in parameters}
-        """Storages that are there in any case."""
+    def __init__(self, parameters: Mapping[str, torch.Tensor], chunks: int = 1, halves: bool = False) -> None:
+        self._chunks, self._halves = chunks, halves
+        self._kept = {tensor.untyped_storage().data_ptr(): unit for unit, tensor in parameters.items()}
+        """Storages that are there in any case, and whose they are."""
         self._activations: dict[int, dict[str, int]] = {}
         """By chunk and unit; of a chunk when its first forward is over."""
+        self._late: dict[int, dict[str, int]] = {}
+        """The same of what the first half of a backward keeps."""
         self._seconds: tuple[dict[str, float], dict[str, float]] = (defaultdict(float), defaultdict(float))
         self._grains = [0.0, 0.0]
         """Grains that have passed since the last look: forward, backward."""
@@ -86,6 +94,23 @@ class Meter:
         with self._measure(1, grains):
             yield
 
+    def asks_for_halves(self, chunk: int) -> bool:
+        """Whether a backward through a chunk is to be done in two parts, to see what is kept between them."""
+        return self._halves and chunk not in self._late
+
+    def keep(self, grains: float, chunk: int, due: Iterable[Addition]) -> None:
+        """The first part of a backward is over; ``due``: what the second one has to do."""
+        if chunk in self._late:
+            return
+        late: dict[str, int] = defaultdict(int)
+        counted: set[int] = set()
+        for each in due:
+            weight, tensors = each.kept()
+            unit = self._kept.get(weight.untyped_storage().data_ptr(), "")
+            for tensor in tensors:
+                late[unit] += self._new(counted, tensor)
+        self._late[chunk] = {unit: round(size / grains) for unit, size in late.items()}
+
     @contextmanager
     def backward_weight(self) -> Iterator[None]:
         """Around the second part of a backward pass; the first has been counted."""
@@ -121,17 +146,20 @@ class Meter:
         seconds, grains, now = self._seconds, self._grains, time.perf_counter()
         elsewhere = now - self._begun - self._pipeline
         steps, activations = self._steps, self._activations
-        kept = {unit: size for of in activations.values() for unit, size in of.items()}
+        kept, late = ({unit: size for of in each.values() for unit, size in of.items()}
+                      for each in (activations, self._late))  # fmt: skip
+        seen = len(self._late) == self._chunks
         self._seconds, self._grains = (defaultdict(float), defaultdict(float)), [0.0, 0.0]
         self._begun, self._pipeline, self._steps = now, 0.0, 0
         if not steps or not all(grains) or len(activations) < self._chunks:
             return None
         units = {
             unit: Measured(
-                1e3 * seconds[0][unit] / grains[0], 1e3 * seconds[1][unit] / grains[1], kept.get(unit, 0)
+                1e3 * seconds[0][unit] / grains[0], 1e3 * seconds[1][unit] / grains[1], kept.get(unit, 0),
+                late.get(unit, 0) if seen else None,
             )
             for unit in {**seconds[0], **seconds[1]}
-        }
+        }  # fmt: skip
         return units, 1e3 * elsewhere / steps
 
     # ---- inside ------------------------------------------------------------------------------
@@ -155,11 +183,17 @@ class Meter:
         self._mark = now
 
     def _count(self, activations: dict[str, int], counted: set[int], tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if (where := storage.data_ptr()) not in self._kept and where not in counted:
-            counted.add(where)
-            activations[self._unit] += storage.nbytes()
+        activations[self._unit] += self._new(counted, tensor)
         return tensor
+
+    def _new(self, counted: set[int], tensor: torch.Tensor) -> int:
+        """Bytes that a tensor takes besides those ``counted``, among which it is from now on."""
+        storage = tensor.untyped_storage()
+        where = storage.data_ptr()
+        if where in self._kept or where in counted:
+            return 0
+        counted.add(where)
+        return storage.nbytes()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

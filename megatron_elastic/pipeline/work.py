@@ -29,6 +29,9 @@ class Addition(Protocol):
     def add(self) -> None:
         """Add it to the sums."""
 
+    def kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The weight whose gradient it is, and what is kept until then to compute it."""
+
 
 class Work:
     """One rank's, of one step.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from megatron_elastic.layout import Layout, gpt_units
-from megatron_elastic.pipeline.meter import Meter
+from megatron_elastic.pipeline.meter import Measured, Meter
 from megatron_elastic.plan import Costs, Sample, measured
 from megatron_elastic.plan.costs.cost import UnitCost
 from tests.jobs import MODEL, Grid, Jobs
@@ -24,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_time_goes_to_the_unit_that_took_it(clock: list[float]) -> None:
-    meter = Meter([])
+    meter = Meter({})
     for _ in range(2):
         with meter.pipeline():
             with meter.forward():
@@ -46,14 +47,14 @@ def test_time_goes_to_the_unit_that_took_it(clock: list[float]) -> None:
     read = meter.read()
     assert read is not None
     units, overhead = read
-    assert units == {"embedding": (3000, 32000, 0), "layer.0": (4000, 16000, 0)}
+    assert units == {"embedding": Measured(3000, 32000, 0), "layer.0": Measured(4000, 16000, 0)}
     assert overhead == 64000
     assert meter.read() is None
 
 
 def test_what_autograd_keeps_is_counted_once() -> None:
     weight = torch.nn.Parameter(torch.ones(16, 16))
-    meter = Meter([weight])
+    meter = Meter({"layer.0": weight})
     with meter.pipeline():
         for _ in range(3):
             with meter.forward():
@@ -69,7 +70,7 @@ def test_what_autograd_keeps_is_counted_once() -> None:
 
 
 def test_parts_of_a_grain_count_as_such(clock: list[float]) -> None:
-    meter = Meter([])
+    meter = Meter({})
     with meter.pipeline():
         for grains, seconds in ((0.25, 1), (0.5, 2)):
             with meter.forward(grains):
@@ -82,12 +83,12 @@ def test_parts_of_a_grain_count_as_such(clock: list[float]) -> None:
                 meter.leave("layer.0")
     read = meter.read()
     assert read is not None
-    assert read[0] == {"layer.0": (4000, 8000, 256)}
+    assert read[0] == {"layer.0": Measured(4000, 8000, 256)}
 
 
 def test_a_grain_that_comes_twice_is_one_grain(clock: list[float]) -> None:
     """Two chunks: each unit is told what it takes, and keeps, for a grain, whichever chunk it is in."""
-    meter = Meter([], chunks=2)
+    meter = Meter({}, chunks=2)
     with meter.pipeline():
         for chunk in (0, 0, 1, 1):  # two grains
             with meter.forward(chunk=chunk):
@@ -100,8 +101,44 @@ def test_a_grain_that_comes_twice_is_one_grain(clock: list[float]) -> None:
                 meter.leave(f"layer.{chunk}")
     read = meter.read()
     assert read is not None
-    assert read[0] == {"layer.0": (1000, 3000, 64), "layer.1": (2000, 3000, 64)}
+    assert read[0] == {"layer.0": Measured(1000, 3000, 64), "layer.1": Measured(2000, 3000, 64)}
     assert (meter.busy, meter.grains) == (2 * (1 + 2 + 3 + 3), 2)
+
+
+class Product(NamedTuple):
+    """A gradient that is due."""
+
+    weight: torch.Tensor
+    tensors: list[torch.Tensor]
+
+    def add(self) -> None:
+        raise AssertionError
+
+    def kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self.weight, self.tensors
+
+
+def test_what_waits_for_the_second_half_is_counted_once(clock: list[float]) -> None:
+    """By whose weights' gradients it is for, nothing twice, and not weights; nothing is told before all chunks have been seen."""
+    weights = torch.ones(3, 16)
+    meter = Meter({"layer.0": weights[0], "layer.1": torch.ones(16)}, chunks=2, halves=True)
+    given, grad = torch.ones(8), torch.ones(4)
+    late: list[dict[str, int | None]] = []
+    for chunk in (0, 1, 0):
+        with meter.pipeline():
+            for each in (0, 1):
+                with meter.forward(chunk=each):
+                    meter.enter(f"layer.{each}")
+                    clock[0] += 1
+            with meter.backward(2.0):
+                meter.enter("layer.0")
+                assert meter.asks_for_halves(chunk) == (len(late) < 2)
+            products = [Product(weights[1], [given, grad]), Product(weights[2], [given[:4], weights])]
+            meter.keep(0.5, chunk, products)
+        read = meter.read()
+        late.append({} if read is None else {unit: each.late_bytes for unit, each in read[0].items()})
+    assert late == [{"layer.0": None, "layer.1": None}] + 2 * [{"layer.0": 2 * 4 * (8 + 4), "layer.1": 0}]
+    assert not Meter({}).asks_for_halves(0)
 
 
 def test_costs_are_medians_and_layers_are_alike() -> None:
@@ -116,6 +153,7 @@ def test_costs_are_medians_and_layers_are_alike() -> None:
     assert costs is not None
     layer = replace(layer, forward_ms=3.0)
     assert costs.units == (first.units[0], layer, layer, last.units[3])
+    assert [(replace(layer, late_bytes=size).late, layer.late) for size in (0, 7, 30)] == [(0, 10), (7, 10), (10, 10)]
     assert (costs.overhead_ms, costs.boundary_ms) == (12.0, 0.5)
 
 

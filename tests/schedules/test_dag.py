@@ -23,7 +23,7 @@ def job(pp: int, chunks: int, grains: int, dp: int = 1) -> tuple[Layout, Costs]:
     units, stages = gpt_units(pp * chunks, pp, False, False, split=[[1] * chunks] * pp)
     layout = Layout.grid(tp=1, pp=pp, dp=dp, stage_units=stages, units=units, num_grains=grains, num_slices=1,
                          replicas=0)  # fmt: skip
-    costs = Costs(tuple(UnitCost(1.0, 2.0, 10, 20, 100 + i) for i, _ in enumerate(units)), boundary_bytes=1000,
+    costs = Costs(tuple(UnitCost(1.0, 2.0, 10, 20, 100 + i, 40 + i) for i, _ in enumerate(units)), boundary_bytes=1000,
                   bandwidth=1e6, latency_ms=0.5)  # fmt: skip
     return layout, costs
 

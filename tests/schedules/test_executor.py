@@ -109,7 +109,7 @@ def test_cut_grains_give_what_whole_ones_do(lost: tuple[int, ...], schedule: str
             model = Multiply(stage == 0, stage == 1)
             executor = Executor(
                 layout, peer.transport, Hooks(peer.rank, (), print, print), (SEQUENCE, SAMPLES, HIDDEN), torch.float64,
-                Meter([]),
+                Meter({}),
             )  # fmt: skip
             legs = usual(layout, peer.rank, for_cell(schedule, layout, peer.rank))
             executor.run(legs, model, Work(1, layout, layout.num_grains, log_limit=0))

@@ -63,6 +63,9 @@ class LayerGradients:
         if biases and self.layer.use_bias:
             self.layer.bias.backward(reduce(torch.add, biases).to(self.layer.bias.dtype))
 
+    def kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self.layer.weight, [each for _, given in self.uses for each in given if isinstance(each, torch.Tensor)]
+
 
 def _delayed(_: Any) -> bool:
     """In place of ``WeightGradStore.delay_wgrad_compute``."""

@@ -26,6 +26,9 @@ class Due(Protocol):
     def add(self) -> None:
         """Compute them, and hand them to the layer's parameters as a backward pass does."""
 
+    def kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The weight, and what is kept until then to compute its gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
@@ -43,6 +46,9 @@ class WeightGradient:
 
     def add(self) -> None:
         self.weight.backward(reduce(torch.add, (self._product(given, grad) for given, grad in self.uses)))
+
+    def kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self.weight, [tensor for use in self.uses for tensor in use]
 
     def _product(self, given: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         whole = given if self.group is None else _gather(given, self.group)

@@ -93,7 +93,7 @@ class Stage:
         """Of all units that this rank has heard of."""
         self.key: GrainKey
         """What the units draw from."""
-        self.meter = Meter(())
+        self.meter = Meter({})
         """What times the passes under the present layout."""
         self._args = args
         self._rank = rank

@@ -39,5 +39,6 @@ def of_stage(
                 parameter_bytes=buffer.params.nbytes + buffer.sums.nbytes,
                 optimizer_bytes=buffer.params.numel() * _STATE_BYTES * (1 + moments),
                 activation_bytes=ms.activation_bytes,
+                late_bytes=ms.late_bytes,
             )
     return Sample(costs, boundary[0], boundary[1], overhead_ms)

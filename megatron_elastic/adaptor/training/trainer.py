@@ -393,7 +393,10 @@ class Trainer:
         )
         neighbours = layout.hosts[layout.host_of(self.rank)]
         index, cell = layout.stage_of(self.rank), layout.cell_of(self.rank)
-        stage.meter = Meter([unit.params for unit in stage.units.values()], len(layout.chunks(index)))
+        # An embedding that is at home elsewhere is the head's weight here.
+        parameters = {layout.units[unit] if layout.home(unit) == index else "head": buffer.params
+                      for unit, buffer in stage.units.items()}  # fmt: skip
+        stage.meter = Meter(parameters, len(layout.chunks(index)), self.config.schedule == "search")
         entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
         leader, last = cell.leader, index == layout.way[-1].stage
         ops = for_cell(self.config.schedule, layout, leader) if program is None else unpack(program, leader)

@@ -163,7 +163,8 @@ def problem_of(
     problem = Problem(
         route=route,
         forward=tuple(sum(unit.forward_ms for unit in held) for held in units),
-        backward=tuple(2 * half for half in halves), input=halves, weight=halves, kept=kept, late=kept,
+        backward=tuple(2 * half for half in halves), input=halves, weight=halves, kept=kept,
+        late=tuple(float(sum(unit.late for unit in held)) for held in units),
         link=(costs.boundary_ms,) * len(units), limits=(float("inf"),) * len(leaders),
         speed=tuple(clocks.get(leader, 1.0) for leader in leaders), inlet=inlet,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_elastic.layout import MTP, Layout
@@ -38,6 +38,8 @@ class UnitCost:
         parameter_bytes: weights and gradients, which every cell that holds the unit has.
         optimizer_bytes: master weights and moments, which the cells of the unit's home stage share.
         activation_bytes: kept from a grain's forward to its backward.
+        late_bytes: kept from the first half of a backward, which computes the gradients of inputs, to the second, which
+            computes those of weights; None: not known.
     """
 
     forward_ms: float
@@ -45,6 +47,12 @@ class UnitCost:
     parameter_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    late_bytes: int | None = None
+
+    @property
+    def late(self) -> int:
+        """Bytes of activations that a backward keeps until its second half: all, if nothing is known."""
+        return self.activation_bytes if self.late_bytes is None else min(self.late_bytes, self.activation_bytes)
 
     @property
     def grain_ms(self) -> float:
@@ -260,11 +268,14 @@ def _unit(name: str, entries: Mapping[str, Any]) -> UnitCost:
     key = name if name in entries else name.partition(".")[0]
     entry = entries.get(key)
     names = [field.name for field in fields(UnitCost)]
+    needed = [field.name for field in fields(UnitCost) if field.default is MISSING]
     if not isinstance(entry, dict):
-        raise ProfileError(f"the profile has no entry for unit {name!r}: add one with {', '.join(names)}")
-    if set(entry) != set(names):
-        raise ProfileError(f"unit {key!r} of the profile has {sorted(entry)}, but must have {', '.join(names)}")
-    return UnitCost(**{field: _number(f"{key}: {field}", value) for field, value in entry.items()})
+        raise ProfileError(f"the profile has no entry for unit {name!r}: add one with {', '.join(needed)}")
+    if not {*needed} <= {*entry} <= {*names}:
+        raise ProfileError(f"unit {key!r} of the profile has {sorted(entry)}, but must have {', '.join(needed)}, and "
+                           f"may have {', '.join(sorted({*names} - {*needed}))}")
+    return UnitCost(**{field: _number(f"{key}: {field}", value) for field, value in entry.items()
+                       if value is not None or field in needed})  # fmt: skip
 
 
 def _exchange(entry: Any) -> Exchange:

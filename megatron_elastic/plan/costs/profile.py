@@ -67,4 +67,5 @@ def _typical(costs: list[UnitCost]) -> UnitCost:
         parameter_bytes=costs[0].parameter_bytes,
         optimizer_bytes=costs[0].optimizer_bytes,
         activation_bytes=max(cost.activation_bytes for cost in costs),
+        late_bytes=max((cost.late_bytes for cost in costs if cost.late_bytes is not None), default=None),
     )
