@@ -16,8 +16,8 @@ from megatron_elastic.cluster.coordination.coordinator import Coordinator
 from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.coordination.session import Letter
 from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
-from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
@@ -64,7 +64,7 @@ class Node:
         self.server = Server(CONFIG, CREDENTIALS, Path("none"), lambda line: None)
         self.port = self.server.listen("127.0.0.1", 0)
         program = Program("program.py", False, [])
-        self.agent = Agent(agents.Job(program, 2, 1, 2, folder, "127.0.0.1", CONFIG.heartbeat_timeout, 1.0, 1.0),
+        self.agent = Agent(Assignment(program, 2, 1, 2, folder, "127.0.0.1", CONFIG.heartbeat_timeout, 1.0, 1.0),
                            lambda message: None)
         self.uplink = CountedUplink(CONFIG, CREDENTIALS, CONFIG.heartbeat_timeout)
 

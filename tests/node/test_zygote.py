@@ -17,8 +17,8 @@ import pytest
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
-from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rank import zygote
 from megatron_elastic.cluster.rank.deathwatch import Deathwatch
@@ -118,7 +118,7 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.told: asyncio.Queue[FromAgent] = asyncio.Queue()
-        job = agents.Job(program(folder), 1, 0, 2, folder, "127.0.0.1", 10.0, 1.0, 60.0)
+        job = Assignment(program(folder), 1, 0, 2, folder, "127.0.0.1", 10.0, 1.0, 60.0)
         self.agent = Agent(job, self.told.put_nowait)
         self.fifo = folder / "fifo"
         os.mkfifo(self.fifo)
@@ -138,8 +138,8 @@ class Node:
         """Kill it while rank 0 runs."""
         self.launch(0)
         await asyncio.to_thread(self.fifo.read_bytes)
-        assert self.agent._process is not None
-        self.agent._process.kill()
+        assert self.agent._keeper._process is not None
+        self.agent._keeper._process.kill()
         ended = await self.ended(0)
         assert ended.returncode == -signal.SIGKILL
         assert ended.cause == "the process that starts this node's ranks has ended"
