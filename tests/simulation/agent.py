@@ -23,6 +23,7 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Stop,
+    TellLayout,
     ToRank,
 )
 from megatron_elastic.cluster.node.relay import Post
@@ -191,6 +192,8 @@ class Agent:
                     self.world.fence_early(self, message.rank)
             case Inspect():
                 self.tell(Inspected(readings=[rank.reading() for rank in self.running], usual=0.2))
+            case TellLayout():
+                self.post.tell_layout()
             case Recall():
                 self.post.recall(message)
             case Members():

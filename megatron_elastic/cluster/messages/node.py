@@ -22,10 +22,10 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a job whose coordinator is gone, for the next one."""
 
-    layout: bytes
-    """The newest one that its ranks have been in."""
     in_force: int
-    """Its epoch."""
+    """Epoch of the newest layout that its ranks have been in, which has one layout; -1 if there is none. Who is asked
+    for it (``TellLayout``) tells it: it is long, and most agents have the same one.
+    """
     told: bool
     """Whether no other was sent there since: what comes after it can be told as the difference."""
     epoch: int
@@ -126,6 +126,17 @@ class RankClosed(Message, frozen=True):
 
 class Inspect(Message, frozen=True):
     """How far have this node's ranks come? The answer is ``Inspected``."""
+
+
+class TellLayout(Message, frozen=True):
+    """Which layout are this node's ranks in? The answer is ``LayoutTold``."""
+
+
+class LayoutTold(Message, frozen=True):
+    """Answer to ``TellLayout``."""
+
+    layout: bytes
+    """The newest one that its ranks have been in, encoded; empty if there is none."""
 
 
 class RankReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +286,9 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Leaving | Heartbeat
-Order = Launch | Leave | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
+FromAgent = (
+    AgentHello | Said | RankNews | Inspected | LayoutTold | Paced | Metered | ClocksRefused | Leaving | Heartbeat
+)
+Order = Launch | Leave | Given | Fence | Inspect | TellLayout | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

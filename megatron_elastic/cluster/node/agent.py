@@ -41,6 +41,7 @@ from megatron_elastic.cluster.messages import (
     Seat,
     SetClocks,
     Stop,
+    TellLayout,
     ToAgent,
 )
 from megatron_elastic.cluster.node.assignment import END_LIMIT, Assignment
@@ -147,6 +148,8 @@ class Agent:
                 self._fence(message)
             case Inspect():
                 self._tell(Inspected(readings=self._gauge.readings(self._pids, self._slots), usual=self._gauge.usual))
+            case TellLayout():
+                self._post.tell_layout()
             case SetClocks():
                 if self._regulator is not None:
                     places = [Place(rank, self._slots[rank], pid) for rank, pid in self._pids.items()]

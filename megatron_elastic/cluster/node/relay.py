@@ -24,6 +24,7 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Interrupt,
     Invite,
+    LayoutTold,
     Past,
     Plan,
     RankDying,
@@ -99,9 +100,8 @@ class Post:
     def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
         newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
-        layout = self._layouts.get(self._in_force, b"")
         return Past(
-            layout=layout, in_force=self._in_force, told=layout == self._told, epoch=self._epoch, newest=newest,
+            in_force=self._in_force, told=self._newest == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since, resigned=resigned, failed=list(self._failed),
         )  # fmt: skip
@@ -189,6 +189,15 @@ class Post:
                 self._epoch = max(self._epoch, content.epoch)
                 self._highest = max(self._highest, *content.lost, -1)
         return content
+
+    def tell_layout(self) -> None:
+        """A new coordinator does not know the layout that these ranks are in."""
+        self._tell(LayoutTold(layout=self._newest))
+
+    @property
+    def _newest(self) -> bytes:
+        """The newest layout that the ranks have been in; empty if there is none."""
+        return self._layouts.get(self._in_force, b"")
 
     def recall(self, message: Recall) -> None:
         """The coordinator lacks steps."""

@@ -38,6 +38,7 @@ from megatron_elastic.cluster.protocol.events import (
     Expired,
     Found,
     Inspected,
+    LayoutTold,
     Leaves,
     Led,
     Metered,
@@ -107,6 +108,8 @@ def _happened(turn: Turn, event: Event) -> None:
             loss.node_lost(turn, event)
         case Inspected():
             hang.inspected(turn, event)
+        case LayoutTold():
+            takeover.layout_told(turn, event)
         case Paced():
             pace.paced(turn, event)
         case Metered():
