@@ -33,11 +33,13 @@ from megatron_elastic.cluster.messages import (
     Reload,
     Report,
     Running,
+    Scale,
     Start,
     Stop,
     TellLayout,
     ToAgent,
     VoteResult,
+    Wanted,
 )
 from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
@@ -485,3 +487,50 @@ def test_a_job_all_of_whose_nodes_are_to_leave_ends() -> None:
                     events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)))
     assert job.outcome is not None and not job.outcome.ok
     assert (job.outcome.reason, job.outcome.code) == ("all nodes of the job are to leave (SIGTERM)", 143)
+
+
+# ---- what was asked for --------------------------------------------------------------------
+
+
+def wanted(effects: Iterable[Effect]) -> dict[int, Wanted]:
+    """What nodes are told that somebody has asked for."""
+    return {each.node: each.message for each in effects if isinstance(each, Tell) and isinstance(each.message, Wanted)}
+
+
+def knowing(rank: int, told: Wanted) -> AgentHello:
+    """An agent that was told so."""
+    past = hello(rank).past
+    assert past is not None
+    return replace(hello(rank), past=replace(past, wanted=told))
+
+
+def test_what_is_asked_for_is_told_to_all_agents_and_so_is_what_is_no_longer() -> None:
+    job, _ = take_over()
+    job, effects = advance(job, events.Asked(now=12.0, person=9, request=Scale(ranks=2)))
+    told = Wanted(number=1, stages=None, ranks=2, shape=None)
+    assert wanted(effects) == {1: told, 2: told}
+    came = replace(hello(0), node_rank=5, running=[], past=None, session="new")
+    job, effects = advance(job, events.NodeCame(now=12.1, node=3, hello=came))
+    assert wanted(effects) == {3: told}, "a newcomer may be the only one who is left"
+    job, effects = advance(job, events.Asked(now=12.2, person=9, request=Scale(ranks=2)))
+    assert wanted(effects) == {}, "that is known"
+
+
+def test_who_takes_over_knows_what_was_asked_for() -> None:
+    """The newest that anybody was told, and it tells everybody."""
+    old, new = (Wanted(number=number, stages=number, ranks=2 * number, shape=(number, 1, 1)) for number in (1, 2))
+    for first, second in ((old, new), (new, old)):
+        job, effects = happen(Job.new(SETTINGS, 3), took_over(),
+                              events.NodeCame(now=11.1, node=1, hello=knowing(1, first)),
+                              events.NodeCame(now=11.2, node=2, hello=knowing(2, second)))
+        asked_for = job.arrangement
+        assert (asked_for.stages, asked_for.cells, asked_for.shape) == (2, 4, (2, 1, 1))
+        assert wanted(effects) == dict.fromkeys((1, 2), replace(new, number=3))
+
+
+def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
+    """The word that it is there was lost with who coordinated. Ranks, which are counted here, are as many."""
+    told = Wanted(number=4, stages=None, ranks=2, shape=(LAYOUT.tp, LAYOUT.cp, LAYOUT.ep))
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=knowing(1, told)),
+                    events.NodeCame(now=11.2, node=2, hello=hello(2)))
+    assert (job.arrangement.shape, job.arrangement.cells) == (None, 2)

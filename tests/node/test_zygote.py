@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +110,45 @@ def test_a_rank_that_the_machine_refuses_has_ended_and_others_can_be_started(
     ended = started.hear()
     assert isinstance(ended, Exited)
     assert (ended.rank, ended.returncode, ended.cause) == (2, 7, "")
+
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_LOOK = """
+import ctypes, os, sys
+pid = int(sys.argv[1])
+if os.getuid() == 0:
+    os.setuid(65534)
+libc = ctypes.CDLL(None, use_errno=True)
+sys.exit(0 if libc.ptrace(0x4206, pid, None, None) == 0 else ctypes.get_errno())  # PTRACE_SEIZE
+"""
+
+
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.skipif(not YAMA.is_file() or YAMA.read_text().strip() != "1", reason="no Yama that restricts tracing")
+def test_where_only_ancestors_may_trace_who_is_named_may_too(allows: bool) -> None:
+    """Its children may: here one that looks at its sibling, without privileges."""
+    held, hold = os.pipe()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, which setuid takes
+        if allows:
+            zygote.be_traced_by(os.getppid())
+        os.close(hold)
+        os.write(tell, b"x")
+        os.read(held, 1)
+        os._exit(0)
+    os.close(held)
+    try:
+        os.read(ready, 1)
+        looked = subprocess.run([sys.executable, "-c", _LOOK, str(pid)], check=False)
+        assert looked.returncode == (0 if allows else errno.EPERM)
+    finally:
+        for descriptor in (hold, ready, tell):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
 
 
 # ---- its end -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     TellLayout,
     ToRank,
+    Wanted,
 )
 from megatron_elastic.cluster.node.relay import Post
 from tests.simulation.errors import Violation
@@ -183,6 +184,8 @@ class Agent:
                     self.world.after(self.world.spawn_delay(), self._start, rank, self.link)
             case Leave():
                 self.leaving = True
+            case Wanted():
+                self.post.want(message)
             case Given():
                 self.post.given(message.newest)
             case Fence():

@@ -181,7 +181,7 @@ class Coordinator:
         for effect in effects:
             self._do(effect)
         if self.job.outcome is None:
-            world.checks.after(before, self.job)
+            world.checks.after(self, before)
 
     def _do(self, effect: Effect) -> None:
         world = self.world

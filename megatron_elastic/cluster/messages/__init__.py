@@ -63,6 +63,7 @@ from megatron_elastic.cluster.messages.node import (
     SetClocks,
     TellLayout,
     ToAgent,
+    Wanted,
     Welcome,
 )
 from megatron_elastic.cluster.messages.person import Answer, Drain, ReadLog, ReadRecords, Scale, Shown
@@ -90,6 +91,6 @@ __all__ = [
     "Plan", "Profile", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed",
     "RankStopped", "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload",
     "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
-    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "TellLayout", "ToAgent", "ToRank", "VoteResult", "Welcome",
-    "Where", "WorkDone",
+    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "TellLayout", "ToAgent", "ToRank", "VoteResult", "Wanted",
+    "Welcome", "Where", "WorkDone",
 ]  # fmt: skip

@@ -19,6 +19,22 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """What it said first, if it has."""
 
 
+class Wanted(Message, frozen=True):
+    """What somebody has asked for with ``megatron-elastic scale``, for agents to keep: a later coordinator is to know.
+
+    What is None was not asked for, or is there already.
+    """
+
+    number: int
+    """One more whenever this changes: the highest is the newest."""
+    stages: int | None
+    """Of the pipeline."""
+    ranks: int | None
+    """As many as the cells that were asked for have."""
+    shape: tuple[int, int, int] | None
+    """Tensor-, context- and expert-parallel size."""
+
+
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a job whose coordinator is gone, for the next one."""
 
@@ -46,6 +62,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the last one said so itself: nothing is wrong with its node."""
     failed: list[Failed] = msgspec.field(default_factory=list)
     """What its ranks have raised lately, in steps."""
+    wanted: Wanted | None = None
+    """What it was told last that somebody has asked for."""
 
 
 class AgentHello(Message, frozen=True):
@@ -289,6 +307,6 @@ RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 FromAgent = (
     AgentHello | Said | RankNews | Inspected | LayoutTold | Paced | Metered | ClocksRefused | Leaving | Heartbeat
 )
-Order = Launch | Leave | Given | Fence | Inspect | TellLayout | SetClocks | Recall | Members | Seat | Stop
+Order = Launch | Leave | Given | Fence | Inspect | TellLayout | Wanted | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

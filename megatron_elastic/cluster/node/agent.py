@@ -43,6 +43,7 @@ from megatron_elastic.cluster.messages import (
     Stop,
     TellLayout,
     ToAgent,
+    Wanted,
 )
 from megatron_elastic.cluster.node.assignment import END_LIMIT, Assignment
 from megatron_elastic.cluster.node.gauge import Gauge
@@ -144,6 +145,8 @@ class Agent:
                 self.leaving = True
             case Given():
                 self._post.given(message.newest)
+            case Wanted():
+                self._post.want(message)
             case Fence():
                 self._fence(message)
             case Inspect():

@@ -40,6 +40,7 @@ from megatron_elastic.cluster.messages import (
     Start,
     Switched,
     ToRank,
+    Wanted,
 )
 from megatron_elastic.cluster.node.chorus import Chorus, Later
 from megatron_elastic.layout import UnitShape, changed, decode, encode
@@ -85,6 +86,8 @@ class Post:
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
         self._failed: deque[Failed] = deque(maxlen=_ERRORS)
+        self.wanted: Wanted | None = None
+        """What somebody has asked for, as it was told here last."""
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
@@ -104,6 +107,7 @@ class Post:
             in_force=self._in_force, told=self._newest == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since, resigned=resigned, failed=list(self._failed),
+            wanted=self.wanted,
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -208,6 +212,10 @@ class Post:
     def given(self, newest: int) -> None:
         """Ids up to ``newest`` were given, perhaps on other nodes."""
         self._highest = max(self._highest, newest)
+
+    def want(self, wanted: Wanted) -> None:
+        """Somebody has asked for something, or it is there."""
+        self.wanted = wanted
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""

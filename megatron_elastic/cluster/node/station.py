@@ -7,7 +7,6 @@ the next one when that is gone.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from megatron_elastic.cluster.brief import Brief
@@ -53,8 +52,6 @@ class Station:
         """Where the coordinator is that this node has been in touch with last."""
         self._leader = ""
         """Where that one is, if this node has not been in touch with it."""
-        self._alone_since = time.time()
-        """Since when this node has come again, if it has, and has had no coordinator."""
         self._gone = False
         """Whether the only process that can coordinate has ended."""
 
@@ -102,7 +99,7 @@ class Station:
                 self._uplink.forget()
                 if office.coordinator is not None:
                     self._uplink.attach(office.coordinator, agent)
-                self._alone_since, self._leader = time.time(), self._leader or self._followed
+                self._leader = self._leader or self._followed
             elif office.coordinator is not None:
                 await race(office.coordinator.outcome, agent.over, office.change())
                 if office.coordinator is not None and office.coordinator.outcome.done():
@@ -113,8 +110,7 @@ class Station:
                 leader, self._leader = self._leader, ""
                 await self._follow(leader)
             elif brief.choice.kind == "alone" or not await self._look():
-                since = self._uplink.alone_since or self._alone_since
-                if time.time() - since > config.start_timeout:
+                if self._uplink.alone_s > config.start_timeout:
                     return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
                                           "(--elastic-start-timeout); ending this node's ranks")
                 self._leader = self._followed  # it may still be there, and has something to say to this node

@@ -23,6 +23,7 @@ from megatron_elastic.cluster.messages import (
     RankReading,
     Report,
     VoteResult,
+    Wanted,
     Where,
 )
 from megatron_elastic.cluster.protocol.events import News, Said
@@ -288,6 +289,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
     """Whether units have been where they cost least since ranks last came or went."""
+    number: int = 0
+    """How often what somebody has asked for has changed (``Wanted``)."""
 
 
 class Ordering(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,6 +344,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that may not be on record, each once however many tell it: by step, epoch and what is compared of its vote.
     """
     failed: tuple[Failed, ...] = ()
+    wanted: Wanted | None = None
+    """The newest that anybody was told of what is asked for."""
     since: float | None = None
     """Since when there was no coordinator."""
     resigned: bool = False
@@ -386,8 +391,8 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     readings: Map[int, RankReading] = Map()
     usual: float | None = None
     """Seconds that a step usually takes, as far as anybody knows."""
-    stalled: float | None = None
-    """When all of a stage were seen to stand still last. Who does so a little longer than the others has time again."""
+    stalled: bool = False
+    """Whether all of a stage were seen to stand still a while ago. Who does so a little longer has time again."""
     freed: int = 0
     """Step in which all waited for each other last, and were interrupted."""
     circle: frozenset[int] = frozenset()

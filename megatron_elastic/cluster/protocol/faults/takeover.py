@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop, TellLayout
 from megatron_elastic.cluster.protocol import ledger, watch
-from megatron_elastic.cluster.protocol.changes import drain, membership
+from megatron_elastic.cluster.protocol.changes import arrangement, drain, membership
 from megatron_elastic.cluster.protocol.events import LayoutTold, News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.faults import damage, error, loss, recovery
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
@@ -58,6 +58,7 @@ def came(turn: Turn, event: NodeCame) -> None:
                                           if _step(each) not in known.committed}),
         since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         resigned=known.resigned or past.resigned, failed=(*known.failed, *past.failed),
+        wanted=max(known.wanted, past.wanted, key=lambda each: -1 if each is None else each.number),
     )  # fmt: skip
     turn.set(
         nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
@@ -192,6 +193,8 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for committed in sorted(known.committed.values(), key=lambda each: (each.vote.step, -each.epoch)):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     error.recall(turn, known.failed)
+    if known.wanted is not None:
+        arrangement.recall(turn, known.wanted, layout)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     for rank, each in known.running.items():
         if each.hello is None and not turn.job.ranks[rank].lost:
