@@ -20,6 +20,7 @@ from megatron_elastic.cluster.messages import (
     RankExited,
     Recall,
     Relay,
+    TellLayout,
     ToAgent,
     ToRank,
 )
@@ -64,6 +65,8 @@ class Node:
                 self._frame, self._message = b"", None  # a hundred thousand ranks would keep gigabytes
             case Heartbeat():
                 self._post.recorded(message.recorded)
+            case TellLayout():
+                self._post.tell_layout()
             case Recall():
                 self._post.recall(message)
             case Launch():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_elastic.cluster.leadership import Choice
-from megatron_elastic.cluster.node.agent import Job
+from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.config import ElasticConfig
 
@@ -14,10 +14,10 @@ from megatron_elastic.config import ElasticConfig
 class Brief:
     """A node's. ``port`` 0 means any free one."""
 
-    agent: Job
+    assignment: Assignment
     config: ElasticConfig
     credentials: Credentials
     choice: Choice
     """Of the store."""
     port: int
-    """Where the first node coordinates, on ``agent.host``."""
+    """Where the first node coordinates, on ``assignment.host``."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_elastic import cli
+from megatron_elastic.cluster import wire
 from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.plan import Costs, improve
-from tests.jobs import ROOT, Job, Jobs, assert_exactly_once, inject
+from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, inject
+from tests.launches import TOKEN, free_port
 from tests.plan.test_growth import to_stages
 
+PACED = ROOT / "tests" / "megatron_programs" / "paced.py"
 WITNESS = ROOT / "tests" / "megatron_programs" / "witness.py"
 TIED = ("--elastic-slices", "4", "--train-iters", "48")
 PP4 = ("--pipeline-model-parallel-size", "4")
@@ -74,6 +79,40 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert shape(layouts[-1]) == [2, 2, 2, 2]
     assert not any(cell.incoming for stage in layouts[-1].stages for cell in stage.cells)
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
+
+
+def test_what_is_asked_for_outlives_who_coordinates(jobs: Jobs, tmp_path: Path) -> None:
+    """It is lost after it has said yes, with the rank for which all others wait: who takes over makes the stages."""
+    grid, pace, run_dir = Grid(tp=1, pp=1, steps=60, ranks=6), tmp_path / "pace", tmp_path / "run"
+    flags = (*grid.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12")
+    reference = jobs.undisturbed(*flags, ranks=6)
+    launcher = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank")
+    with pace.open("w") as file:  # who holds it makes rank 0 wait
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first, *others = nodes = [
+            jobs.start(*flags, "--elastic-store", "embedded", "--elastic-run-dir", str(run_dir), ranks=2, script=PACED,
+                       launcher=(*launcher, str(node)), env={wire.TOKEN_VARIABLE: TOKEN, "PACE": str(pace)})
+            for node in range(3)
+        ]  # fmt: skip
+        try:
+            first.read_until("another node takes over")
+            fcntl.flock(file, fcntl.LOCK_UN)
+            first.read_until("step    3/")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert cli.main(["scale", str(run_dir), "--pp", "2"]) == 0
+            first.process.kill()
+            for node in others:
+                node.finish()
+        finally:
+            for node in nodes:
+                node.process.kill()
+                node.process.communicate()
+    job = Job(others[0].process, run_dir)
+    assert cli.main(["compare", str(run_dir), str(reference.run_dir)]) == 0, others[0].output
+    assert_exactly_once(job, samples=lambda step: 12 * step)
+    assert [layout.pipeline_size for layout in job.layouts() if layout.epoch == 0] == [1]
+    assert shape(job.layouts()[-1]) == [2, 2]
+    assert len(job.events("took_over")) == 1
 
 
 def test_cells_as_asked(jobs: Jobs) -> None:

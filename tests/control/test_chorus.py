@@ -15,9 +15,11 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.coordination.outgoing import Outgoing
 from megatron_elastic.cluster.messages import (
     Back,
+    FromAgent,
     FromRank,
     Hello,
     Kept,
+    LayoutTold,
     Plan,
     RankExited,
     Ready,
@@ -195,7 +197,8 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
     delivered: list[ToRank] = []
 
     async def body() -> None:
-        post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), lambda message: None, later())
+        told: list[FromAgent] = []
+        post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), told.append, later())
         post.heard(0, hello(0, first))
         has: Layout | None = None
         relays: list[Relay] = []
@@ -209,7 +212,8 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
             post.relay(relays[-1])
             has = outgoing.leaves
             assert has == layout
-            assert post.past(1, 0.0, False, ()).layout == encode(second if layout is third else layout)
+            post.tell_layout()
+            assert told[-1] == LayoutTold(layout=encode(second if layout is third else layout))
         assert [relay.differs for relay in relays] == [False, True, True]
         assert all(len(bytes(relay.message)) < len(encode(first)) for relay in relays)
         whole = Outgoing(Plan(epoch=2, layout=encode(third), shapes={}), replace(job, layout=third)).to([0], None)

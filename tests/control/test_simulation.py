@@ -65,7 +65,7 @@ def test_what_went_wrong_once_does_not_again(known: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "seed"), json.loads(mutants.FOUND.read_text()).items())
 def test_a_known_defect_is_found(name: str, seed: int) -> None:
-    """By one history each. Those that take more than the first 300 histories are searched in the long checks."""
+    """By one history each. Those that take more than the first thousand are searched in the long checks."""
     with mutants.put_back(name):
         assert run.simulate(Scenario.of(seed))[1] is not None
 

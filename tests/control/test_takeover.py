@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgspec
-import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
@@ -19,9 +21,11 @@ from megatron_elastic.cluster.messages import (
     Damage,
     Damaged,
     Failed,
+    FromAgent,
     Hello,
     Interrupt,
     Launch,
+    LayoutTold,
     Past,
     RankExited,
     Recall,
@@ -29,13 +33,18 @@ from megatron_elastic.cluster.messages import (
     Reload,
     Report,
     Running,
+    Scale,
+    Start,
     Stop,
+    TellLayout,
     ToAgent,
     VoteResult,
+    Wanted,
 )
+from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
-from megatron_elastic.cluster.protocol.faults import decision, takeover
+from megatron_elastic.cluster.protocol.faults import decision
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout, changed, decode, encode
 
@@ -54,7 +63,7 @@ def hello(rank: int, resigned: bool = False, layout: Layout = LAYOUT, told: bool
     first = Hello(rank=rank, pid=1, host="h", address=b"a", layout=b"", start_step=0, train_iters=9, flags={},
                   likeness=b"", linked=True, tied=False)
     committed = [Committed(rank=rank, epoch=0, vote=vote(step), time=float(step), first=False) for step in (3, 4, 5)]
-    past = Past(layout=encode(layout), in_force=layout.epoch, told=told, epoch=4, newest=max(layout.ranks),
+    past = Past(in_force=layout.epoch, told=told, epoch=4, newest=max(layout.ranks),
                 torch_port=1, key=b"k", shapes={}, recorded=2, committed=committed, alone_since=10.0, resigned=resigned)
     return AgentHello(session=f"s{rank}", node_rank=rank, slots=1, host="h", heartbeat_timeout=2, address=f"h:{rank}",
                       running=[Running(rank=rank, local_rank=0, hello=first)], past=past)
@@ -64,22 +73,37 @@ def newcomer(node: int, rank: int, **fields: Any) -> AgentHello:
     """The agent of a node that has come to the coordinator before; ``fields`` of what it knows."""
     like = hello(0)
     assert like.past is not None
-    first, past = replace(like.running[0], rank=rank), replace(like.past, layout=b"", committed=[], **fields)
+    first, past = replace(like.running[0], rank=rank), replace(like.past, in_force=-1, committed=[], **fields)
     return replace(like, node_rank=node, session=f"s{node}", address=f"h:{node}", running=[first], past=past)
+
+
+def happen(job: Job, *happened: events.Event, layout: Layout = LAYOUT) -> tuple[Job, list[Effect]]:
+    """Events one after the other; who is asked for ``layout`` tells it at once."""
+    effects: list[Effect] = []
+    pending = deque(happened)
+    while pending:
+        event = pending.popleft()
+        job, more = advance(job, event)
+        effects += more
+        pending.extendleft(events.LayoutTold(now=event.now, node=node, layout=encode(layout)) for node in asked(more))
+    return job, effects
+
+
+def asked(effects: Iterable[Effect]) -> list[int]:
+    """Nodes that are to tell their layout."""
+    return [each.node for each in effects if isinstance(each, Tell) and isinstance(each.message, TellLayout)]
+
+
+def took_over(before: str = "h:0") -> events.TookOver:
+    """Node 1 coordinates."""
+    return events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before=before,
+                           limit=1.0)
 
 
 def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
     """Node 1 coordinates, and the nodes 1 and 2 have come to it."""
-    job, effects = Job.new(SETTINGS, 3), list[Effect]()
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before=before,
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=hello(1)),
-        events.NodeCame(now=11.2, node=2, hello=hello(2)),
-    ):
-        job, more = advance(job, event)
-        effects += more
-    return job, effects
+    return happen(Job.new(SETTINGS, 3), took_over(before), events.NodeCame(now=11.1, node=1, hello=hello(1)),
+                  events.NodeCame(now=11.2, node=2, hello=hello(2)))
 
 
 def opcodes(nodes: int) -> int:
@@ -97,14 +121,11 @@ def opcodes(nodes: int) -> int:
     layout = Layout.grid(tp=1, pp=1, dp=nodes, stage_units=[[0]], units=["a"], num_grains=nodes, num_slices=nodes,
                          replicas=1, ranks_per_host=1)
     job = Job.new(SETTINGS, nodes)
-    begun: list[events.Event] = [events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3,
-                                                 written=-1, before="", limit=1.0)]
     came = [events.NodeCame(now=11.1, node=1 + rank, hello=hello(rank, layout=layout)) for rank in range(nodes)]
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        for event in (*begun, *came):
-            job, _ = advance(job, event)
+        job, _ = happen(job, took_over(""), *came, layout=layout)
     finally:
         sys.settrace(before)
     assert job.gathering is None and job.lost == ()
@@ -129,11 +150,12 @@ class Agent:
 def test_who_has_the_layout_in_force_is_told_the_next_one_as_the_difference() -> None:
     async def test() -> None:
         coordinator = Coordinator(Job.new(SETTINGS, 3), None, lambda line, tells: None)
-        coordinator.post(events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1,
-                                         before="h:0", limit=1.0))
+        coordinator.post(took_over())
         agents = {rank: Agent() for rank in (1, 2)}
         for rank, agent in agents.items():  # something else was sent to that of rank 2
             coordinator.post(events.NodeCame(now=11.1, node=coordinator.name(agent), hello=hello(rank, told=rank == 1)))
+        assert [TellLayout() in agent.told for agent in agents.values()] == [True, False]
+        coordinator.post(events.LayoutTold(now=11.2, node=1, layout=encode(LAYOUT)))
         for rank in agents:
             report = Report(rank=rank, epoch=5, member=True, step=6, vote=None, last=vote(5),
                             held=[(0, k, 0) for k in range(3)], interrupted_at=11.3)
@@ -150,16 +172,75 @@ def test_who_has_the_layout_in_force_is_told_the_next_one_as_the_difference() ->
     asyncio.run(test())
 
 
-def test_a_layout_that_many_have_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[bytes] = []
+async def told_in_a_takeover(nodes: int) -> tuple[int, list[int]]:
+    """Bytes that agents tell a new coordinator before it interrupts anybody, and who tells its layout."""
+    layout = Layout.grid(tp=1, pp=1, dp=nodes, stage_units=[[0]], units=["a"], num_grains=nodes, num_slices=nodes,
+                         replicas=1, ranks_per_host=1)
+    answers: list[FromAgent] = []
+    later = asyncio.get_running_loop().call_later
+    posts = [Post(lambda rank, frame: None, answers.append, later) for _ in range(nodes)]
+    job, told, tellers = advance(Job.new(SETTINGS, nodes), took_over(""))[0], 0, list[int]()
+    for rank, post in enumerate(posts):
+        first = hello(rank).running[0].hello
+        assert first is not None
+        post.heard(rank, replace(first, layout=encode(layout)))
+        post.noted(Start(addresses={}, key=b"k"))
+        message = replace(hello(rank), running=post.running({rank: 0}), past=post.past(1, 10.0, False, [rank]))
+        told += len(msgspec.msgpack.encode(message))
+        job, effects = advance(job, events.NodeCame(now=11.1, node=rank, hello=message))
+        for node in asked(effects):
+            tellers.append(node)
+            posts[node].tell_layout()
+            answer = answers[-1]
+            assert isinstance(answer, LayoutTold)
+            told += len(msgspec.msgpack.encode(answer))
+            job, _ = advance(job, events.LayoutTold(now=11.1, node=node, layout=answer.layout))
+    assert job.gathering is None and job.lost == ()
+    return told, tellers
 
-    def counted(data: bytes) -> Layout:
-        read.append(data)
-        return decode(data)
 
-    monkeypatch.setattr(takeover, "decode", counted)
-    take_over("")
-    assert read == [encode(LAYOUT)]
+def test_one_of_all_agents_tells_the_layout_and_what_all_tell_grows_with_the_nodes() -> None:
+    small, tellers = asyncio.run(told_in_a_takeover(16))
+    assert tellers == [0]
+    large, tellers = asyncio.run(told_in_a_takeover(160))
+    assert tellers == [0]
+    assert large < 11 * small
+
+
+def test_if_who_is_to_tell_the_layout_goes_another_is_asked() -> None:
+    come = [events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)]
+    job, effects = advance(advance(advance(Job.new(SETTINGS, 3), took_over())[0], come[0])[0], come[1])
+    assert asked(effects) == []
+    other, effects = advance(job, events.NodeLost(now=11.2, node=2, cause="node 2 lost", since=11.2))
+    assert asked(effects) == []
+    job, effects = advance(job, events.NodeLost(now=11.2, node=1, cause="node 1 lost", since=11.2))
+    assert asked(effects) == [2]
+    job, _ = advance(job, events.LayoutTold(now=11.3, node=2, layout=encode(LAYOUT)))
+    assert job.gathering is not None and job.gathering.layout == LAYOUT
+    assert sorted(job.gathering.missing) == [0, 1]
+    alone, effects = advance(other, events.NodeLost(now=11.3, node=1, cause="node 1 lost", since=11.3))
+    assert asked(effects) == []
+    _, effects = advance(alone, events.NodeCame(now=11.4, node=3, hello=hello(0)))
+    assert asked(effects) == [3]
+
+
+def test_of_two_layouts_the_newer_counts_in_whatever_order_they_are_told() -> None:
+    newer = dataclasses.replace(LAYOUT, epoch=2)
+    come: list[events.Event] = [
+        events.NodeCame(now=11.1, node=1, hello=hello(1)),
+        events.NodeCame(now=11.1, node=2, hello=hello(2, layout=newer)),
+    ]
+    tell: list[events.Event] = [
+        events.LayoutTold(now=11.2, node=node, layout=encode(layout)) for node, layout in ((1, LAYOUT), (2, newer))
+    ]
+    begun, _ = advance(Job.new(SETTINGS, 3), took_over())
+    for order in ([*come, *tell], [*come, *tell[::-1]], [come[0], tell[0], come[1], tell[1]]):
+        job = begun
+        for event in order:
+            assert job.gathering is not None or event is tell[0]
+            job, _ = advance(job, event)
+        assert job.gathering is None
+        assert job.layout == newer
 
 
 def test_steps_that_many_tell_are_kept_once() -> None:
@@ -171,19 +252,13 @@ def test_steps_that_many_tell_are_kept_once() -> None:
 def test_the_others_have_as_long_again_when_one_has_come() -> None:
     """It may take longer to hear all that are there: who waits to be heard is not lost."""
     job, effects = take_over("")
-    assert [each.delay for each in effects if isinstance(each, SetTimer)] == [1.0, 1.0, 1.0]
+    assert [each.delay for each in effects if isinstance(each, SetTimer)] == [1.0] * 4, "the layout was told, too"
     late, _ = advance(job, events.Expired(now=12.0, name="gather", serial=1))
     assert late == job, "that was before the others came"
 
 
 def test_those_without_whom_state_would_be_lost_have_longer_to_come() -> None:
-    job = Job.new(SETTINGS, 3)
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=hello(1)),
-    ):
-        job, _ = advance(job, event)
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=hello(1)))
     job, effects = advance(job, events.Expired(now=12.0, name="gather", serial=job.timers["gather"]))
     assert job.gathering is not None
     assert [(each.name, each.delay) for each in effects if isinstance(each, SetTimer)] == [("gather", 2)]
@@ -222,15 +297,8 @@ def test_the_failed_coordinators_node_is_not_waited_for() -> None:
 
 def test_a_coordinator_that_has_resigned_is_waited_for() -> None:
     """Its store was away; its ranks go on like all others."""
-    job, effects = Job.new(SETTINGS, 3), list[Effect]()
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=hello(1)),
-        events.NodeCame(now=11.2, node=2, hello=hello(2, resigned=True)),
-    ):
-        job, more = advance(job, event)
-        effects += more
+    job, effects = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=hello(1)),
+                          events.NodeCame(now=11.2, node=2, hello=hello(2, resigned=True)))
     assert job.gathering is not None
     delay = 1.0 + SETTINGS.heartbeat_timeout
     assert SetTimer(name="gather", delay=delay, serial=job.timers["gather"]) in effects
@@ -356,10 +424,8 @@ def test_what_ranks_know_of_checkpoints_counts() -> None:
 
 
 def test_who_may_have_a_rank_that_lives_is_waited_for_longer() -> None:
-    job, _ = advance(Job.new(SETTINGS, 3), events.TookOver(
-        now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="", limit=1.0))
     bare = replace(hello(1), running=[])
-    job, _ = advance(job, events.NodeCame(now=11.1, node=1, hello=bare))
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(""), events.NodeCame(now=11.1, node=1, hello=bare))
     job, effects = advance(job, events.Expired(now=12.0, name="gather", serial=job.timers["gather"]))
     assert SetTimer(name="gather", delay=SETTINGS.start_timeout, serial=job.timers["gather"]) in effects
     job, effects = advance(job, events.NodeCame(now=15.0, node=2, hello=hello(2)))
@@ -393,13 +459,8 @@ def test_what_was_raised_before_is_known() -> None:
     knows = hello(2)
     assert knows.past is not None
     knows = replace(knows, past=replace(knows.past, failed=[raised(0, 0), replace(raised(0, 0), step=0)]))
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=hello(1)),
-        events.NodeCame(now=11.2, node=2, hello=knows),
-    ):
-        job, _ = advance(job, event)
+    job, _ = happen(job, took_over(), events.NodeCame(now=11.1, node=1, hello=hello(1)),
+                    events.NodeCame(now=11.2, node=2, hello=knows))
     assert [(each.rank, each.step) for each in job.errors] == [(0, 6)], "and nothing that was long ago"
     job, _ = advance(job, events.Said(now=12.0, node=1, message=raised(1, 5)))
     assert job.outcome is not None and "it is no fault of a rank" in job.outcome.reason
@@ -407,14 +468,8 @@ def test_what_was_raised_before_is_known() -> None:
 
 def test_who_was_asked_to_leave_still_leaves() -> None:
     """Its agent was told so, and tells it the next coordinator."""
-    job = Job.new(SETTINGS, 3)
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=hello(1)),
-        events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)),
-    ):
-        job, _ = advance(job, event)
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=hello(1)),
+                    events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)))
     assert job.leaving == {2}
 
 
@@ -427,13 +482,55 @@ def test_who_says_meanwhile_that_it_leaves_does() -> None:
 
 def test_a_job_all_of_whose_nodes_are_to_leave_ends() -> None:
     """As when a scheduler ends it: SIGTERM to all launchers, of which the one that coordinated was the first."""
-    job = Job.new(SETTINGS, 3)
-    for event in (
-        events.TookOver(now=11.0, term=2, address="h:1", name="n", members=(), epoch=3, written=-1, before="h:0",
-                        limit=1.0),
-        events.NodeCame(now=11.1, node=1, hello=replace(hello(1), leaving=True)),
-        events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)),
-    ):
-        job, _ = advance(job, event)
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(),
+                    events.NodeCame(now=11.1, node=1, hello=replace(hello(1), leaving=True)),
+                    events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)))
     assert job.outcome is not None and not job.outcome.ok
     assert (job.outcome.reason, job.outcome.code) == ("all nodes of the job are to leave (SIGTERM)", 143)
+
+
+# ---- what was asked for --------------------------------------------------------------------
+
+
+def wanted(effects: Iterable[Effect]) -> dict[int, Wanted]:
+    """What nodes are told that somebody has asked for."""
+    return {each.node: each.message for each in effects if isinstance(each, Tell) and isinstance(each.message, Wanted)}
+
+
+def knowing(rank: int, told: Wanted) -> AgentHello:
+    """An agent that was told so."""
+    past = hello(rank).past
+    assert past is not None
+    return replace(hello(rank), past=replace(past, wanted=told))
+
+
+def test_what_is_asked_for_is_told_to_all_agents_and_so_is_what_is_no_longer() -> None:
+    job, _ = take_over()
+    job, effects = advance(job, events.Asked(now=12.0, person=9, request=Scale(ranks=2)))
+    told = Wanted(number=1, stages=None, ranks=2, shape=None)
+    assert wanted(effects) == {1: told, 2: told}
+    came = replace(hello(0), node_rank=5, running=[], past=None, session="new")
+    job, effects = advance(job, events.NodeCame(now=12.1, node=3, hello=came))
+    assert wanted(effects) == {3: told}, "a newcomer may be the only one who is left"
+    job, effects = advance(job, events.Asked(now=12.2, person=9, request=Scale(ranks=2)))
+    assert wanted(effects) == {}, "that is known"
+
+
+def test_who_takes_over_knows_what_was_asked_for() -> None:
+    """The newest that anybody was told, and it tells everybody."""
+    old, new = (Wanted(number=number, stages=number, ranks=2 * number, shape=(number, 1, 1)) for number in (1, 2))
+    for first, second in ((old, new), (new, old)):
+        job, effects = happen(Job.new(SETTINGS, 3), took_over(),
+                              events.NodeCame(now=11.1, node=1, hello=knowing(1, first)),
+                              events.NodeCame(now=11.2, node=2, hello=knowing(2, second)))
+        asked_for = job.arrangement
+        assert (asked_for.stages, asked_for.cells, asked_for.shape) == (2, 4, (2, 1, 1))
+        assert wanted(effects) == dict.fromkeys((1, 2), replace(new, number=3))
+
+
+def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
+    """The word that it is there was lost with who coordinated. Ranks, which are counted here, are as many."""
+    told = Wanted(number=4, stages=None, ranks=2, shape=(LAYOUT.tp, LAYOUT.cp, LAYOUT.ep))
+    job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=knowing(1, told)),
+                    events.NodeCame(now=11.2, node=2, hello=hello(2)))
+    assert (job.arrangement.shape, job.arrangement.cells) == (None, 2)

@@ -149,11 +149,11 @@ class Watched(Play):
         vote = VoteResult(step=step, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
         self.say(Committed(rank=0, epoch=0, vote=vote, time=float(step)))
 
-    def look(self, *readings: RankReading, usual: float | None = 0.2) -> None:
+    def look(self, *readings: RankReading, usual: float | None = 0.2, now: float = 10.0) -> None:
         """The time for a look comes, and the node tells that."""
         self.expires("hang")
         (asked,) = [each.node for each in self.effects if isinstance(each, Tell) and each.message == Inspect()]
-        self.happens(Inspected(now=10.0, node=asked, readings=readings, usual=usual))
+        self.happens(Inspected(now=now, node=asked, readings=readings, usual=usual))
 
     @property
     def fenced(self) -> list[int]:
@@ -219,6 +219,17 @@ def test_a_whole_stage_stays_and_people_are_told_once() -> None:
     play.commit(2)
     play.look(reading(0, 9.0), reading(1, 9.0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
     assert len(play.recorded("standstill")) == 1
+
+
+def test_who_stands_still_a_little_longer_than_its_stage_has_time_again_whatever_the_clock_shows() -> None:
+    play = Watched()
+    play.look(reading(0, 9.0), reading(1, 9.0), reading(2, 9.0, waits=1), reading(3, 9.0, waits=1))
+    some_go_on = (reading(0, 9.0), reading(1, 0.1), reading(2, 9.0, waits=0), reading(3, 9.0, waits=0))
+    play.look(*some_go_on, now=1e6)
+    assert not play.fenced
+    play.expires("stalled")
+    play.look(*some_go_on)
+    assert play.fenced == [0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import functools
+import importlib
 import ipaddress
 import os
 import pickle
@@ -598,6 +599,21 @@ def test_etcd_is_asked_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.job
+def test_etcd_that_is_away_is_asked_over_one_session_a_member() -> None:
+    """However long it is away: each attempt asks another member."""
+    etcd = importlib.import_module("megatron_elastic.cluster.leadership.etcd")
+    with contextlib.ExitStack() as stack:
+        closed = [stack.enter_context(socket.socket()) for _ in range(2)]  # who connects is refused
+        for sock in closed:
+            sock.bind(("127.0.0.1", 0))
+        backend = etcd.Etcd([f"127.0.0.1:{sock.getsockname()[1]}" for sock in closed], "job", 2.0)
+        stack.callback(backend.close)
+        for _ in range(6):
+            with pytest.raises(etcd.Unreachable):
+                backend.holder()
+        assert len(backend._sessions) == 2
+
+
 def test_etcd_that_is_killed_and_started_again_is_waited_for(etcd: EtcdServer) -> None:
     with group(etcd.url, 3, LEASE) as agents:
         term, leader = agents.followed(by=agents.all[0])

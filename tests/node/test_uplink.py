@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace as with_limits
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,8 +17,8 @@ from megatron_elastic.cluster.coordination.coordinator import Coordinator
 from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.coordination.session import Letter
 from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
-from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
@@ -64,7 +65,7 @@ class Node:
         self.server = Server(CONFIG, CREDENTIALS, Path("none"), lambda line: None)
         self.port = self.server.listen("127.0.0.1", 0)
         program = Program("program.py", False, [])
-        self.agent = Agent(agents.Job(program, 2, 1, 2, folder, "127.0.0.1", CONFIG.heartbeat_timeout, 1.0, 1.0),
+        self.agent = Agent(Assignment(program, 2, 1, 2, folder, "127.0.0.1", CONFIG.heartbeat_timeout, 1.0, 1.0),
                            lambda message: None)
         self.uplink = CountedUplink(CONFIG, CREDENTIALS, CONFIG.heartbeat_timeout)
 
@@ -236,3 +237,20 @@ def test_who_coordinates_anew_is_followed_anew(tmp_path: Path) -> None:
         following.cancel()
 
     run(tmp_path, test)
+
+
+def test_a_clock_that_is_set_does_not_change_for_how_long_nobody_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, steady = [1000.0], [50.0]
+    clock = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: steady[0])
+    monkeypatch.setattr("megatron_elastic.cluster.node.uplink.time", clock)
+    uplink = Uplink(CONFIG, CREDENTIALS, CONFIG.heartbeat_timeout)
+    steady[0] += 1.0
+    assert uplink.alone_s == 1.0, "it has not found anybody yet"
+    uplink.detach()
+    assert (uplink.alone_s, uplink.alone_since) == (0.0, 1000.0)
+    wall[0] += 1e6
+    steady[0] += 2.0
+    uplink.detach()
+    assert (uplink.alone_s, uplink.alone_since) == (2.0, 1000.0), "since nobody did first"
+    uplink.forget()
+    assert (uplink.alone_s, uplink.alone_since) == (0.0, None), "it comes again"

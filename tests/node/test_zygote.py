@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +19,8 @@ import pytest
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
-from megatron_elastic.cluster.node import agent as agents
 from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rank import zygote
 from megatron_elastic.cluster.rank.deathwatch import Deathwatch
@@ -110,6 +112,45 @@ def test_a_rank_that_the_machine_refuses_has_ended_and_others_can_be_started(
     assert (ended.rank, ended.returncode, ended.cause) == (2, 7, "")
 
 
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_LOOK = """
+import ctypes, os, sys
+pid = int(sys.argv[1])
+if os.getuid() == 0:
+    os.setuid(65534)
+libc = ctypes.CDLL(None, use_errno=True)
+sys.exit(0 if libc.ptrace(0x4206, pid, None, None) == 0 else ctypes.get_errno())  # PTRACE_SEIZE
+"""
+
+
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.skipif(not YAMA.is_file() or YAMA.read_text().strip() != "1", reason="no Yama that restricts tracing")
+def test_where_only_ancestors_may_trace_who_is_named_may_too(allows: bool) -> None:
+    """Its children may: here one that looks at its sibling, without privileges."""
+    held, hold = os.pipe()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, which setuid takes
+        if allows:
+            zygote.be_traced_by(os.getppid())
+        os.close(hold)
+        os.write(tell, b"x")
+        os.read(held, 1)
+        os._exit(0)
+    os.close(held)
+    try:
+        os.read(ready, 1)
+        looked = subprocess.run([sys.executable, "-c", _LOOK, str(pid)], check=False)
+        assert looked.returncode == (0 if allows else errno.EPERM)
+    finally:
+        for descriptor in (hold, ready, tell):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+
+
 # ---- its end -------------------------------------------------------------------------------
 
 
@@ -118,7 +159,7 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.told: asyncio.Queue[FromAgent] = asyncio.Queue()
-        job = agents.Job(program(folder), 1, 0, 2, folder, "127.0.0.1", 10.0, 1.0, 60.0)
+        job = Assignment(program(folder), 1, 0, 2, folder, "127.0.0.1", 10.0, 1.0, 60.0)
         self.agent = Agent(job, self.told.put_nowait)
         self.fifo = folder / "fifo"
         os.mkfifo(self.fifo)
@@ -138,8 +179,8 @@ class Node:
         """Kill it while rank 0 runs."""
         self.launch(0)
         await asyncio.to_thread(self.fifo.read_bytes)
-        assert self.agent._process is not None
-        self.agent._process.kill()
+        assert self.agent._keeper._process is not None
+        self.agent._keeper._process.kill()
         ended = await self.ended(0)
         assert ended.returncode == -signal.SIGKILL
         assert ended.cause == "the process that starts this node's ranks has ended"

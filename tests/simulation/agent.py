@@ -23,7 +23,9 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Recall,
     Stop,
+    TellLayout,
     ToRank,
+    Wanted,
 )
 from megatron_elastic.cluster.node.relay import Post
 from tests.simulation.errors import Violation
@@ -182,6 +184,8 @@ class Agent:
                     self.world.after(self.world.spawn_delay(), self._start, rank, self.link)
             case Leave():
                 self.leaving = True
+            case Wanted():
+                self.post.want(message)
             case Given():
                 self.post.given(message.newest)
             case Fence():
@@ -191,6 +195,8 @@ class Agent:
                     self.world.fence_early(self, message.rank)
             case Inspect():
                 self.tell(Inspected(readings=[rank.reading() for rank in self.running], usual=0.2))
+            case TellLayout():
+                self.post.tell_layout()
             case Recall():
                 self.post.recall(message)
             case Members():

@@ -156,9 +156,17 @@ class Checks:
             if told or "another coordinates" not in self._excuses:
                 raise Violation("ledger", f"the line of step {step} follows that of step {self._world.written}")
 
-    def after(self, before: Job, job: Job) -> None:
-        """After each event: nobody is waited for without a limit, and nobody who is gone with a node."""
+    def after(self, coordinator: Coordinator, before: Job) -> None:
+        """After each event: nobody is waited for without a limit, and nobody who is gone with a node. Who has taken
+        over knows what was asked for, if anybody does who has come.
+        """
+        job = coordinator.job
         timers = job.timers
+        if before.gathering is not None and job.gathering is None:
+            for node, link in coordinator.links.items():
+                wanted = link.agent.post.wanted if node in job.nodes else None
+                if wanted is not None and wanted.number > job.arrangement.number:
+                    raise Violation("forgotten", f"node {node} knows of {wanted}, and who coordinates does not")
         if job.nodes is not before.nodes and job.gathering is None and job.layout is not None:
             for rank, each in job.ranks.items():
                 if not each.lost and each.returncode is None and each.node not in job.nodes:
@@ -243,7 +251,8 @@ class Checks:
         if "raised" in reason:
             return None if "raised" in self._excuses else "no program has raised"
         if reason.startswith("all nodes of the job are to leave"):
-            return None if all(agent.leaving or agent.over for agent in world.agents if agent.alive) else "some stay"
+            agents = [link.agent for link in coordinator.links.values() if link.open]  # who is cut off counts as lost
+            return None if all(agent.leaving or agent.over for agent in agents) else "some stay"
         if reason == "the disk is full":
             return None
         return "that must not be"

@@ -13,6 +13,7 @@ from megatron_elastic.cluster.messages import (
     Fence,
     Heartbeat,
     Inspected,
+    LayoutTold,
     Leaving,
     Members,
     Paced,
@@ -107,6 +108,8 @@ class Coordinator:
                 self.post(events.NodeCame(now=now, node=link.node, hello=message))
             case Paced():
                 self.post(events.Paced(now=now, node=link.node, epoch=message.epoch, paces=message.paces))
+            case LayoutTold():
+                self.post(events.LayoutTold(now=now, node=link.node, layout=message.layout))
             case Leaving():
                 self.post(events.Leaves(now=now, node=link.node))
             case Inspected():
@@ -178,7 +181,7 @@ class Coordinator:
         for effect in effects:
             self._do(effect)
         if self.job.outcome is None:
-            world.checks.after(before, self.job)
+            world.checks.after(self, before)
 
     def _do(self, effect: Effect) -> None:
         world = self.world

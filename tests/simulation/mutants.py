@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import Interrupt, Report
 from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.protocol import ledger, salvage
-from megatron_elastic.cluster.protocol.changes import change
+from megatron_elastic.cluster.protocol.changes import arrangement, change
 from megatron_elastic.cluster.protocol.faults import damage, decision, loss, recovery, suspicion, takeover
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.rank import standing
@@ -357,6 +357,12 @@ def who_stepped_down_goes_on_writing() -> list[Patch]:
 def who_was_cut_off_is_not_fenced() -> list[Patch]:
     """Ranks that were lost for the coordinator before come to the next one, and live on."""
     return [patch.object(takeover, "Fence", lambda rank: None)]
+
+
+@_mutant
+def what_was_asked_for_is_forgotten() -> list[Patch]:
+    """Whoever takes over begins without what somebody has asked for."""
+    return [patch.object(arrangement, "recall", lambda turn, told, layout: None)]
 
 
 # ---- cells of another shape ----------------------------------------------------------------------------

@@ -26,7 +26,9 @@ from megatron_elastic.cluster.coordination.race import race
 from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.launch.rendezvous import every_interface
 from megatron_elastic.cluster.leadership import Deposed, Durable, Member, Place, Store, StoreError
-from megatron_elastic.cluster.node.agent import END_LIMIT, Agent, AgentError
+from megatron_elastic.cluster.node.agent import Agent
+from megatron_elastic.cluster.node.assignment import END_LIMIT
+from megatron_elastic.cluster.node.keeper import CannotStart
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.protocol import Job, Settings
 from megatron_elastic.cluster.protocol.changes import drain
@@ -71,7 +73,7 @@ class Office:
         self._screen = screen
         self._note = note
         self._let_go = let_go
-        self._server = Server(brief.config, brief.credentials, brief.agent.run_dir, screen.say)
+        self._server = Server(brief.config, brief.credentials, brief.assignment.run_dir, screen.say)
         self._changed = asyncio.Event()
         """Set when this node begins or ceases to coordinate, or opens another store."""
         self._records: Recorder | None = None
@@ -107,11 +109,11 @@ class Office:
             self._listening.close()
         if self._records is not None:
             if self.coordinator is not None:
-                remove_address(self._brief.agent.run_dir)
+                remove_address(self._brief.assignment.run_dir)
             if self._metrics is not None:
                 self._metrics.close()
             if left := self._records.close(END_LIMIT):
-                self._note(f"{left} records could not be written to {self._brief.agent.run_dir}")
+                self._note(f"{left} records could not be written to {self._brief.assignment.run_dir}")
         for curves in self._curves:
             curves.close(END_LIMIT)
         if self._spans is not None:
@@ -120,24 +122,24 @@ class Office:
     # ---- at the beginning --------------------------------------------------------------------
 
     def begin(self) -> Coordinator:
-        """The first node: coordinate a job that begins. Raises AgentError if the port is in use."""
+        """The first node: coordinate a job that begins. Raises CannotStart if the port is in use."""
         brief, config = self._brief, self._config
         # To a job of one node others can come only if it was started with an address that they can reach.
-        local = brief.agent.nodes == 1 and brief.agent.host in ("127.0.0.1", "localhost")
-        self.listen(brief.agent.host, "127.0.0.1" if local else every_interface(brief.agent.host), brief.port)
+        local = brief.assignment.nodes == 1 and brief.assignment.host in ("127.0.0.1", "localhost")
+        self.listen(brief.assignment.host, "127.0.0.1" if local else every_interface(brief.assignment.host), brief.port)
         self._open_records()
-        job = Job.new(_settings(config), brief.agent.world_size)
+        job = Job.new(_settings(config), brief.assignment.world_size)
         coordinator = Coordinator(job, self._records, self._screen.say,
                                   None if brief.choice.kind == "alone" else self._record.put_nowait)
         self._coordinate(coordinator)
-        self._screen.say(f"{brief.agent.world_size} ranks of {brief.agent.program.target}, logs in "
-                         f"{_shown(brief.agent.log_dir)}")
+        self._screen.say(f"{brief.assignment.world_size} ranks of {brief.assignment.program.target}, logs in "
+                         f"{_shown(brief.assignment.log_dir)}")
         coordinator.post(Begun(now=time.time(), torch_port=_free_port(), key=secrets.token_bytes(32),
                                name=secrets.token_hex(8), seats=self._seats()))
         return coordinator
 
     def listen(self, host: str, interface: str = "", port: int = 0) -> None:
-        """Listen for when this node coordinates, or is a member of an embedded store. Raises AgentError.
+        """Listen for when this node coordinates, or is a member of an embedded store. Raises CannotStart.
 
         Args:
             host: this node's address, as others can reach it.
@@ -145,14 +147,14 @@ class Office:
         """
         interface = interface or every_interface(host)
         try:
-            port = self._server.listen(interface, port, self._brief.agent.nodes)
+            port = self._server.listen(interface, port, self._brief.assignment.nodes)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise AgentError(f"cannot listen on {interface}:{port}: {error.strerror}") from None
+                raise CannotStart(f"cannot listen on {interface}:{port}: {error.strerror}") from None
             fix = "choose another --master-port" + (
-                ", or leave it out" if self._brief.agent.nodes == 1 else " on every node"
+                ", or leave it out" if self._brief.assignment.nodes == 1 else " on every node"
             )
-            raise AgentError(f"port {port} is in use by another program; {fix}") from None
+            raise CannotStart(f"port {port} is in use by another program; {fix}") from None
         self._uplink.address = f"{host}:{port}"
         if self._brief.choice.kind == "embedded":
             self._listening = leadership.reserve(every_interface(host))
@@ -160,7 +162,7 @@ class Office:
 
     def _open_records(self) -> None:
         if self._config.elastic:
-            run_dir = self._brief.agent.run_dir
+            run_dir = self._brief.assignment.run_dir
             self._serve_metrics()
             self._records = self._records or Recorder(run_dir, self._trouble, self._watchers())
             host, _, port = self._uplink.address.rpartition(":")
@@ -175,7 +177,7 @@ class Office:
         if self._screen.as_json:
             self._screen.watch()
             watchers.append(self._screen)
-        arguments, run_dir = self._brief.agent.program.arguments, self._brief.agent.run_dir
+        arguments, run_dir = self._brief.assignment.program.arguments, self._brief.assignment.run_dir
         if (folder := folder_of(arguments)) is not None:
             self._curves.append(Board(folder, self._note))
         if (project := project_of(arguments, run_dir, self._note)) is not None:
@@ -193,7 +195,7 @@ class Office:
         if self._metrics is None:
             from megatron_elastic.observe.metrics import Metrics  # only who asks for them needs it
 
-            self._metrics = Metrics(self._brief.agent.run_dir.name)
+            self._metrics = Metrics(self._brief.assignment.run_dir.name)
         try:
             self._metrics.serve(port)
         except OSError as error:
@@ -210,7 +212,7 @@ class Office:
             lambda _, context: coordinator.defect(_stray(context)))
 
     def _entitle(self, what: str) -> None:
-        entitle(f"run (node {self._brief.agent.node_rank}, {what})", self._brief.agent.program.target)
+        entitle(f"run (node {self._brief.assignment.node_rank}, {what})", self._brief.assignment.program.target)
 
     # ---- terms -------------------------------------------------------------------------------
 
@@ -319,7 +321,7 @@ class Office:
             await asyncio.get_running_loop().create_future()
 
     def _seats(self) -> int:
-        return leadership.seats(self._brief.agent.nodes) if self._brief.choice.kind == "embedded" else 0
+        return leadership.seats(self._brief.assignment.nodes) if self._brief.choice.kind == "embedded" else 0
 
     @property
     def _limit(self) -> float:
@@ -329,10 +331,10 @@ class Office:
     async def _take_over(self, store: Store, term: int, agent: Agent) -> None:
         durable = await store.recall()
         # In a thread: the lease is renewed meanwhile, and the disk may be shared, and slow.
-        written = await asyncio.to_thread(newest_step, self._brief.agent.run_dir)
+        written = await asyncio.to_thread(newest_step, self._brief.assignment.run_dir)
         before = await self._let_go()
         self._open_records()
-        coordinator = Coordinator(Job.new(_settings(self._config), self._brief.agent.world_size), self._records,
+        coordinator = Coordinator(Job.new(_settings(self._config), self._brief.assignment.world_size), self._records,
                                   self._screen.say, self._record.put_nowait)
         coordinator.post(TookOver(now=time.time(), term=term, address=self._uplink.address,
                                   epoch=0 if durable is None else durable.epoch,
@@ -345,7 +347,7 @@ class Office:
 
     def _patience(self) -> float:
         """Seconds that the other nodes have to come: those that are no members of the store look for it less often."""
-        few = self._brief.agent.nodes <= leadership.seats(self._brief.agent.nodes)
+        few = self._brief.assignment.nodes <= leadership.seats(self._brief.assignment.nodes)
         return self._config.suspect_timeout + (0 if few else 2 * self._config.heartbeat_timeout)
 
     def _step_down(self) -> None:

@@ -19,6 +19,7 @@ from megatron_elastic.cluster.messages import (
     FromAgent,
     Heartbeat,
     Inspected,
+    LayoutTold,
     Leaving,
     Metered,
     Paced,
@@ -34,6 +35,7 @@ from megatron_elastic.cluster.messages import (
 from megatron_elastic.cluster.protocol.events import Asked, Leaves, News, NodeAbsent, NodeBack, NodeCame, NodeLost
 from megatron_elastic.cluster.protocol.events import ClocksRefused as NoClocks
 from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
+from megatron_elastic.cluster.protocol.events import LayoutTold as NodesLayout
 from megatron_elastic.cluster.protocol.events import Metered as RanksMetered
 from megatron_elastic.cluster.protocol.events import Paced as RanksPaced
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
@@ -212,6 +214,8 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
         case Inspected():
             coordinator.post(RanksInspected(now=time.time(), node=node, readings=tuple(message.readings),
                                             usual=message.usual))
+        case LayoutTold():
+            coordinator.post(NodesLayout(now=time.time(), node=node, layout=message.layout))
         case Paced():
             coordinator.post(RanksPaced(now=time.time(), node=node, epoch=message.epoch, paces=message.paces))
         case Metered():

@@ -26,8 +26,7 @@ from megatron_elastic.cluster.launch import script, torchrun
 from megatron_elastic.cluster.launch.output import ROLE, Console, streams_shown
 from megatron_elastic.cluster.launch.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
 from megatron_elastic.cluster.leadership import Choice, parse
-from megatron_elastic.cluster.node.agent import END_LIMIT
-from megatron_elastic.cluster.node.agent import Job as AgentsJob
+from megatron_elastic.cluster.node.assignment import END_LIMIT, Assignment
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
 from megatron_elastic.cluster.node.station import Station
 from megatron_elastic.cluster.program import Program
@@ -426,7 +425,7 @@ async def _take_part(
 
 def _brief(command: _Command, run_dir: Path) -> Brief:
     config = command.config
-    job = AgentsJob(
+    job = Assignment(
         program=command.program, nodes=command.rendezvous.nodes, node_rank=command.rendezvous.node_rank,
         ranks_per_node=command.ranks_per_node, run_dir=run_dir, host=command.rendezvous.host, console=command.console,
         name=command.name, end_limit=command.end_limit,

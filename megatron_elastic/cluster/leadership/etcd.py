@@ -137,8 +137,9 @@ class Etcd:
         return answer
 
     def _client(self, endpoint: int) -> Etcd3Client:
-        """This thread's connection: sessions are not made for several."""
-        if getattr(self._here, "endpoint", None) != endpoint:
+        """This thread's connection to a member: sessions are not made for several threads."""
+        clients: dict[int, Etcd3Client] = self._here.__dict__.setdefault("clients", {})
+        if endpoint not in clients:
             session = requests.Session()
             session.trust_env = False  # proxies are for the world outside
             session.verify = os.environ.get("ETCDCTL_CACERT") or True
@@ -146,11 +147,9 @@ class Etcd:
                 session.cert = (shown, key)
             self._sessions.append(session)
             host, _, port = self._endpoints[endpoint].rpartition(":")
-            self._here.client = Etcd3Client(host.strip("[]"), int(port), timeout=self.limit / 2, api_path="/v3/",
+            clients[endpoint] = Etcd3Client(host.strip("[]"), int(port), timeout=self.limit / 2, api_path="/v3/",
                                             protocol="https" if self._encrypted else "http", session=session)
-            self._here.endpoint = endpoint
-        client: Etcd3Client = self._here.client
-        return client
+        return clients[endpoint]
 
 
 def _encoded(data: bytes) -> str:

@@ -19,13 +19,29 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """What it said first, if it has."""
 
 
+class Wanted(Message, frozen=True):
+    """What somebody has asked for with ``megatron-elastic scale``, for agents to keep: a later coordinator is to know.
+
+    What is None was not asked for, or is there already.
+    """
+
+    number: int
+    """One more whenever this changes: the highest is the newest."""
+    stages: int | None
+    """Of the pipeline."""
+    ranks: int | None
+    """As many as the cells that were asked for have."""
+    shape: tuple[int, int, int] | None
+    """Tensor-, context- and expert-parallel size."""
+
+
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows of a job whose coordinator is gone, for the next one."""
 
-    layout: bytes
-    """The newest one that its ranks have been in."""
     in_force: int
-    """Its epoch."""
+    """Epoch of the newest layout that its ranks have been in, which has one layout; -1 if there is none. Who is asked
+    for it (``TellLayout``) tells it: it is long, and most agents have the same one.
+    """
     told: bool
     """Whether no other was sent there since: what comes after it can be told as the difference."""
     epoch: int
@@ -46,6 +62,8 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the last one said so itself: nothing is wrong with its node."""
     failed: list[Failed] = msgspec.field(default_factory=list)
     """What its ranks have raised lately, in steps."""
+    wanted: Wanted | None = None
+    """What it was told last that somebody has asked for."""
 
 
 class AgentHello(Message, frozen=True):
@@ -126,6 +144,17 @@ class RankClosed(Message, frozen=True):
 
 class Inspect(Message, frozen=True):
     """How far have this node's ranks come? The answer is ``Inspected``."""
+
+
+class TellLayout(Message, frozen=True):
+    """Which layout are this node's ranks in? The answer is ``LayoutTold``."""
+
+
+class LayoutTold(Message, frozen=True):
+    """Answer to ``TellLayout``."""
+
+    layout: bytes
+    """The newest one that its ranks have been in, encoded; empty if there is none."""
 
 
 class RankReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +304,9 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Leaving | Heartbeat
-Order = Launch | Leave | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
+FromAgent = (
+    AgentHello | Said | RankNews | Inspected | LayoutTold | Paced | Metered | ClocksRefused | Leaving | Heartbeat
+)
+Order = Launch | Leave | Given | Fence | Inspect | TellLayout | Wanted | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

@@ -24,6 +24,7 @@ from megatron_elastic.cluster.messages import (
     Hello,
     Interrupt,
     Invite,
+    LayoutTold,
     Past,
     Plan,
     RankDying,
@@ -39,6 +40,7 @@ from megatron_elastic.cluster.messages import (
     Start,
     Switched,
     ToRank,
+    Wanted,
 )
 from megatron_elastic.cluster.node.chorus import Chorus, Later
 from megatron_elastic.layout import UnitShape, changed, decode, encode
@@ -84,6 +86,8 @@ class Post:
         self.committed: deque[Committed] = deque(maxlen=_KEPT)
         """Steps that may not be on record."""
         self._failed: deque[Failed] = deque(maxlen=_ERRORS)
+        self.wanted: Wanted | None = None
+        """What somebody has asked for, as it was told here last."""
 
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
@@ -99,11 +103,11 @@ class Post:
     def past(self, torch_port: int, alone_since: float, resigned: bool, started: Iterable[int]) -> Past:
         """What is known here of the job, for a new coordinator. ``started``: all ranks that ever were started here."""
         newest = max(self._highest, self._highest_of(*self._layouts.values()), *started)
-        layout = self._layouts.get(self._in_force, b"")
         return Past(
-            layout=layout, in_force=self._in_force, told=layout == self._told, epoch=self._epoch, newest=newest,
+            in_force=self._in_force, told=self._newest == self._told, epoch=self._epoch, newest=newest,
             torch_port=torch_port, key=self._key, shapes=self._shapes, recorded=self._recorded,
             committed=list(self.committed), alone_since=alone_since, resigned=resigned, failed=list(self._failed),
+            wanted=self.wanted,
         )  # fmt: skip
 
     # ---- from ranks ------------------------------------------------------------------------
@@ -190,6 +194,15 @@ class Post:
                 self._highest = max(self._highest, *content.lost, -1)
         return content
 
+    def tell_layout(self) -> None:
+        """A new coordinator does not know the layout that these ranks are in."""
+        self._tell(LayoutTold(layout=self._newest))
+
+    @property
+    def _newest(self) -> bytes:
+        """The newest layout that the ranks have been in; empty if there is none."""
+        return self._layouts.get(self._in_force, b"")
+
     def recall(self, message: Recall) -> None:
         """The coordinator lacks steps."""
         for each in self.committed:
@@ -199,6 +212,10 @@ class Post:
     def given(self, newest: int) -> None:
         """Ids up to ``newest`` were given, perhaps on other nodes."""
         self._highest = max(self._highest, newest)
+
+    def want(self, wanted: Wanted) -> None:
+        """Somebody has asked for something, or it is there."""
+        self.wanted = wanted
 
     def recorded(self, step: int) -> None:
         """Steps up to this one are on record."""

@@ -7,7 +7,6 @@ the next one when that is gone.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from megatron_elastic.cluster.brief import Brief
@@ -16,8 +15,9 @@ from megatron_elastic.cluster.coordination.race import race
 from megatron_elastic.cluster.coordination.session import Letter
 from megatron_elastic.cluster.leadership import Leader, StoreError
 from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
-from megatron_elastic.cluster.node.agent import Agent, AgentError
+from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
+from megatron_elastic.cluster.node.keeper import CannotStart
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.protocol import Outcome
 from megatron_elastic.cluster.recording.screen import Screen
@@ -52,8 +52,6 @@ class Station:
         """Where the coordinator is that this node has been in touch with last."""
         self._leader = ""
         """Where that one is, if this node has not been in touch with it."""
-        self._alone_since = time.time()
-        """Since when this node has come again, if it has, and has had no coordinator."""
         self._gone = False
         """Whether the only process that can coordinate has ended."""
 
@@ -64,7 +62,7 @@ class Station:
             outcome = await self._serve()
         except asyncio.CancelledError:
             pass  # what is left to do is to end in order
-        except (AgentError, WireError) as error:
+        except (CannotStart, WireError) as error:
             outcome = Outcome(False, str(error))
         return outcome
 
@@ -82,7 +80,7 @@ class Station:
 
     async def _serve(self) -> Outcome:
         brief, config, office = self._brief, self._config, self._office
-        if brief.agent.node_rank == 0:
+        if brief.assignment.node_rank == 0:
             coordinator = office.begin()
             self._uplink.attach(coordinator, await self._prepare())
         else:
@@ -101,26 +99,25 @@ class Station:
                 self._uplink.forget()
                 if office.coordinator is not None:
                     self._uplink.attach(office.coordinator, agent)
-                self._alone_since, self._leader = time.time(), self._leader or self._followed
+                self._leader = self._leader or self._followed
             elif office.coordinator is not None:
                 await race(office.coordinator.outcome, agent.over, office.change())
                 if office.coordinator is not None and office.coordinator.outcome.done():
                     return office.coordinator.outcome.result()
             elif self._gone or not (config.elastic and agent.members.done()):
-                return Outcome(False, f"lost the coordinator at {brief.agent.host}:{brief.port}")
+                return Outcome(False, f"lost the coordinator at {brief.assignment.host}:{brief.port}")
             elif self._leader and self._leader != self._uplink.address:
                 leader, self._leader = self._leader, ""
                 await self._follow(leader)
             elif brief.choice.kind == "alone" or not await self._look():
-                since = self._uplink.alone_since or self._alone_since
-                if time.time() - since > config.start_timeout:
+                if self._uplink.alone_s > config.start_timeout:
                     return Outcome(False, f"nobody coordinates for {config.start_timeout:g} s "
                                           "(--elastic-start-timeout); ending this node's ranks")
                 self._leader = self._followed  # it may still be there, and has something to say to this node
 
     async def _join(self) -> Outcome | None:
         """Another node: come to the first one, and do what it says. An outcome if the job is over with it."""
-        brief, host, port = self._brief, self._brief.agent.host, self._brief.port
+        brief, host, port = self._brief, self._brief.assignment.host, self._brief.port
         try:
             wire = await self._uplink.connect(host, port, self._config.start_timeout)
         except TimeoutError as error:
@@ -138,7 +135,7 @@ class Station:
         return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
 
     async def _prepare(self) -> Agent:
-        agent = self._agent = Agent(self._brief.agent, self._tell)
+        agent = self._agent = Agent(self._brief.assignment, self._tell)
         self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
         await asyncio.get_running_loop().run_in_executor(None, restore_left_behind, self._note)
         ready = await agent.prepare(self._config.start_timeout)

@@ -46,7 +46,9 @@ class Uplink:
         self.member = ""
         """Where it listens as a member of an embedded store."""
         self.alone_since: float | None = None
-        """Since when nobody coordinates, once somebody has."""
+        """Since when nobody coordinates, once somebody has; by the clock on the wall, for records."""
+        self._alone_from = time.monotonic()
+        """The same, or since when this node is there or has come again, by a clock that nobody sets."""
         self._resigned = False
         """Whether who did so last has said that it does so no longer."""
         self._config = config
@@ -76,14 +78,30 @@ class Uplink:
         self._here, self._session = (coordinator, node), None
         coordinator.post(NodeCame(now=time.time(), node=node,
                                   hello=replace(self._hello(agent, secrets.token_hex(8)), here=True)))
-        self.alone_since, self._resigned = None, False
+        self._found()
 
     def detach(self) -> None:
         """It does so no longer."""
-        self._here, self.alone_since, self._resigned = None, time.time(), True
+        self._here, self._resigned = None, True
+        self._lost()
 
     def forget(self) -> None:
         """This node comes again as one that has never had a coordinator."""
+        self._found()
+        self._alone_from = time.monotonic()
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds for which nobody has coordinated, or this node has not found who does."""
+        return time.monotonic() - self._alone_from
+
+    def _lost(self) -> None:
+        """Nobody coordinates, since now if it was not so before."""
+        if self.alone_since is None:
+            self.alone_since, self._alone_from = time.time(), time.monotonic()
+
+    def _found(self) -> None:
+        """Somebody does."""
         self.alone_since, self._resigned = None, False
 
     # ---- over connections --------------------------------------------------------------------
@@ -103,7 +121,7 @@ class Uplink:
             self._session, name = Session(), secrets.token_hex(8)
             while True:
                 why = await self._serve(wire, self._session, self._hello(agent, name), agent)
-                self.alone_since = self.alone_since or time.time()
+                self._lost()
                 if agent.over.done() or why == _RESIGNED or (why == _ELSEWHERE and time.monotonic() > unwelcome):
                     return why
                 if why == _ELSEWHERE:
@@ -118,7 +136,7 @@ class Uplink:
                 return why
         finally:
             self._session = None
-            self.alone_since = self.alone_since or time.time()
+            self._lost()
 
     async def _serve(self, wire: AsyncWire[Letter], session: Session, hello: AgentHello, agent: Agent) -> str:
         """One connection, to its end. Returns why it ended."""
@@ -145,7 +163,7 @@ class Uplink:
                     return _RESIGNED
                 if isinstance(message, Welcome):
                     welcome = True
-                    self.alone_since, self._resigned = None, False
+                    self._found()
                     session.resume(message.received, wire.send_encoded)
                 else:
                     agent.obey(message)

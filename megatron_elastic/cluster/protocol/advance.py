@@ -25,7 +25,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import copies, ending, ledger, start, unheard, watch, whereabouts
-from megatron_elastic.cluster.protocol.changes import change, clocks, drain, membership, pace, scale
+from megatron_elastic.cluster.protocol.changes import arrangement, change, clocks, drain, membership, pace, scale
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import (
     Asked,
@@ -38,6 +38,7 @@ from megatron_elastic.cluster.protocol.events import (
     Expired,
     Found,
     Inspected,
+    LayoutTold,
     Leaves,
     Led,
     Metered,
@@ -73,6 +74,7 @@ def advance(job: Job, event: Event) -> tuple[Job, tuple[Effect, ...]]:
             _happened(turn, event)
             for each in takeover.remembered(job, turn.job):
                 _happened(turn, each)
+            arrangement.tell_if_new(turn, job.arrangement)
     except Diverged as diverged:
         turn.record("diverged", reason=str(diverged))
         turn.end(False, f"the ranks have diverged: {diverged}; the last steps are not to be trusted")
@@ -107,6 +109,8 @@ def _happened(turn: Turn, event: Event) -> None:
             loss.node_lost(turn, event)
         case Inspected():
             hang.inspected(turn, event)
+        case LayoutTold():
+            takeover.layout_told(turn, event)
         case Paced():
             pace.paced(turn, event)
         case Metered():
@@ -235,6 +239,8 @@ def _expired(turn: Turn, name: str) -> None:
             start.does_not_come(turn, int(rank))
         case "hang":
             hang.due(turn)
+        case "stalled":
+            hang.no_longer_stalled(turn)
         case "leaving":
             error.stays(turn, int(rank))
         case "absent":

@@ -82,6 +82,14 @@ class Inspected(Happened, frozen=True):
     """Seconds that a step usually takes, if that is known there."""
 
 
+class LayoutTold(Happened, frozen=True):
+    """The agent of a node tells the newest layout that its ranks have been in."""
+
+    node: int
+    layout: bytes
+    """Encoded; empty if there is none."""
+
+
 class Paced(Happened, frozen=True):
     """The agent of a node tells how fast its ranks are, as far as that is new."""
 
@@ -220,7 +228,7 @@ class Unheard(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | Paced | Metered | Leaves | Asked
-    | Expired | Costed | Clocked | ClocksRefused | Found | Recorded | Led | TookOver | Seated | Sent | Troubled | Ended
-    | Unheard
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | LayoutTold | Paced | Metered
+    | Leaves | Asked | Expired | Costed | Clocked | ClocksRefused | Found | Recorded | Led | TookOver | Seated | Sent
+    | Troubled | Ended | Unheard
 )

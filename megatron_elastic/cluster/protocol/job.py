@@ -23,6 +23,7 @@ from megatron_elastic.cluster.messages import (
     RankReading,
     Report,
     VoteResult,
+    Wanted,
     Where,
 )
 from megatron_elastic.cluster.protocol.events import News, Said
@@ -289,6 +290,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
     """Whether units have been where they cost least since ranks last came or went."""
+    number: int = 0
+    """How often what somebody has asked for has changed (``Wanted``)."""
 
 
 class Ordering(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +329,14 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     needed: bool = False
     """Whether those who had not come within that have longer, because without them state is lost."""
     running: Map[int, Rank] = Map()
+    in_force: Map[int, int] = Map()
+    """Epoch of the layout that the ranks of each node are in that has come."""
+    asked: int | None = None
+    """The node that is to tell the newest of these layouts, and has not."""
+    epoch: int = -1
+    """That layout's."""
     layout: Layout | None = None
+    """It, once somebody has told it."""
     missing: Map[int, int] = Map()
     """Its ranks and spares that nobody who has come runs, with the host of each."""
     newest: int = -1
@@ -335,6 +345,8 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that may not be on record, each once however many tell it: by step, epoch and what is compared of its vote.
     """
     failed: tuple[Failed, ...] = ()
+    wanted: Wanted | None = None
+    """The newest that anybody was told of what is asked for."""
     since: float | None = None
     """Since when there was no coordinator."""
     resigned: bool = False
@@ -345,19 +357,31 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     def told(self, layout: Layout) -> Gathering:
         """A layout is known that is newer than what was."""
         missing = {rank: layout.host_of(rank) for rank in (*layout.ranks, *layout.spares) if rank not in self.running}
-        return replace(self, layout=layout, missing=Map(missing))
+        return replace(self, asked=None, epoch=layout.epoch, layout=layout, missing=Map(missing))
 
-    def came(self, running: Mapping[int, Rank]) -> Gathering:
-        """An agent has come that runs these."""
-        return replace(self, running=self.running.update(running), missing=without(self.missing, running))
+    def came(self, node: int, running: Mapping[int, Rank], in_force: int) -> Gathering:
+        """An agent has come that runs these, which are in the layout of epoch ``in_force``."""
+        known = replace(self, running=self.running.update(running), missing=without(self.missing, running),
+                        in_force=self.in_force.set(node, in_force))
+        return known._asking(node) if in_force > self.epoch else known
 
-    def went(self, ranks: Collection[int]) -> Gathering:
+    def went(self, node: int, ranks: Collection[int]) -> Gathering:
         """The agent that runs these has gone again."""
         layout, missing = self.layout, self.missing
         if layout is not None:
             missing = missing.update({rank: layout.host_of(rank) for rank in ranks
                                       if rank in layout.places or rank in layout.spares})
-        return replace(self, running=without(self.running, ranks), missing=missing)
+        known = replace(self, running=without(self.running, ranks), missing=missing,
+                        in_force=without(self.in_force, [node]))
+        if node != self.asked:
+            return known
+        known = replace(known, asked=None, epoch=-1)
+        newest = max(known.in_force, key=lambda each: (known.in_force[each], -each), default=None)
+        return known if newest is None or known.in_force[newest] < 0 else known._asking(newest)
+
+    def _asking(self, node: int) -> Gathering:
+        """It is to tell its layout; no older one is of use."""
+        return replace(self, asked=node, epoch=self.in_force[node], layout=None, missing=Map())
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,8 +392,8 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     readings: Map[int, RankReading] = Map()
     usual: float | None = None
     """Seconds that a step usually takes, as far as anybody knows."""
-    stalled: float | None = None
-    """When all of a stage were seen to stand still last. Who does so a little longer than the others has time again."""
+    stalled: bool = False
+    """Whether all of a stage were seen to stand still a while ago. Who does so a little longer has time again."""
     freed: int = 0
     """Step in which all waited for each other last, and were interrupted."""
     circle: frozenset[int] = frozenset()

@@ -15,6 +15,7 @@ from megatron_elastic.cluster.protocol.events import (
     ClocksRefused,
     Found,
     Inspected,
+    LayoutTold,
     Leaves,
     Metered,
     News,
@@ -37,6 +38,9 @@ def unheard(turn: Turn, stray: Unheard) -> None:
     """Go on without it, or end the job with the traceback."""
     event, why = stray.event, f"{_DEFECT}:\n{stray.traceback.rstrip()}"
     match event:
+        case LayoutTold():
+            if event.node in turn.job.nodes:
+                _node(turn, event.node, why)
         case Said():
             rank = turn.job.ranks.get(event.message.rank)
             if rank is not None and not rank.lost and rank.fenced is None:

@@ -68,6 +68,7 @@ _INSTALLED = frozenset({
 })
 """Modules whose ``install`` makes Megatron run on the devices that are there; the first two before it is imported."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 _LONGEST_CAUSE = 4096
 """Bytes."""
 
@@ -241,6 +242,7 @@ class _Zygote:
 
     def __init__(self, agent: socket.socket, deathwatch: Deathwatch) -> None:
         self._agent = agent
+        self._agent_pid = os.getppid()
         self._deathwatch = deathwatch
         self._slot = -1
         """In a rank: its mutex in the deathwatch."""
@@ -311,6 +313,7 @@ class _Zygote:
         """In the rank's process: be that rank. If the machine does not let it, say so through ``hold`` and end."""
         try:
             _die_with_parent(zygote)
+            be_traced_by(self._agent_pid)
             self._forget()
             _become_rank(request)
             self._slot = int(request.env["LOCAL_RANK"])
@@ -404,6 +407,13 @@ def _die_with_parent(parent: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request was in place
         os._exit(1)
+
+
+def be_traced_by(pid: int) -> None:
+    """Let that process and what it starts look into this one, also where Yama allows that to its ancestors alone:
+    the agent starts py-spy for a rank that hangs.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)  # fails where there is no Yama
 
 
 def _become_rank(request: Spawn) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Profile
+from megatron_elastic.cluster.messages import Profile, Wanted
 from megatron_elastic.cluster.protocol.effects import Tabulate, WriteProfile
-from megatron_elastic.cluster.protocol.job import Job
+from megatron_elastic.cluster.protocol.job import Arrangement, Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import EXPERTS, Layout
 from megatron_elastic.plan import Costs, NoLayout, replan, reshape
@@ -157,6 +157,31 @@ def adapt(turn: Turn, old: Layout, new: Layout) -> None:
         cells = max(cells * old.cell_size // new.cell_size, new.pipeline_size)
     shape = asked.shape if asked.shape != (new.tp, new.cp, new.ep) else None
     turn.set(arrangement=replace(asked, shape=shape, cells=cells))
+
+
+def wanted(job: Job) -> Wanted:
+    """What somebody has asked for, as agents keep it."""
+    asked, size = job.arrangement, 1 if job.layout is None else job.layout.cell_size
+    return Wanted(number=asked.number, stages=asked.stages, shape=asked.shape,
+                  ranks=None if asked.cells is None else asked.cells * size)
+
+
+def tell_if_new(turn: Turn, before: Arrangement) -> None:
+    """If something else is asked for than was, or nothing any more, agents are to know it."""
+    now = turn.job.arrangement
+    if now is before or (now.stages, now.cells, now.shape) == (before.stages, before.cells, before.shape):
+        return
+    turn.set(arrangement=replace(now, number=now.number + 1))
+    for node in turn.job.nodes:
+        turn.tell(node, wanted(turn.job))
+
+
+def recall(turn: Turn, told: Wanted, layout: Layout) -> None:
+    """A coordinator before has heard what somebody asks for. ``layout``: the present one."""
+    cells = None if told.ranks is None else max(told.ranks // layout.cell_size, layout.pipeline_size)
+    shape = None if told.shape == (layout.tp, layout.cp, layout.ep) else told.shape
+    turn.set(arrangement=replace(turn.job.arrangement, number=told.number, stages=told.stages, cells=cells,
+                                 shape=shape))
 
 
 def described(layout: Layout) -> str:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import AgentHello, Given, Hello, Launch, Members, Seat, Stop
 from megatron_elastic.cluster.protocol import ledger
+from megatron_elastic.cluster.protocol.changes import arrangement
 from megatron_elastic.cluster.protocol.effects import Tell
 from megatron_elastic.cluster.protocol.events import NodeCame, Seated
 from megatron_elastic.cluster.protocol.job import Job, Node, Rank
@@ -149,6 +150,8 @@ def join(turn: Turn, node: int, slots: int) -> None:
     """A node comes to the running job: it starts ranks that are to join."""
     turn.set(hosts=turn.job.hosts + 1)
     tell_members(turn, node)
+    if turn.job.arrangement.number:
+        turn.tell(node, arrangement.wanted(turn.job))
     broken = turn.job.nodes[node].broken
     if ranks := spawn(turn, node, [slot for slot in range(slots) if slot not in broken], turn.job.hosts - 1):
         turn.say(f"ranks {ranks} are started on a node that has come", "spawned")

@@ -68,15 +68,20 @@ def _judge(turn: Turn, readings: Mapping[int, RankReading]) -> None:
     standing = [rank for rank, seconds in left.items() if seconds <= limits[rank] / 2]
     if hung and _stay(turn.job, standing):
         _warn(turn, readings, standing)
+        turn.set_timer("stalled", max(limits[rank] for rank in standing))
     elif hung:
-        since = turn.job.watch.stalled
         waiting_for_own = [rank for rank in hung if readings[rank].waits == rank]
         for rank in sorted(hung):
-            if since is None or turn.now - since >= limits[rank]:
+            if not turn.job.watch.stalled:
                 _take_out(turn, readings[rank], len(readings) - len(busy), device=hung == [rank] == waiting_for_own)
     elif not busy:
         _untie(turn, readings)
     turn.set_timer("hang", min(max(min(left.values(), default=_LATER), _SOON), _LATER))
+
+
+def no_longer_stalled(turn: Turn) -> None:
+    """All of a stage stood still, and some have gone on long ago."""
+    turn.set(watch=replace(turn.job.watch, stalled=False))
 
 
 def _own(rank: int, readings: Mapping[int, RankReading]) -> bool:
@@ -129,8 +134,8 @@ def _stay(job: Job, standing: Collection[int]) -> bool:
 def _warn(turn: Turn, readings: Mapping[int, RankReading], hung: Collection[int]) -> None:
     """Some stand still and stay, say for a disk that they share."""
     before = turn.job.watch.stalled
-    turn.set(watch=replace(turn.job.watch, stalled=turn.now))
-    if before is None:
+    turn.set(watch=replace(turn.job.watch, stalled=True))
+    if not before:
         places = Counter(place(readings[rank]) for rank in hung).most_common(3)
         where = ", ".join(f"{count} {at}" for at, count in places)
         turn.record("standstill", ranks=sorted(hung), where=where)

@@ -16,6 +16,7 @@ from megatron_elastic.cluster.messages import (
     RankStopped,
     Stop,
     Suspect,
+    TellLayout,
 )
 from megatron_elastic.cluster.protocol import ending, ledger, start, whereabouts
 from megatron_elastic.cluster.protocol.changes import change, membership
@@ -158,7 +159,10 @@ def node_lost(turn: Turn, event: NodeLost) -> None:
         # A node that has come again has another number, and its ranks are that one's.
         running = job.gathering.running
         mine = [rank for rank in node.ranks if rank in running and running[rank].node == event.node]
-        turn.set(gathering=job.gathering.went(mine))
+        known = job.gathering.went(event.node, mine)
+        turn.set(gathering=known)
+        if known.asked is not None and known.asked != job.gathering.asked:
+            turn.tell(known.asked, TellLayout())
         return
     # A node that has come again has another number, and its ranks are that one's.
     there = [rank for rank in node.ranks

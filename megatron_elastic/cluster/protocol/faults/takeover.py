@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from immutables import Map
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop
+from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop, TellLayout
 from megatron_elastic.cluster.protocol import ledger, watch
-from megatron_elastic.cluster.protocol.changes import drain, membership
-from megatron_elastic.cluster.protocol.events import News, NodeCame, Said, TookOver
+from megatron_elastic.cluster.protocol.changes import arrangement, drain, membership
+from megatron_elastic.cluster.protocol.events import LayoutTold, News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.faults import damage, error, loss, recovery
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -51,16 +51,15 @@ def came(turn: Turn, event: NodeCame) -> None:
     running = {each.rank: Rank(node=event.node, local_rank=each.local_rank, hello=each.hello)
                for each in hello.running}
     node = turn.job.nodes[event.node]
+    known = known.came(event.node, running, past.in_force)
     known = replace(
-        known.came(running), newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
+        known, newest=max(known.newest, past.newest), written=max(known.written, past.recorded),
         committed=known.committed.update({_step(each): each for each in past.committed
                                           if _step(each) not in known.committed}),
         since=past.alone_since if known.since is None else min(known.since, past.alone_since),
         resigned=known.resigned or past.resigned, failed=(*known.failed, *past.failed),
+        wanted=max(known.wanted, past.wanted, key=lambda each: -1 if each is None else each.number),
     )  # fmt: skip
-    # Most have the same one, and reading it takes as long as all the rest.
-    if past.layout and (known.layout is None or past.in_force > known.layout.epoch):
-        known = known.told(decode(past.layout))
     turn.set(
         nodes=turn.job.nodes.set(event.node, replace(node, ranks=tuple(running))),
         torch_port=past.torch_port, key=job.key or past.key, shapes=job.shapes.update(past.shapes),
@@ -68,6 +67,18 @@ def came(turn: Turn, event: NodeCame) -> None:
         first=job.first or next((each.hello for each in hello.running if each.hello is not None), None),
         gathering=known,
     )  # fmt: skip
+    if known.asked == event.node:
+        turn.tell(event.node, TellLayout())
+    if not _go_on_if_complete(turn):
+        _wait_anew(turn)
+
+
+def layout_told(turn: Turn, event: LayoutTold) -> None:
+    """An agent tells the layout that its ranks are in, which may be a newer one since it came."""
+    known = turn.job.gathering
+    if known is None or not event.layout or (layout := decode(event.layout)).epoch < known.epoch:
+        return
+    turn.set(gathering=known.told(layout))
     if not _go_on_if_complete(turn):
         _wait_anew(turn)
 
@@ -182,6 +193,8 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for committed in sorted(known.committed.values(), key=lambda each: (each.vote.step, -each.epoch)):
         ledger.commit(turn, committed.vote, committed.epoch, len(layout.ranks), committed.time)
     error.recall(turn, known.failed)
+    if known.wanted is not None:
+        arrangement.recall(turn, known.wanted, layout)
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     for rank, each in known.running.items():
         if each.hello is None and not turn.job.ranks[rank].lost:
