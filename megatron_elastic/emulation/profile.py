@@ -17,12 +17,12 @@ import msgspec
 
 from megatron_elastic.config import MEASURED, UsageError
 from megatron_elastic.layout import Layout
+from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.cost import EMULATION, Costs, ProfileError, power_of
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.costs.recomputation import recomputing
-from megatron_elastic.plan.work.order import SEARCH
 
 _FLAG = "--elastic-emulate"
 
