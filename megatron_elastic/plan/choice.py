@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
-from megatron_elastic.pipeline.search import bound_of
+from megatron_elastic.pipeline.search import nearly
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow_on_the_way
@@ -112,8 +112,7 @@ def step(
 ) -> float:
     """Milliseconds of a step under the fastest of ``schedules``; ``clocks``: of cells, by leader, 1 if not there.
 
-    An order is not searched for each layout that could be, as that takes too long: its passes are estimated by what no
-    order is below, which searches come near to.
+    An order is not searched for each layout that could be, as that takes too long, but only nearly so.
     """
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         work = loads(layout, costs)
@@ -124,7 +123,7 @@ def step(
     if SEARCH not in schedules or any(cell.parts for cell in layout.cells.values()):
         return known_ms
     passes = run(known, layout, costs, clocks).makespan
-    return known_ms - passes + min(passes, bound_of(layout, costs, clocks or {}, math.inf))
+    return known_ms - passes + min(passes, nearly(layout, costs, clocks or {}, math.inf))
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:
