@@ -104,9 +104,10 @@ class ElasticConfig:
         if policy.refusal is not None:
             raise UsageError(f"--elastic-policy {self.policy} can only be predicted (megatron-elastic plan --policy "
                              f"{self.policy}): {policy.refusal}")
-        if policy.schedule not in (None, self.schedule):
+        if policy.schedule is not None and self.schedule not in (policy.schedule, "search"):
             raise UsageError(f"--elastic-policy {self.policy} needs --elastic-schedule {policy.schedule}, got "
-                             f"{self.schedule}: it is part of how it works")
+                             f"{self.schedule}: it is part of how it works (search, which finds nothing slower, would "
+                             "do)")
         if self.schedule == "search" and self.profile is None:
             raise UsageError("--elastic-schedule search needs to know what units cost: add --elastic-profile measured, "
                              "or a profile")

@@ -26,7 +26,7 @@ from megatron_elastic.pipeline.program import Program
 from megatron_elastic.pipeline.search import NotFitting, find
 from megatron_elastic.pipeline.simulate import Step, Timeline, fastest, run, scheduled
 from megatron_elastic.plan import NoLayout, lose
-from megatron_elastic.plan.choice import SCHEDULES
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.cost import Costs, ProfileError
 from megatron_elastic.plan.costs.power import PowerModel
@@ -36,7 +36,6 @@ from megatron_elastic.plan.migration import duration_ms, size
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.replan import replan
 from megatron_elastic.plan.work.clock import Limits
-from megatron_elastic.plan.work.order import SEARCH
 
 _EXAMPLES = """\
 examples:

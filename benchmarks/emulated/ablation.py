@@ -6,29 +6,20 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import JobFailed, progress
 
 from emulated.cases import Case
-from emulated.job import measure
+from emulated.job import Variant, measure
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Layout
+from megatron_elastic.plan.choice import SEARCH
 
 _RESIZE = ("--elastic-dataflow", "resize")
 _CLOCK = (*_RESIZE, "--elastic-dvfs", "performance")
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A job: ``flags`` besides those of all jobs."""
-
-    name: str
-    policy: str
-    flags: tuple[str, ...] = ()
 
 
 VARIANTS = (
@@ -39,8 +30,10 @@ VARIANTS = (
     Variant("+ background", "elastic", _CLOCK),
     Variant("no clocks", "elastic", _RESIZE),
     Variant("energy", "elastic", (*_RESIZE, "--elastic-dvfs", "energy")),
+    Variant("order", "elastic", (), SEARCH),
 )
-"""The first ones each add an axis to the one before; the last two are to be compared with each other."""
+"""The first ones each add an axis to the one before; *no clocks* and *energy* are to be compared with each other. That
+the *order* of work is searched needs whole micro-batches and the base clock."""
 
 
 def ablate(
@@ -57,14 +50,14 @@ def _of_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
     for number, variant in enumerate(VARIANTS):
         run_dir = root / f"{case.lost}-{case.where}-{number}"
         try:
-            found[variant.name] = measure(run_dir, options, profile, layout, variant.policy, case, variant.flags)
+            found[variant.name] = measure(run_dir, options, profile, layout, variant, case)
             del found[variant.name]["predicted_share"]  # which knows neither resize nor clocks
         except JobFailed as error:
             progress(f"{case.lost} lost ({case.where}), {variant.name}: {error}")
     before = [found[each.name]["undisturbed_tokens_per_s"] for each in VARIANTS
              if each.name in found and "performance" not in each.flags]  # fmt: skip
     usual = statistics.median(before) if before else math.inf
-    undisturbed_ms = forecast(layout, Profile.read(profile), options.schedule).step_ms
+    undisturbed_ms = forecast(layout, Profile.read(profile), "split").step_ms
     for name, each in found.items():
         each["forecast_share"] = round(undisturbed_ms / each["forecast_step_ms"] / case.limit_share(layout), 4)
         each["share_of_undisturbed"] = round(each["tokens_per_s"] / usual, 4)

@@ -1,4 +1,4 @@
-"""Job: one emulated job that loses cells, and its figures before and after."""
+"""Job: one emulated job in which something happens, and its figures before and after."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,28 +23,45 @@ from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.observe.records import read_events, read_metrics
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.policies import POLICIES, Policy
+from megatron_elastic.plan.work.clocking import MODES
+from megatron_elastic.plan.work.order import foreseen
 
 SCRIPT = "benchmarks/programs/emulated_gpt.py"
-KILLED_AT = 4
-"""Step of the loss. The first also warms things up, and the two after it are the undisturbed ones."""
+KILLED_AT = 6
+"""Step in which it happens. The first also warms things up, and an order that is searched is there some steps later."""
 _FEWEST = 3
 """Steps of the last layout, without its first, that a rate is taken of."""
-
-
+OWN = "own"
+"""Value of ``--schedule``: each policy's own."""
+_SEARCHING = ("elastic", "elastic-paused")
+"""Policies to which it belongs that the order of work is searched. All others have ``split``, which is faster than what
+they were published with, but for recycle, to which it belongs."""
 EXECUTABLE: Mapping[str, Policy] = {name: policy for name, policy in POLICIES.items() if policy.refusal is None}
 """Policies under which jobs run; what the others do is foreseen only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Jobs of one kind: ``schedule`` is their ``--elastic-schedule``, ``flags`` are besides those of all jobs."""
+
+    name: str
+    policy: str
+    flags: tuple[str, ...] = ()
+    schedule: str = "split"
 
 
 def foresee(policy: Policy, layout: Layout, lost: Collection[int], costs: Costs, schedule: str) -> Layout:
     """The layout that a job reaches: the coordinator is told of one death after the other, and then goes on as long as
     it gets better. Raises NoLayout.
     """
+    schedules = foreseen(schedule)
     for rank in lost:
-        layout = policy.lose(layout, [rank], Holdings.of(layout).without([rank]), layout.epoch + 1, costs,
-                             [schedule])
-    return policy.settle(layout, costs, [schedule])
+        layout = policy.lose(layout, [rank], Holdings.of(layout).without([rank]), layout.epoch + 1, costs, schedules)
+    return policy.settle(layout, costs, schedules)
 
 
 def asked_for(options: argparse.Namespace) -> tuple[Profile, Layout]:
@@ -63,19 +81,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device="h200")
     parser.add_argument("--policy", default="all", metavar="NAMES",
                         help=f"of {', '.join(EXECUTABLE)} (default: %(default)s)")
-    parser.add_argument("--schedule", choices=("1f1b", "split"), default="split",
-                        help="--elastic-schedule of all jobs, so that policies are compared on equal ground (default: "
-                        "%(default)s, which recycle needs)")
+    parser.add_argument("--schedule", choices=(*SCHEDULES, SEARCH, OWN), default=OWN,
+                        help="--elastic-schedule of all jobs; own: search for elastic, split for the others (default: "
+                        "%(default)s)")
+    parser.add_argument("--elastic-dvfs", choices=MODES, metavar="MODE",
+                        help="%(choices)s: besides, elastic with clocks that are planned so")
 
 
 def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program where they cannot be meant; ``options.policies`` are the names of those that are asked for."""
+    """Ends the program where they cannot be meant; ``options.variants`` are the jobs that are asked for."""
     options.model = options.emulate
-    options.policies = list(EXECUTABLE) if options.policy == "all" else options.policy.split(",")
-    if unknown := [name for name in options.policies if name not in EXECUTABLE]:
-        parser.error(f"no job runs under {', '.join(unknown)}; known: {', '.join(EXECUTABLE)}")
-    if unfit := [name for name in options.policies if EXECUTABLE[name].schedule not in (None, options.schedule)]:
-        parser.error(f"--schedule {options.schedule}: {', '.join(unfit)} needs {EXECUTABLE[unfit[0]].schedule}")
+    names = list(EXECUTABLE) if options.policy == "all" else options.policy.split(",")
+    if unknown := [name for name in names if name not in EXECUTABLE]:
+        why = f": {POLICIES[unknown[0]].refusal}" if unknown[0] in POLICIES else ""
+        parser.error(f"no job runs under {', '.join(unknown)}{why}; --policy is all, or of {', '.join(EXECUTABLE)}")
+    options.variants = [Variant(name, name, (), _schedule(name, options.schedule)) for name in names]
+    for each in options.variants:
+        if (needs := EXECUTABLE[each.policy].schedule) is not None and each.schedule not in (needs, SEARCH):
+            parser.error(f"--schedule {options.schedule}: {each.name} needs {needs}, or search")
+    if options.elastic_dvfs is not None:
+        # Clocks are planned for an order of work that is known.
+        schedule = options.schedule if options.schedule in SCHEDULES else "split"
+        flags = ("--elastic-dvfs", options.elastic_dvfs)
+        options.variants.append(Variant(f"elastic+{options.elastic_dvfs}", "elastic", flags, schedule))
+
+
+def _schedule(policy: str, asked: str) -> str:
+    if asked != OWN:
+        return asked
+    return SEARCH if policy in _SEARCHING else "split"
 
 
 def flags_of_job(options: argparse.Namespace, steps: int) -> list[str]:
@@ -99,22 +133,24 @@ def flags_of_job(options: argparse.Namespace, steps: int) -> list[str]:
     return [*(text for name, value in values.items() for text in (f"--{name}", str(value))), *switches]
 
 
-def flags_under(policy: str, options: argparse.Namespace, profile: Path) -> list[str]:
-    """Of a job that emulates ``profile`` under a policy."""
+def flags_under(variant: Variant, profile: Path) -> list[str]:
+    """Of a job that emulates ``profile``."""
     return ["--elastic-emulate", str(profile), "--elastic-profile", str(profile), "--elastic-schedule",
-            options.schedule, "--elastic-policy", policy]
+            variant.schedule, "--elastic-policy", variant.policy, *variant.flags]
 
 
 def measure(
-    run_dir: Path, options: argparse.Namespace, profile: Path, layout: Layout, policy: str, case: Case | None,
-    axes: Sequence[str] = (),
+    run_dir: Path, options: argparse.Namespace, profile: Path, layout: Layout, variant: Variant, case: Case
 ) -> dict[str, Any]:
-    """Run a job in which ``case`` happens, and tell how it went; ``axes``: further flags. Raises JobFailed."""
-    flags = [*flags_of_job(options, options.steps), *flags_under(policy, options, profile), *axes]
-    for rank in () if case is None else case.ranks:
+    """Run a job in which ``case`` happens, and tell how it went. Raises JobFailed."""
+    emulated = Profile.read(profile)
+    if problem := overflow(layout, layout.ranks, emulated.costs(layout.units), variant.schedule == "split"):
+        raise JobFailed(problem)
+    flags = [*flags_of_job(options, options.steps), *flags_under(variant, profile)]
+    for rank in case.ranks:
         flags += ["--elastic-inject", f"kill:rank={rank},step={KILLED_AT},at=forward"]
     run_job(run_dir, len(layout.ranks), flags, SCRIPT)
-    return figures(run_dir, Profile.read(profile), EXECUTABLE[policy], options.schedule, layout, case)
+    return figures(run_dir, emulated, variant, layout, case)
 
 
 def reason_of(output: str) -> str:
@@ -124,46 +160,62 @@ def reason_of(output: str) -> str:
 
 
 def figures(
-    run_dir: Path, profile: Profile, policy: Policy, schedule: str, layout: Layout, case: Case | None
+    run_dir: Path, profile: Profile, variant: Variant, layout: Layout, case: Case
 ) -> dict[str, Any]:
     """Of a job that has ended: its rate and energy when all that it did about the loss was done, and before it."""
     metrics, last = read_metrics(run_dir), max(line["epoch"] for line in read_metrics(run_dir).values())
-    after = [step for step, line in metrics.items() if line["epoch"] == last and step > 1]
-    if case is not None:
-        after = [step for step in after if step > KILLED_AT][1:]
-        before = _rate(metrics, profile, range(2, KILLED_AT))
-    else:
-        before = _rate(metrics, profile, after)
+    after = [step for step, line in metrics.items() if line["epoch"] == last and step > KILLED_AT][1:]
+    before = undisturbed_steps(metrics)
     if len(after) < _FEWEST:
         raise JobFailed(f"{run_dir}: only {len(after)} whole steps in the last layout; give more --steps")
     reached = Layout.from_json((run_dir / "layouts" / f"{last}.json").read_text())
     step_ms = statistics.median(metrics[step]["step_ms"] for step in after)
-    expected = forecast(reached, profile, schedule, clocks_of(run_dir, reached, profile))
-    noted = drawn(run_dir)
-    tokens = sum(_tokens(metrics, profile, step) for step in after)
-    found: dict[str, Any] = {
-        "tokens_per_s": round(_rate(metrics, profile, after), 1),
-        "undisturbed_tokens_per_s": round(before, 1),
-        "joules_per_token": round(sum(noted.joules[step] for step in after) / tokens, 5),
-        "undisturbed_joules_per_token": round(
-            sum(noted.joules[step] for step in range(2, KILLED_AT))
-            / sum(_tokens(metrics, profile, step) for step in range(2, KILLED_AT)), 5),
+    expected = forecast(reached, profile, variant.schedule, clocks_of(run_dir, reached, profile))
+    foreseen_ms = forecast(
+        foresee(EXECUTABLE[variant.policy], layout, case.ranks, profile.costs(layout.units), variant.schedule),
+        profile, variant.schedule).step_ms
+    undisturbed_ms = forecast(layout, profile, variant.schedule).step_ms
+    noted, scale = drawn(run_dir), profile.emulation.time_scale
+    lost = min(event["time"] for event in read_events(run_dir) if event["kind"] == "injected")
+    longest = max(metrics[step]["step_ms"] for step in metrics if step >= KILLED_AT)
+    return {
+        "tokens_per_s": round(rate(metrics, profile, after), 1),
+        "undisturbed_tokens_per_s": round(rate(metrics, profile, before), 1),
+        "predicted_share": round(undisturbed_ms / foreseen_ms / case.limit_share(layout), 4),
+        "joules_per_token": round(_joules(metrics, profile, noted, after), 5),
+        "undisturbed_joules_per_token": round(_joules(metrics, profile, noted, before), 5),
         "step_ms": round(step_ms, 1),
         "forecast_step_ms": round(expected.step_ms, 1),
         "forecast_error": round(expected.step_ms / step_ms - 1, 4),
         "late_ms": round(statistics.median(noted.late_ms[step] for step in after), 1),
         "ranks": len(reached.ranks),
-    }  # fmt: skip
-    if case is not None:
-        costs = profile.costs(layout.units)
-        foreseen = forecast(foresee(policy, layout, case.ranks, costs, schedule), profile, schedule).step_ms
-        undisturbed = forecast(layout, profile, schedule).step_ms
-        lost = min(event["time"] for event in read_events(run_dir) if event["kind"] == "injected")
-        found["predicted_share"] = round(undisturbed / foreseen / case.limit_share(layout), 4)
-        longest = max(metrics[step]["step_ms"] for step in metrics if step >= KILLED_AT)
-        found["pause_s"] = round(max(longest - step_ms, 0.0) / 1e3 / profile.emulation.time_scale, 2)
-        found["seconds_until"] = round((noted.ended[after[0] - 1] - lost) / profile.emulation.time_scale, 2)
-    return found
+        "widths": [stage.width for stage in reached.stages],
+        "pause_s": round(max(longest - step_ms, 0.0) / 1e3 / scale, 2),
+        "seconds_until": round((noted.ended[after[0] - 1] - lost) / scale, 2),
+    }
+
+
+def undisturbed_steps(metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The last two before it happens, or the one if the order of work has just changed."""
+    epoch = metrics[KILLED_AT - 1]["epoch"]
+    same = [step for step in range(2, KILLED_AT) if metrics[step]["epoch"] == epoch]
+    return same[1:][-2:] or same
+
+
+def usual_rate(variants: Sequence[Variant], found: Mapping[str, Mapping[str, Any]]) -> float:
+    """The median of what jobs did before anything happened. All are alike until then, if no clocks are set; but where
+    orders are searched, the usual one is there at first.
+    """
+    alike = [each for each in variants if not each.flags and "failed" not in found.get(each.name, {"failed": ""})]
+    known = [each for each in alike if each.schedule != SEARCH] or alike
+    return statistics.median([found[each.name]["undisturbed_tokens_per_s"] for each in known]) if known else 0.0
+
+
+def _joules(
+    metrics: Mapping[int, Mapping[str, Any]], profile: Profile, noted: Noted, steps: Sequence[int]
+) -> float:
+    """Of a token."""
+    return sum(noted.joules[step] for step in steps) / sum(_tokens(metrics, profile, step) for step in steps)
 
 
 def clocks_of(run_dir: Path, layout: Layout, profile: Profile) -> dict[int, float]:
@@ -179,7 +231,7 @@ def _tokens(metrics: Mapping[int, Mapping[str, Any]], profile: Profile, step: in
     return float(samples * profile.emulation.tokens / profile.emulation.samples)
 
 
-def _rate(metrics: Mapping[int, Mapping[str, Any]], profile: Profile, steps: Sequence[int]) -> float:
+def rate(metrics: Mapping[int, Mapping[str, Any]], profile: Profile, steps: Sequence[int]) -> float:
     """Tokens a second of the real devices. The median over steps: others use this machine, too."""
     scale = 1e3 * profile.emulation.time_scale
     rates = [_tokens(metrics, profile, step) * scale / metrics[step]["step_ms"] for step in steps]

@@ -19,9 +19,10 @@ from typing import Any
 from common import CHECKOUT, JobFailed, cli, free_port, pid_of, progress
 
 from emulated.availability import Change
-from emulated.job import SCRIPT, drawn, flags_of_job, flags_under, reason_of
+from emulated.job import SCRIPT, Variant, drawn, flags_of_job, flags_under, reason_of
 from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, make_token
 from megatron_elastic.emulation.profile import Profile
+from megatron_elastic.observe.goodput import goodput
 from megatron_elastic.observe.records import read_events, read_metrics
 
 FIRST = 4
@@ -84,11 +85,11 @@ class Job:
 
 
 def replay(
-    run_dir: Path, options: argparse.Namespace, profile: Path, policy: str, happens: Sequence[Change]
+    run_dir: Path, options: argparse.Namespace, profile: Path, variant: Variant, happens: Sequence[Change]
 ) -> dict[str, Any]:
     """Run a job for ``options.minutes`` while ``happens``, and tell what it has done. Raises JobFailed."""
     slots, seconds = options.layout.ranks, 60 * options.minutes
-    flags = [*flags_of_job(options, _STEPS), *flags_under(policy, options, profile), "--elastic-slow", "off",
+    flags = [*flags_of_job(options, _STEPS), *flags_under(variant, profile), "--elastic-slow", "off",
              "--elastic-slices", str(slots)]  # fmt: skip
     job = Job(run_dir, slots, flags)
     try:
@@ -98,7 +99,7 @@ def replay(
             if job.ended:
                 break
             job.change(change)
-            progress(f"{policy}: {change.at:.0f} s, slot {change.slot} {'comes' if change.comes else 'goes'}")
+            progress(f"{variant.name}: {change.at:.0f} s, slot {change.slot} {'comes' if change.comes else 'goes'}")
         job.wait(begun + seconds - time.monotonic())
         ended = job.ended
     finally:
@@ -127,7 +128,9 @@ def _done(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def figures(run_dir: Path, profile: Profile, seconds: float) -> dict[str, Any]:
-    """Tokens by time from step FIRST on, in s and tokens, and the undisturbed rate before it."""
+    """Tokens by time from step FIRST on, in s and tokens, the undisturbed rate before it, and where time was lost, by
+    cause, in s of the trace.
+    """
     metrics, ended, size = read_metrics(run_dir), drawn(run_dir).ended, profile.emulation
     each = size.tokens / size.samples
     begun, before = ended[FIRST], metrics[FIRST]["consumed_samples"]
@@ -135,10 +138,12 @@ def figures(run_dir: Path, profile: Profile, seconds: float) -> dict[str, Any]:
             for step, line in sorted(metrics.items()) if step >= FIRST and ended[step] - begun <= seconds]  # fmt: skip
     undisturbed = (before - metrics[1]["consumed_samples"]) * each / (begun - ended[1])
     events = read_events(run_dir)
+    lost = goodput([line for _, line in sorted(metrics.items())], events).lost
     return {
         "tokens": done[-1][1],
         "undisturbed_tokens_per_s": round(undisturbed, 1),
         "recoveries": sum(event["kind"] == "recovered" for event in events),
         "fallbacks": sum(event["kind"] == "fallback" for event in events),
+        "lost_s": {part.removesuffix("_ms"): round(ms / 1e3 / size.time_scale, 1) for part, ms in lost.items()},
         "done": done,
     }

@@ -9,9 +9,10 @@ machine have one clock (``time.monotonic``), which emulation needs.
 from __future__ import annotations
 
 import json
+import random
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_elastic.comm.transport import Transport
@@ -40,10 +41,15 @@ class Accelerator:
     Args:
         transport: the rank's; an interrupt ends a sleep as it ends a wait.
         run_dir: where it writes what each step took.
+        slowness: how many times as long computing takes now, by an injection.
     """
 
-    def __init__(self, profile: Profile, transport: Transport, run_dir: Path) -> None:
+    def __init__(
+        self, profile: Profile, transport: Transport, run_dir: Path, slowness: Callable[[], float] = lambda: 1.0
+    ) -> None:
         self.profile = profile
+        self._slowness = slowness
+        self._noise = random.Random(transport.rank)
         self._transport = transport
         self._rank = transport.rank
         self._record = run_dir / FOLDER / f"{self._rank}.jsonl"
@@ -148,7 +154,9 @@ class Accelerator:
         """Return when an operation on a fraction of a grain is done: by default that of the forward."""
         if fraction is None:
             fraction, _ = self._kept.get((op.grain, op.chunk), (1.0, 0.0))
-        seconds = self._times.ms(op) * fraction / 1e3 / self._clock
+        seconds = self._times.ms(op) * fraction / 1e3 / self._clock * self._slowness()
+        if self.profile.emulation.noise:
+            seconds *= max(0.0, self._noise.gauss(1.0, self.profile.emulation.noise))
         self._free_at = max(self._free_at, self._there_at) + seconds
         self._there_at = 0.0
         self._busy += seconds

@@ -76,6 +76,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--efficiency", type=float, default=0.5, metavar="X",
                         help="share of its stated operations that a device does (default: %(default)s)")
     parser.add_argument("--ranks-per-host", type=usage.count, metavar="N", help="default: the device's")
+    parser.add_argument("--noise", type=float, default=0.0, metavar="X",
+                        help="standard deviation of what an operation takes, as a share (default: %(default)s)")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--step-seconds", type=float, default=2.0, metavar="S",
                        help="scale time so that an undisturbed step takes so long (default: %(default)s)")
@@ -86,6 +88,8 @@ def make(options: argparse.Namespace) -> Profile:
     """The profile that the flags ask for. Raises UsageError."""
     if not 0 < options.efficiency <= 1:
         raise UsageError(f"--efficiency must be above 0 and at most 1, got {options.efficiency:g}")
+    if not 0 <= options.noise < 1:
+        raise UsageError(f"--noise must be at least 0 and below 1, got {options.noise:g}")
     for name in ("step_seconds", "time_scale"):
         if (value := getattr(options, name)) is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
@@ -99,7 +103,7 @@ def make(options: argparse.Namespace) -> Profile:
         profile = derive(
             options.model, shape, options.device, ACCELERATORS[options.device], size, batch,
             efficiency=options.efficiency, time_scale=options.time_scale, step_seconds=options.step_seconds,
-            ranks_per_host=options.ranks_per_host,
+            ranks_per_host=options.ranks_per_host, noise=options.noise,
         )  # fmt: skip
     except LayoutError as error:
         raise UsageError(f"--layout: {error}") from None

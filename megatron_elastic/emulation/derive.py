@@ -75,7 +75,7 @@ def layout_of(shape: Shape, grid: Grid, batch: Batch) -> Layout:
 
 def derive(
     name: str, shape: Shape, device: str, figures: Figures, grid: Grid, batch: Batch, *, efficiency: float,
-    time_scale: float | None, step_seconds: float, ranks_per_host: int | None = None,
+    time_scale: float | None, step_seconds: float, ranks_per_host: int | None = None, noise: float = 0.0,
 ) -> Profile:
     """The profile of a model on a device; times as they are with ``time_scale``, or such that a step of the fault-free
     layout takes ``step_seconds``.
@@ -84,7 +84,7 @@ def derive(
     kinds = _units(shape, figures, grid, batch, efficiency)
     if ranks_per_host is not None:
         figures = replace(figures, per_host=ranks_per_host)
-    true = _profile(name, device, figures, batch, kinds, layout, _boundary(shape, grid, batch))
+    true = _profile(name, device, figures, batch, kinds, layout, _boundary(shape, grid, batch), noise)
     step = forecast(layout, true, "1f1b").step_ms
     return scaled(true, layout, step_seconds * 1e3 / step if time_scale is None else time_scale)
 
@@ -105,11 +105,12 @@ def scaled(profile: Profile, layout: Layout, by: float) -> Profile:
 
 
 def _profile(
-    name: str, device: str, figures: Figures, batch: Batch, kinds: dict[str, UnitCost], layout: Layout, boundary: int
+    name: str, device: str, figures: Figures, batch: Batch, kinds: dict[str, UnitCost], layout: Layout, boundary: int,
+    noise: float,
 ) -> Profile:
     emulation = Emulation(
         model=name, device=device, tokens=batch.samples * batch.sequence * layout.batches,
-        samples=batch.samples * layout.batches, time_scale=1.0,
+        samples=batch.samples * layout.batches, time_scale=1.0, noise=noise,
     )
     exchange = Exchange(
         sum_bytes=GRADIENT, gradient_bytes=GRADIENT, weight_bytes=WEIGHT, near_bandwidth=figures.near.bandwidth,

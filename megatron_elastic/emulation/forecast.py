@@ -10,8 +10,8 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.search import find
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
+from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.work.order import SEARCH
 
 SHARES = {"backward": 1.0, "backward_input": 0.5, "backward_weight": 0.5}
 """What each kind of operation takes of a unit's backward pass."""

@@ -17,12 +17,12 @@ import msgspec
 
 from megatron_elastic.config import MEASURED, UsageError
 from megatron_elastic.layout import Layout
+from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.cost import EMULATION, Costs, ProfileError, power_of
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.costs.recomputation import recomputing
-from megatron_elastic.plan.work.order import SEARCH
 
 _FLAG = "--elastic-emulate"
 
@@ -35,6 +35,7 @@ class Emulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens, samples: of a grain, on all ranks of a cell together.
         time_scale: emulated seconds for a second of the real device.
         clocks: of ranks whose devices do not run at clock 1, by rank, when the job begins.
+        noise: standard deviation of what an operation takes, as a share of that.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Emulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: int
     time_scale: float
     clocks: dict[str, float] = {}
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ class Profile:
         for name, value in profile._positive():
             if not value > 0:
                 raise ProfileError(f'"{EMULATION}" of the profile: {name} must be positive, got {value:g}')
+        if not 0 <= emulation.noise < 1:
+            raise ProfileError(f'"{EMULATION}" of the profile: noise must be at least 0 and below 1, got '
+                               f"{emulation.noise:g}")
         if any(not rank.isdecimal() for rank in emulation.clocks):
             raise ProfileError(f'"{EMULATION}" of the profile: clocks are by rank, got {sorted(emulation.clocks)}')
         return profile

@@ -46,6 +46,11 @@ class Hooks:
         self._observers: list[Observer] = []
         self._active = bool(self._injections)
 
+    @property
+    def slowness(self) -> float:
+        """How many times as long computing takes now, by an injection; for whoever only emulates computing."""
+        return next((each.factor for each in self._observers if isinstance(each, _Slowness)), 1.0)
+
     def attach(self, observer: Observer) -> None:
         """Call ``observer`` at every point from now on."""
         self._observers.append(observer)
@@ -90,7 +95,11 @@ class _Slowness:
         self._until = float("inf") if injection.seconds is None else time.monotonic() + injection.seconds
         self._computed = time.thread_time()
 
+    @property
+    def factor(self) -> float:
+        """How many times as long computing takes now."""
+        return 1 + self._share if time.monotonic() < self._until else 1.0
+
     def __call__(self, point: str, step: int, grain: int | None) -> None:
         before, self._computed = self._computed, time.thread_time()
-        if time.monotonic() < self._until:
-            time.sleep((self._computed - before) * self._share)
+        time.sleep((self._computed - before) * (self.factor - 1))

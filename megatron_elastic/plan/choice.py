@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
-from megatron_elastic.pipeline.simulate import Step, scheduled
+from megatron_elastic.pipeline.search import nearly
+from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow_on_the_way
 from megatron_elastic.plan.errors import NoLayout
@@ -27,7 +28,9 @@ from megatron_elastic.plan.work.dataflow import share
 HORIZON_MS = 3_600_000.0
 """Expected time until the next loss or join: at 1,000 devices a few hours, at 16,000 one or two."""
 SCHEDULES = ("1f1b", "split")
-"""Values of ``--elastic-schedule``."""
+"""Values of ``--elastic-schedule`` whose order of work is known beforehand."""
+SEARCH = "search"
+"""Value of ``--elastic-schedule``: the usual order at first, and what is found as soon as costs are known."""
 MOST_SIMULATED = 2_000
 """Grains times stages beyond which a step is estimated: a coordinator plans between other things."""
 _MOST_TURNED = 5_000
@@ -107,12 +110,20 @@ def best(found: Collection[Way]) -> Way:
 def step(
     layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None
 ) -> float:
-    """Milliseconds of a step under the fastest of ``schedules``; ``clocks``: of cells, by leader, 1 if not there."""
+    """Milliseconds of a step under the fastest of ``schedules``; ``clocks``: of cells, by leader, 1 if not there.
+
+    An order is not searched for each layout that could be, as that takes too long, but only nearly so.
+    """
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         work = loads(layout, costs)
         slowest = max(ms / (clocks or {}).get(leader, 1.0) for leader, ms in work.items())
         return costs.pace_of(layout).step_ms * (slowest / max(work.values()) if max(work.values()) else 1.0)
-    return min(Step.of(scheduled(each, layout), layout, costs, clocks).ms for each in schedules)
+    programs = (scheduled(each, layout) for each in schedules if each != SEARCH)
+    known_ms, known = min(((Step.of(each, layout, costs, clocks).ms, each) for each in programs), key=lambda by: by[0])
+    if SEARCH not in schedules or any(cell.parts for cell in layout.cells.values()):
+        return known_ms
+    passes = run(known, layout, costs, clocks).makespan
+    return known_ms - passes + min(passes, nearly(layout, costs, clocks or {}, math.inf))
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:

@@ -131,7 +131,8 @@ class Trainer:
         """What this rank behaves as, if that is emulated."""
         if self.config.emulate is not None:
             run_dir = Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])
-            self.accelerator = Accelerator(Profile.read(self.config.emulate), self.transport, run_dir)
+            self.accelerator = Accelerator(
+                Profile.read(self.config.emulate), self.transport, run_dir, lambda: self.hooks.slowness)
         self.devices = Devices(control.interrupt, timedelta(seconds=limit))
         """Ends what of reductions blocks on a device."""
         self.communicators = Communicators(self.transport, self.devices, self.device.name)

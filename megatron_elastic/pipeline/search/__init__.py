@@ -5,10 +5,11 @@
 
 from megatron_elastic.pipeline.search.bound import lower_bound
 from megatron_elastic.pipeline.search.candidates import NotFitting, best
-from megatron_elastic.pipeline.search.found import Found, bound_of, find, fits
+from megatron_elastic.pipeline.search.found import Found, bound_of, find, fits, nearly
 from megatron_elastic.pipeline.search.problem import Deadlock, Orders, Problem
 from megatron_elastic.pipeline.search.recompute import choose
 
 __all__ = [
-    "Deadlock", "Found", "NotFitting", "Orders", "Problem", "best", "bound_of", "choose", "find", "fits", "lower_bound",
+    "Deadlock", "Found", "NotFitting", "Orders", "Problem", "best", "bound_of", "choose", "find", "fits",
+    "lower_bound", "nearly",
 ]  # fmt: skip

@@ -54,7 +54,10 @@ class Policy:
     refusal: ClassVar[str | None] = None
     """Why a job cannot run under it: what it does is no layout. None: it can."""
     schedule: ClassVar[str | None] = None
-    """The ``--elastic-schedule`` that is part of it; None: it works with any."""
+    """The ``--elastic-schedule`` that is part of it, if it is not searched; None: it works with any."""
+
+    restarts: ClassVar[bool] = False
+    """Whether a loss takes all back to the newest checkpoint, if there is one."""
 
     def lose(
         self, layout: Layout, lost: Collection[int], held: Holdings, epoch: int, costs: Costs | None,
@@ -91,6 +94,12 @@ class Policy:
         Cells may be left out. ``schedules``: those that may be used.
         """
         return layout
+
+    def usual_ms(self, layout: Layout, stage: int, costs: Costs | None) -> float | None:
+        """What a grain should take in a cell of a stage, if who is slow is judged by that; None: by what it takes in
+        the stage's other cells.
+        """
+        return None
 
     def foresee(
         self, layout: Layout, lost: Collection[int], costs: Costs, schedules: Collection[str] = SCHEDULES

@@ -28,12 +28,15 @@ class Varuna(Grid):
     ) -> Outcome:
         """The regular pipeline, after processes have started, read their state, and computed again what is lost."""
         found = super().foresee(layout, lost, costs, schedules)
-        (after,) = found.layouts
-        widths = {unit: stage.width for stage in after.stages for unit in stage.units}
-        read = max(
-            sum(costs.units[unit].parameter_bytes + costs.units[unit].optimizer_bytes / widths[unit]
-                for unit in stage.units)
-            for stage in after.stages
-        )  # fmt: skip
-        pause_ms = START_MS + costs.transfer_ms(read) + CHECKPOINT_MS / 2
-        return replace(found, interim=None, pause_ms=pause_ms, background_ms=0.0)
+        return replace(found, interim=None, pause_ms=restart_ms(found.layouts[0], costs), background_ms=0.0)
+
+
+def restart_ms(layout: Layout, costs: Costs) -> float:
+    """Of processes that start, read their state of a checkpoint, and compute again what is lost."""
+    widths = {unit: stage.width for stage in layout.stages for unit in stage.units}
+    read = max(
+        sum(costs.units[unit].parameter_bytes + costs.units[unit].optimizer_bytes / widths[unit]
+            for unit in stage.units)
+        for stage in layout.stages
+    )  # fmt: skip
+    return START_MS + costs.transfer_ms(read) + CHECKPOINT_MS / 2

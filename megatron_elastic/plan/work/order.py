@@ -13,12 +13,10 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, pack, unpack
 from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import run, scheduled
-from megatron_elastic.plan.choice import SCHEDULES
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.placing import elsewhere
 
-SEARCH = "search"
-"""Value of ``--elastic-schedule``: the usual order at first, and what is found as soon as costs are known."""
 _CHANGED = 0.2
 """Times of stages that differ by less are taken to be the same: what is measured is not better than that."""
 
@@ -99,6 +97,6 @@ def _by_stage(layout: Layout, costs: Costs) -> list[float]:
 
 def foreseen(schedule: str) -> Collection[str]:
     """The schedules by which steps of layouts are predicted under ``--elastic-schedule``: a search is no slower than
-    the known ones, but takes too long to be made for every layout that could be.
+    the known ones.
     """
-    return SCHEDULES if schedule == SEARCH else (schedule,)
+    return (*SCHEDULES, SEARCH) if schedule == SEARCH else (schedule,)

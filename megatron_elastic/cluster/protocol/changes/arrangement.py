@@ -16,13 +16,13 @@ from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import EXPERTS, Layout
 from megatron_elastic.plan import Costs, NoLayout, replan, reshape
 from megatron_elastic.plan import measured as costs_of
-from megatron_elastic.plan.choice import HORIZON_MS, best, splits
+from megatron_elastic.plan.choice import HORIZON_MS, SEARCH, best, splits
 from megatron_elastic.plan.costs.recomputation import recomputing
 from megatron_elastic.plan.graph import Graph
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.predict.likeness import case_of
 from megatron_elastic.plan.replan import fill
-from megatron_elastic.plan.work.order import SEARCH, alike, foreseen
+from megatron_elastic.plan.work.order import alike, foreseen
 
 
 def measured(turn: Turn, message: Profile) -> bool:

@@ -15,7 +15,8 @@ from megatron_elastic.cluster.protocol.events import Found
 from megatron_elastic.cluster.protocol.job import Ordering
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
-from megatron_elastic.plan.work.order import SEARCH, Order, alike
+from megatron_elastic.plan.choice import SEARCH
+from megatron_elastic.plan.work.order import Order, alike
 
 _WORTH = 0.01
 """What another order has to gain at least, as a share of the passes of a step."""

@@ -77,9 +77,10 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
     changed = False
     for index in sorted(stages):
         took = _times(job, layout.stages[index])
-        if len(took) < 2:
+        usual = job.policy.usual_ms(layout, index, job.arrangement.costs)
+        if usual is None and len(took) < 2:
             continue
-        usual = median_low(took.values())
+        usual = usual or median_low(took.values())
         for cell in layout.stages[index].cells:
             if cell.leader in took:
                 changed |= _believe(turn, index, cell, took[cell.leader] / usual)

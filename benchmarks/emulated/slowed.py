@@ -1,0 +1,136 @@
+"""Slowed: emulated jobs in which one rank becomes slower than the others, for good or in bursts."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import JobFailed, progress, run_job
+
+from emulated.job import (
+    KILLED_AT,
+    SCRIPT,
+    Variant,
+    drawn,
+    flags_of_job,
+    flags_under,
+    rate,
+    reason_of,
+    undisturbed_steps,
+    usual_rate,
+)
+from megatron_elastic.emulation.profile import Profile
+from megatron_elastic.layout import Layout
+from megatron_elastic.observe.records import read_events, read_metrics
+
+_HEEDING = ("elastic", "elastic-paused", "resihp", "chameleon")
+"""Policies that do something about ranks that are slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """From step KILLED_AT on computing takes ``factor`` times as long on ``rank``; with ``bursts`` for so many steps,
+    then as long as on others for as many, and so on.
+    """
+
+    rank: int
+    factor: float
+    bursts: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slow:
+        """Of ``RANK:FACTOR``. Raises ArgumentTypeError."""
+        rank, _, factor = text.partition(":")
+        try:
+            found = cls(int(rank), float(factor))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not like 5:2 (RANK:FACTOR)") from None
+        if found.rank < 0 or not 1 < found.factor < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: FACTOR is how many times as long computing takes, so above 1: "
+                                             "for half the speed it is 2")
+        return found
+
+    def limit_share(self, layout: Layout) -> float:
+        """Of what there is to compute with, how much is left: its cell is as slow as it is."""
+        lost = (1 - 1 / self.factor) * (1.0 if self.bursts is None else 0.5)
+        return 1 - lost / len(layout.cells)
+
+    def flags(self, steps: int) -> list[str]:
+        """Of a job of so many steps."""
+        at = range(KILLED_AT, steps + 1, self.bursts or steps)
+        factors = [(step, 1.0 if number % 2 else self.factor) for number, step in enumerate(at)]
+        return [text for step, factor in factors
+                for text in ("--elastic-inject", f"slow:rank={self.rank},step={step},at=forward,factor={factor:g}")]
+
+
+def run_case(
+    root: Path, options: argparse.Namespace, profile: Path, layout: Layout, slow: Slow
+) -> dict[str, Any]:
+    """All variants."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, variant in enumerate(options.variants):
+        try:
+            run_dir = root / f"slow-{slow.rank}-{slow.factor:g}-{number}"
+            found[variant.name] = _measure(run_dir, options, profile, layout, variant, slow)
+        except JobFailed as error:
+            found[variant.name] = {"tokens_per_s": 0.0, "share_of_limit": 0.0, "failed": reason_of(str(error))}
+    undisturbed = usual_rate(options.variants, found)
+    for name, each in found.items():
+        if "failed" not in each and undisturbed:
+            each["share_of_limit"] = round(each["tokens_per_s"] / undisturbed / slow.limit_share(layout), 4)
+            each["settled_share"] = round(each["settled_tokens_per_s"] / undisturbed / slow.limit_share(layout), 4)
+        progress(f"rank {slow.rank} {slow.factor:g} times as slow, {name}: {each}")
+    return {"slow": f"{slow.rank}:{slow.factor:g}", "bursts": slow.bursts,
+            "limit_share": round(slow.limit_share(layout), 4), "undisturbed_tokens_per_s": undisturbed,
+            "policies": found}
+
+
+def _measure(
+    run_dir: Path, options: argparse.Namespace, profile: Path, layout: Layout, variant: Variant, slow: Slow
+) -> dict[str, Any]:
+    heeds = "share" if variant.policy in _HEEDING else "off"
+    flags = [*flags_of_job(options, options.steps), *flags_under(variant, profile), "--elastic-slow", heeds]
+    run_job(run_dir, len(layout.ranks), [*flags, *slow.flags(options.steps)], SCRIPT)
+    return figures(run_dir, Profile.read(profile), slow)
+
+
+def figures(run_dir: Path, profile: Profile, slow: Slow) -> dict[str, Any]:
+    """Of a job that has ended. ``tokens_per_s``: of all the time since it began; ``settled_tokens_per_s``: the median
+    of the last half of the steps. ``alarms``: how often a rank was taken for slow, which was (``right``) or was not.
+    """
+    metrics, noted = read_metrics(run_dir), drawn(run_dir)
+    after = [step for step in metrics if step >= KILLED_AT]
+    size = profile.emulation
+    samples = metrics[after[-1]]["consumed_samples"] - metrics[after[0] - 1]["consumed_samples"]
+    tokens = samples * size.tokens / size.samples
+    seconds = (noted.ended[after[-1]] - noted.ended[after[0] - 1]) / size.time_scale
+    alarms = Counter("right" if slow.rank in event["ranks"] else "wrong" for event in read_events(run_dir)
+                     if event["kind"] == "slow")  # fmt: skip
+    return {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "settled_tokens_per_s": round(rate(metrics, profile, after[len(after) // 2 :]), 1),
+        "undisturbed_tokens_per_s": round(rate(metrics, profile, undisturbed_steps(metrics)), 1),
+        "joules_per_token": round(sum(noted.joules[step] for step in after) / tokens, 5),
+        "alarms": {"right": alarms["right"], "wrong": alarms["wrong"]},
+        "changes": sum(event["kind"] == "switched" for event in read_events(run_dir)),
+        "late_ms": round(statistics.median(noted.late_ms[step] for step in after), 1),
+    }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = ["| slow | policy | tokens/s | of the limit | at the end | alarms: right, wrong | changes |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for case in found:
+        for name, each in case["policies"].items():
+            if "failed" not in each:
+                values = (case["slow"] + ("" if case["bursts"] is None else f", {case['bursts']} steps in turn"), name,
+                          f"{each['tokens_per_s']:.0f}", f"{each['share_of_limit']:.3f}",
+                          f"{each['settled_share']:.3f}", f"{each['alarms']['right']}, {each['alarms']['wrong']}",
+                          each["changes"])  # fmt: skip
+                lines.append(f"| {' | '.join(map(str, values))} |")
+    return "\n".join(lines)
