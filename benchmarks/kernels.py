@@ -1,6 +1,7 @@
 """How long do kernels take? ``megatron-elastic bench kernels``.
 
-Each is run as compiled code and as torch computes it, in alternation, on one thread.
+Each is run as compiled code and as torch computes it, in alternation, on one thread. What an exact sum is worth
+comparing with runs beside it: the float32 sum that it takes the place of, and a copy of as many bytes as it moves.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from typing import Any
 import torch
 from common import JobFailed, emit, load_average, run
 
-from megatron_elastic.numerics.kernels import AdamNumbers, compiled, reference
+from megatron_elastic.numerics.kernels import BLOCK, AdamNumbers, compiled, reference
 
 Calls = Mapping[str, Callable[[], Any]]
+_MOVED = 4 + 8 + 8
+"""Bytes that an exact sum reads and writes of an element: a float32 number, and the total before and after."""
 
 
 def calls(n: int, fast: compiled.Kernels) -> dict[str, Calls]:
     """Kernel -> way -> one call of it on ``n`` elements."""
     generator = torch.Generator().manual_seed(1)
     value = torch.randn(n, generator=generator) * 1e-3
-    total = torch.zeros(n, dtype=torch.int64)
+    whole = value[: n // BLOCK * BLOCK]
+    total, floats = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+    source, target = torch.zeros(2, n * _MOVED // 2, dtype=torch.int8)
     parts = [torch.randint(-(2**50), 2**50, (n,), generator=generator) for _ in range(4)]
     weights, grad, first = (torch.randn(n, generator=generator) for _ in range(3))
     second = torch.rand(n, generator=generator)
@@ -39,10 +44,12 @@ def calls(n: int, fast: compiled.Kernels) -> dict[str, Calls]:
         "quantise_add": {
             "torch": lambda: reference.quantise_add(total, value, 0.37, 1e5),
             "compiled": lambda: fast.quantise_add(total, value, 0.37, 1e5),
+            "float32 add": lambda: floats.add_(value),
+            "copy": lambda: target.copy_(source),
         },
         "mean": {"torch": lambda: reference.mean(parts, 1e-12), "compiled": lambda: fast.mean(parts, 1e-12)},
         "block_squares": {
-            "torch": lambda: reference.block_squares([value]), "compiled": lambda: fast.block_squares([value]),
+            "torch": lambda: reference.block_squares([whole]), "compiled": lambda: fast.block_squares([whole]),
         },
         "adam": {
             "torch": lambda: reference.adam(weights, grad, first, second, numbers),

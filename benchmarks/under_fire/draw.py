@@ -37,8 +37,20 @@ VARIANTS: dict[str, list[str]] = {
     "contexts": ["--position-embedding-type", "rope"],
     "shared": ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "1e-2",
                "--disable-bias-linear", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+    "further": ["--mtp-num-layers", "2", "--position-embedding-type", "rope"],
+    "flextrain": [
+        "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "16",
+        "--moe-shared-expert-intermediate-size", "16", "--moe-router-score-function", "sigmoid",
+        "--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "seq_aux_loss",
+        "--moe-aux-loss-coeff", "1e-3", "--mtp-num-layers", "2", "--normalization", "RMSNorm",
+        "--position-embedding-type", "rope", "--swiglu", "--disable-bias-linear",
+        "--untie-embeddings-and-output-weights", "--bf16",
+    ],
 }
-_DIVIDED = {"contexts": ("CP", "context-parallel-size"), "shared": ("EP", "expert-model-parallel-size")}
+_DIVIDED = {
+    "contexts": ("CP", "context-parallel-size"), "shared": ("EP", "expert-model-parallel-size"),
+    "flextrain": ("EP", "expert-model-parallel-size"),
+}
 """What the ranks of a cell share, if that is not tensors; and the flag that says how many there are."""
 BEARABLE = 2
 """Cells that may be missing at once."""

@@ -2,7 +2,7 @@
 were in range is asked once a step.
 
 The sums are those of ``exact``, bit for bit. To look at each contribution would be to wait for the device each time; so
-it keeps the largest one, which is read with all that a vote needs.
+it keeps the size of each, and the largest is read with all that a vote needs. If that was too large, they tell whose.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from collections.abc import Iterable
 import torch
 
 from megatron_elastic.numerics import kernels
-from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, GradientOverflow, make_accumulator
+from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, make_accumulator
 from megatron_elastic.numerics.kernels.reference import fold
+
+_ROOM = 1024
+"""Contributions whose sizes have room at first."""
 
 
 class DeferredAccumulator(ExactAccumulator):
@@ -25,17 +28,28 @@ class DeferredAccumulator(ExactAccumulator):
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__(contributions, mean_dtype, passes)
-        self.largest = torch.zeros(1, dtype=torch.float64, device=device)
-        """The largest magnitude since ``begin``; nan, if one was."""
+        self._sizes = torch.zeros(_ROOM, dtype=torch.float64, device=device)
+        """The largest magnitude of each contribution since ``begin``; nan, if one was."""
+        self._contributions: list[tuple[int | None, str]] = []
+        """Grain, and whose gradient it was, of each."""
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """The largest magnitude since ``begin``, on the device; nan, if one was."""
+        return self._sizes.amax().view(1)
 
     def begin(self) -> None:
         """Nothing has been added that counts."""
-        self.largest.zero_()
+        self._sizes.zero_()
+        self._contributions.clear()
 
-    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False) -> bool:
+    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False, of: str = "a parameter") -> bool:
         """As ``ExactAccumulator.add``, but true whatever the value; see ``judge``."""
-        factor = 1.0 if plain else self.factor
-        kernels.quantise_add_noting(total, value, factor, self.largest)
+        number = len(self._contributions)
+        if number == len(self._sizes):
+            self._sizes = torch.cat([self._sizes, torch.zeros_like(self._sizes)])
+        self._contributions.append((self.grain, of))
+        kernels.quantise_add_noting(total, value, 1.0 if plain else self.factor, self._sizes[number : number + 1])
         return True
 
     def judge(self, largest: float) -> bool:
@@ -46,10 +60,9 @@ class DeferredAccumulator(ExactAccumulator):
         if self._passes and not math.isfinite(largest):
             return False
         if not largest < self._limit:
-            raise GradientOverflow(
-                f"a gradient lies outside ±{self._limit:g} (the largest in this step is {largest:g}); the run has "
-                "diverged, or needs --elastic-consistency fast"
-            )
+            sizes = zip(self._contributions, self._sizes.tolist(), strict=False)
+            grain, of = next(contribution for contribution, size in sizes if not size < self._limit)
+            raise self._overflow(f"the largest in this step is {largest:g}", of, grain)
         return True
 
 

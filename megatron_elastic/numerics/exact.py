@@ -49,12 +49,14 @@ class ExactAccumulator:
         self.mean_dtype = mean_dtype
         self.factor = 1.0
         """What contributions are multiplied by."""
+        self.grain: int | None = None
+        """That contributions are of, as far as it is known."""
         self._passes = passes
         self._limit = _RANGE / contributions
 
-    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False) -> bool:
+    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False, of: str = "a parameter") -> bool:
         """``total += value * factor``, rounded once; ``plain``: as it is. Both flat; total int64, value of any float
-        dtype. Returns whether the value is finite: if it is not, the total means nothing.
+        dtype, the gradient ``of`` something. Returns whether it is finite: if it is not, the total means nothing.
 
         Raises GradientOverflow when a product is beyond the limit, or the value not finite and that no error.
         """
@@ -64,10 +66,15 @@ class ExactAccumulator:
         low, high = (factor * bound.item() for bound in torch.aminmax(value))
         if self._passes and not (math.isfinite(low) and math.isfinite(high)):
             return False
-        raise GradientOverflow(
-            f"a gradient lies outside ±{self._limit:g} (smallest {low:g}, largest {high:g}); "
-            "the run has diverged, or needs --elastic-consistency fast"
+        raise self._overflow(f"smallest {low:g}, largest {high:g}", of, self.grain)
+
+    def _overflow(self, found: str, of: str, grain: int | None) -> GradientOverflow:
+        error = GradientOverflow(
+            f"the gradient of {of} lies outside ±{self._limit:g} ({found}); the run has diverged, or needs "
+            "--elastic-consistency fast"
         )
+        error.grain = grain
+        return error
 
     def mean(self, parts: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """The sum of some totals, divided by ``count`` and rounded once; the same wherever it is computed."""
@@ -83,8 +90,10 @@ class FloatAccumulator:
         self.mean_dtype = mean_dtype
         self.factor = 1.0
         """What contributions are multiplied by."""
+        self.grain: int | None = None
+        """That contributions are of, as far as it is known."""
 
-    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False) -> bool:
+    def add(self, total: torch.Tensor, value: torch.Tensor, plain: bool = False, of: str = "a parameter") -> bool:
         """``total += value * factor``; ``plain``: as it is. Both flat, total float32. What is not finite shows there:
         always true.
         """

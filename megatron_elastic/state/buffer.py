@@ -23,7 +23,7 @@ class Member:
 
     ``group``: index of its group (see ``state.optimizer``). ``runs`` and ``rows``: how tensor-parallel ranks share it
     (``ParameterShape``), and how many rows of each run are here; without runs they all hold the same. ``partial``: all
-    the same, but each of them computes a part of its gradient.
+    the same, but each of them computes a part of its gradient. ``name``: for messages.
     """
 
     parameter: torch.nn.Parameter
@@ -31,6 +31,7 @@ class Member:
     runs: int = 0
     rows: int = 1
     partial: bool = False
+    name: str = "a parameter"
 
 
 def shape_of(unit: str, members: Sequence[Member], tp: int = 1, experts: int = 0, ep: int = 1) -> UnitShape:
@@ -67,6 +68,7 @@ class UnitBuffer:
         self._making_room: Thread | None = None
         self._accumulator = accumulator
         self._bound: list[torch.nn.Parameter] = []
+        self._names: list[str] = []
         self._partial_sums: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
         """What this rank's were before they were added up."""
@@ -85,6 +87,7 @@ class UnitBuffer:
         if fill:
             self.params.zero_()  # what lies between slices, too
         self._bound, self._leaves = [member.parameter for member in members], 0
+        self._names = [member.name for member in members]
         self._partial_sums = [
             self.sums[start : start + member.parameter.numel()]
             for member, start in zip(members, self.partition.starts, strict=True)
@@ -95,16 +98,16 @@ class UnitBuffer:
             if fill:
                 view.copy_(parameter.detach().view(-1))
             parameter.data = view.view_as(parameter)
-            self._accumulate(parameter, start, counts=member.group == SIGNED)
+            self._accumulate(parameter, start, member.name, counts=member.group == SIGNED)
 
     def twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """A second leaf over a bound parameter, for another use of it; what the two uses contribute is summed apart.
 
         Autograd would add both in floating point first, and ranks that hold one use each do not.
         """
-        (start,) = (start for bound, start in self.bound if bound is parameter)
+        (place,) = (place for place, bound in enumerate(self._bound) if bound is parameter)
         twin = torch.nn.Parameter(parameter.detach())
-        self._accumulate(twin, start)
+        self._accumulate(twin, self.partition.starts[place], self._names[place])
         return twin
 
     def is_bound(self, members: Sequence[Member]) -> bool:
@@ -164,7 +167,7 @@ class UnitBuffer:
         self._own = [part.clone() for part in self._partial_sums]
         return self._partial_sums
 
-    def _accumulate(self, parameter: torch.nn.Parameter, start: int, counts: bool = False) -> None:
+    def _accumulate(self, parameter: torch.nn.Parameter, start: int, name: str, counts: bool = False) -> None:
         """``counts``: its gradient is of no loss, and so of no loss that is scaled."""
         sums = self.sums[start : start + parameter.numel()]
         self._leaves += 1
@@ -172,7 +175,7 @@ class UnitBuffer:
         def accumulate(p: torch.Tensor) -> None:
             if p.grad is None:
                 return  # the backward pass has left it for later, and will come again
-            self.finite &= self._accumulator.add(sums, p.grad.view(-1), plain=counts)
+            self.finite &= self._accumulator.add(sums, p.grad.view(-1), plain=counts, of=name)
             p.grad = None
             self._missing -= 1
             if self._missing == 0:

@@ -22,7 +22,7 @@ from tests.models.test_checkout import (
     needs_checkout,
     patched,
 )
-from tests.models.test_models import EP2, FLAGS, MODELS, PP2, TOLERANCE
+from tests.models.test_models import EP2, FLAGS, FP16, MODELS, PP2, TOLERANCE
 
 __all__ = ["checkout", "patched"]
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
@@ -44,7 +44,9 @@ def assert_learns(job: Job, logged: Sequence[str], name: str = "") -> None:
     ("", 2, ()),
     (MODELS["experts"], 2, (*EP2, "--moe-token-dispatcher-type", "allgather")),  # gloo lacks what the other takes
     (MODELS["latent attention"], 1, ()),
-], ids=["dense", "experts, EP2", "latent attention"])  # fmt: skip
+    (MODELS["further predictions"], 1, ()),
+    (" ".join((*FP16, "--initial-loss-scale", "65536")), 1, ()),
+], ids=["dense", "experts, EP2", "latent attention", "further predictions", "fp16"])  # fmt: skip
 def test_there_and_back(
     patched: CheckoutJobs, tmp_path: Path, model: str, ranks: int, plain: tuple[str, ...]
 ) -> None:
@@ -64,6 +66,28 @@ def test_there_and_back(
     (back / TRACKER).write_text(str(LEFT_OUT))
     again = patched.plain(*rest[:-1], str(back), ranks=ranks)
     assert losses_of(again) == pytest.approx(losses_of(expected), rel=1e-6)
+
+
+GROWS = ("--rampup-batch-size", "4", "4", "96", "--train-samples", "164", "--lr-decay-samples", "600")
+"""Eight steps of 4 samples, four of 8, three of 12, and four of 16."""
+
+
+def test_there_and_back_while_the_batch_grows(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """From a step of 8 samples through two changes: the losses of ten steps; weights and moments after three."""
+    usual, saves, back = (*FLAGS[2:], *GROWS, "--save-interval", "3"), tmp_path / "plain", tmp_path / "back"
+    whole = losses_of(patched.plain(*usual, "--save", str(saves), ranks=1))
+    assert list(whole) == list(range(1, 20))
+    (saves / TRACKER).write_text("9")
+    job = patched.run("--elastic", *usual, *PP2, "--load", str(saves), "--save", str(back), ranks=4)
+    found = {step: line["loss"] for step, line in job.metrics().items()}
+    assert found == pytest.approx({step: whole[step] for step in range(10, 20)}, rel=1e-6)
+    ours, theirs = tensors(back / "iter_0000012"), tensors(saves / "iter_0000012")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-6), name
+    (back / TRACKER).write_text("12")
+    rest = losses_after_loading(patched.plain(*usual, "--load", str(back), ranks=1))
+    assert rest == pytest.approx({step: whole[step] for step in range(13, 20)}, rel=TOLERANCE)
 
 
 DONE, OLDER, ALL = 4, 2, 8

@@ -215,10 +215,12 @@ def test_a_gradient_out_of_range_is_found_at_the_vote(bad: float) -> None:
     strict, passing = DeferredAccumulator(1), DeferredAccumulator(1, passes=True)
     for accumulator in (strict, passing):
         total = torch.zeros(3, dtype=torch.int64)
-        accumulator.add(total, torch.tensor([1.0, bad, 2.0]))
-        accumulator.add(total, torch.ones(3))  # does not hide it
-    with pytest.raises(GradientOverflow, match="the run has diverged"):
+        for grain in range(2000):  # more than have room at first; none hides another
+            accumulator.grain = grain
+            accumulator.add(total, torch.tensor([1.0, bad if grain > 1500 else 3.0, 2.0]), of="the bias")
+    with pytest.raises(GradientOverflow, match=r"the gradient of the bias .* the run has diverged") as found:
         strict.judge(strict.largest.item())
+    assert found.value.grain == 1501, "the first one is told"
     if math.isfinite(bad):
         with pytest.raises(GradientOverflow):
             passing.judge(passing.largest.item())

@@ -13,7 +13,7 @@ from megatron_elastic import support
 from megatron_elastic.adaptor import doctor
 from megatron_elastic.config import UsageError
 from tests import engine
-from tests.jobs import MODERN, ROOT, Job, Jobs, assert_same_training, inject
+from tests.jobs import MODERN, SEARCHED, Job, Jobs, assert_same_training, inject
 from tests.models import test_numbers
 from tests.models.test_checkout import CheckoutJobs, assert_same, checkout, grid, needs_checkout, patched, search_path
 
@@ -41,7 +41,7 @@ class EngineJobs:
 
     def __init__(self, jobs: Jobs, folder: Path) -> None:
         self._jobs = jobs
-        self._env = environment(folder, str(ROOT))
+        self._env = environment(folder, SEARCHED)
         self._baselines: dict[tuple[str, ...], Job] = {}
 
     def start(self, *flags: str) -> Job:

@@ -263,8 +263,13 @@ def test_without_a_library_torch_computes_the_same(
         for _ in range(2):
             assert kernels.quantise_add(total, value, 1.0, LIMIT)
     assert torch.equal(total, 2 * (value * SCALE).to(torch.int64))
+    assert kernels.which(torch.device("cpu")) == "torch"
     (record,) = caplog.records
     assert "are computed by torch" in record.getMessage()
+
+
+def test_which_kernels_there_are_is_known(fast: compiled.Kernels) -> None:
+    assert [kernels.which(torch.device(kind)) for kind in ("cpu", "meta")] == ["compiled", "torch"]
 
 
 def test_the_source_is_in_the_wheel(tmp_path: Path) -> None:

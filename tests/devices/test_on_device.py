@@ -194,7 +194,7 @@ def test_a_device_fails(jobs: Jobs, grid: Grid, what: str, at: str, cause: str) 
     assert [event["cause"] for event in job.events("recovered")] == [cause]
     (out,) = job.events("device_out")
     assert (out["rank"], out["local_rank"], out["device"]) == (1, 1, "soft:0")
-    assert {event["device"] for event in job.events("hello")} == {"soft:0"}
+    assert {(event["device"], event["kernels"]) for event in job.events("hello")} == {("soft:0", "torch")}
 
 
 def _no_memory(rank: int, at: str) -> list[str]:

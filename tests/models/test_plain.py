@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.adaptor.dataset import prepare
+from tests.jobs import SEARCHED
 
 pytestmark = pytest.mark.job
 
@@ -29,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(data: Path, ranks: int, extra: str) -> subprocess.CompletedProcess[str]:
     """Run the example under torchrun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCHED}
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
          str(ROOT / "examples" / "pretrain_gpt.py"), "--data-path", str(data), *MODEL.split(), *extra.split()],
@@ -147,4 +148,4 @@ assert len({tuple(part) for part in first}) == 3
 
 def test_random_streams_have_an_effect() -> None:
     """Without answers for the CUDA generator, seeds and forks silently do nothing."""
-    subprocess.run([sys.executable, "-c", STREAMS], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, "-c", STREAMS], check=True, env={**os.environ, "PYTHONPATH": SEARCHED})

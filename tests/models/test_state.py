@@ -21,7 +21,7 @@ from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.comm.group import Group, place_in_tree
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Holdings, Layout, transfers
-from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator
+from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator, GradientOverflow
 from megatron_elastic.numerics.kernels import block_squares
 from megatron_elastic.observe.dials import WORDS, Dials, read
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
@@ -120,6 +120,16 @@ def test_gradients_are_summed() -> None:
     assert buffer.sums.sum() == 3 * 43
     buffer.zero()
     assert not buffer.sums.any()
+
+
+def test_who_has_a_gradient_that_is_too_large_is_told() -> None:
+    """By its name, whichever use of the parameter it is that has it."""
+    members = [Member(torch.nn.Parameter(torch.ones(3)), 0, name=f"{name} of layer.7") for name in ("bias", "weight")]
+    buffer = _buffer(members, 2)
+    weight = members[1].parameter
+    for leaf in (weight, buffer.twin(weight)):
+        with pytest.raises(GradientOverflow, match=r"the gradient of weight of layer\.7 lies outside ±8\.38861e\+06"):
+            (2.0**24 * leaf.sum()).backward()
 
 
 def test_buffers_keep_bf16() -> None:

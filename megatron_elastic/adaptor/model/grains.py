@@ -23,7 +23,7 @@ from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.layers import context, documents, linear, measures
 from megatron_elastic.adaptor.layers.random import GrainKey
 from megatron_elastic.layout import Part
-from megatron_elastic.numerics.exact import Diverged
+from megatron_elastic.numerics.exact import Accumulator, Diverged
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.work import Work
 
@@ -40,6 +40,7 @@ class GrainModel:
         chunks: the stage's models, in the order in which a grain passes them.
         last: whether the model ends in this stage, whose last chunk computes the loss then.
         apart: whether tokens look at those of their own document only (``documents``).
+        accumulator: what sums gradients; it is told of which grain they are.
 
     Attributes:
         asking: the chunks that have asked for samples: usually those at the ends of the model.
@@ -53,6 +54,7 @@ class GrainModel:
         key: GrainKey,
         last: bool,
         apart: bool,
+        accumulator: Accumulator,
     ) -> None:
         self._chunks = chunks
         self._config = config
@@ -60,6 +62,7 @@ class GrainModel:
         self._key = key
         self._last = last
         self._apart = apart
+        self._accumulator = accumulator
         self.asking: set[int] = set()
         self._batch: Batch
         self._work: Work
@@ -79,7 +82,7 @@ class GrainModel:
         self._key.part = part
         last = self._ends(op)
         store: list[Mapping[str, Any]] = []
-        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
+        with self._computing(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
             output, _ = schedules.forward_step(
                 self._step, self._read(op.chunk, part), self._chunks[op.chunk], 1, received, store, self._config,
                 cp_group_size=1, is_last_stage=last,
@@ -120,7 +123,7 @@ class GrainModel:
         step = partial(schedules.backward_step, received, output, grad, *_model_type(), self._config)
         result: torch.Tensor | None
         # Where layers are computed again, they measure again.
-        with _found_in(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
+        with self._computing(op.grain), measures.noted(self._work.measures[op.grain, op.chunk]):
             if op.kind == "backward_input":
                 with linear.put_off() as self._work.due[op.grain, op.chunk]:
                     result = step()
@@ -134,21 +137,21 @@ class GrainModel:
 
     def backward_weight(self, op: Op) -> None:
         """Accumulate what a ``backward_input`` has left out."""
-        with _found_in(op.grain):
+        with self._computing(op.grain):
             for gradient in self._work.due.pop((op.grain, op.chunk)):
                 gradient.add()
+
+    @contextmanager
+    def _computing(self, grain: int) -> Iterator[None]:
+        """Let what is no number that training can go on with, say of which grain it is."""
+        self._accumulator.grain = grain
+        try:
+            yield
+        except Diverged as error:
+            error.grain = grain
+            raise
 
 
 def _model_type() -> tuple[ModelType, ...]:
     """What ``backward_step`` is told of the model, if it wants to know."""
     return (ModelType.encoder_or_decoder,) if targets.BACKWARD.takes("model_type") else ()
-
-
-@contextmanager
-def _found_in(grain: int) -> Iterator[None]:
-    """Let what is no number that training can go on with, say of which grain it is."""
-    try:
-        yield
-    except Diverged as error:
-        error.grain = grain
-        raise

@@ -19,6 +19,9 @@ from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator
 from megatron_elastic.state.buffer import Member, UnitBuffer, shape_of
 from megatron_elastic.state.partition import Partition
 
+_IN_LAYER = re.compile(r"^(decoder|mtp)\.layers\.\d+\.")
+"""What comes before the names of a layer's own parameters. Its number is that in the stage."""
+
 
 class Use(NamedTuple):
     """A module of a stage with which a forward pass gets to a unit; ``needs``: the units whose parameters it uses."""
@@ -146,6 +149,7 @@ def bind_stage(
                 group=groups.index(full_name, parameter),
                 **_shared(full_name, parameter)._asdict(),
                 partial=is_partial(full_name, parameter, models[0].config),
+                name=f"{_IN_LAYER.sub('', full_name)} of {name}",
             )
             for full_name, parameter in parameters[name]
         ]

@@ -21,6 +21,7 @@ from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.config import UsageError
 from megatron_elastic.device.processor import processor
 from megatron_elastic.layout import encode
+from megatron_elastic.numerics import kernels
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.operations import flops_per_token
 
@@ -68,7 +69,7 @@ def _join(trainer: Trainer) -> None:
             start_step=trainer.standing.step - 1, train_iters=args.train_iters, flags=flags, likeness=likeness,
             tied=memory.tied(args), device=trainer.device.product,
             flops_per_token=None if trainer.accelerator is not None else flops_per_token(args),
-            versions=versions, processor=processor(),
+            versions=versions, processor=processor(), kernels=kernels.which(trainer.device.torch),
         )
     )  # fmt: skip
     if trainer.standing.member:

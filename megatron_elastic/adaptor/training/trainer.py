@@ -417,7 +417,8 @@ class Trainer:
             verification=Verification(layout, self.transport, stage.units, store, every) if every else None,
             legs=usual(layout, leader, ops),
             grains=GrainModel(
-                stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last, documents.kept_apart(args)
+                stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last,
+                documents.kept_apart(args), self.accumulator,
             ),
             executor=make_executor(
                 layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),

@@ -41,6 +41,8 @@ class Hello(Message, frozen=True):
     """Of the programs that compute; all ranks must have the same ones."""
     processor: str = ""
     """Its host's: another kind may compute other bits."""
+    kernels: str = "torch"
+    """Which ones compute exact sums and Adam on its device; they all have the same bits."""
 
 
 class Where(Message, frozen=True):

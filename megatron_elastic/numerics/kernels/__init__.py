@@ -20,7 +20,9 @@ from megatron_elastic.numerics.kernels import reference
 from megatron_elastic.numerics.kernels.compiled import Kernels, kernels
 from megatron_elastic.numerics.kernels.reference import BLOCK, SCALE, AdamNumbers
 
-__all__ = ["BLOCK", "SCALE", "AdamNumbers", "adam", "block_squares", "mean", "quantise_add", "quantise_add_noting"]
+__all__ = [
+    "BLOCK", "SCALE", "AdamNumbers", "adam", "block_squares", "mean", "quantise_add", "quantise_add_noting", "which",
+]  # fmt: skip
 
 
 def _compiled(*tensors: torch.Tensor) -> Kernels | None:
@@ -33,6 +35,13 @@ def _on_device() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("megatron_elastic.numerics.kernels.on_device")
+
+
+def which(device: torch.device) -> str:
+    """Which kernels there are for tensors on a device: ``compiled``, ``triton``, or ``torch``, the reference."""
+    if device.type == "cuda":
+        return "torch" if _on_device() is None else "triton"
+    return "compiled" if device.type == "cpu" and kernels() is not None else "torch"
 
 
 def quantise_add(total: torch.Tensor, value: torch.Tensor, factor: float, limit: float) -> bool:

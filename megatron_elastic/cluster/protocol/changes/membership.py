@@ -90,7 +90,7 @@ def add(turn: Turn, node: int, hello: AgentHello) -> None:
 def introduced(turn: Turn, hello: Hello) -> None:
     """Write down which process a rank is."""
     turn.record("hello", rank=hello.rank, pid=hello.pid, host=hello.host, device=hello.device,
-                flops_per_token=hello.flops_per_token)
+                flops_per_token=hello.flops_per_token, kernels=hello.kernels)
 
 
 def given(turn: Turn, newest: int) -> None:
