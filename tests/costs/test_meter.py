@@ -119,7 +119,7 @@ class Product(NamedTuple):
 
 
 def test_what_waits_for_the_second_half_is_counted_once(clock: list[float]) -> None:
-    """By whose weights' gradients it is for, nothing twice, and not weights; nothing is told before all chunks have been seen."""
+    """By whose weights' gradients it is for, nothing twice, no weights; nothing before all chunks have been seen."""
     weights = torch.ones(3, 16)
     meter = Meter({"layer.0": weights[0], "layer.1": torch.ones(16)}, chunks=2, halves=True)
     given, grad = torch.ones(8), torch.ones(4)
