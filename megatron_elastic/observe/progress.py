@@ -75,7 +75,7 @@ class Progress(msgspec.Struct, frozen=True):
         due = shown is None or done - shown.done >= _TENTH * max(size, 1) or now - shown.at >= _MINUTE
         if busy and not due:
             return self
-        told.append({"what": what, "busy": busy, "done": done, "bytes": size, "seconds": now - begun})
+        told.append({"what": what, "busy": busy, "done_bytes": done, "all_bytes": size, "seconds": now - begun})
         if busy:
             return Progress(self.chores, self.over, self.shown.set(what, Shown(begun, now, done)))
         others = [rank for rank, chore in self.chores.items() if chore.what != what]

@@ -130,7 +130,7 @@ def _copy(copy: Copy) -> dict[str, Any]:
 
 
 def _progress(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {"what": event["what"], "busy": event["busy"], "done_bytes": event["done"], "bytes": event["bytes"],
+    return {"what": event["what"], "busy": event["busy"], "done_bytes": event["done_bytes"], "bytes": event["all_bytes"],
             "seconds": event["seconds"]}  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _chores(chores: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each, with a bar where it is known how much there is to do."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for chore in chores:
-        bar = _bar(chore["done"] / chore["bytes"]) if chore["bytes"] else ""
+        bar = _bar(chore["done_bytes"] / chore["all_bytes"]) if chore["all_bytes"] else ""
         table.add_row(bar, telling.tell(chore))
     return table
 

@@ -137,11 +137,11 @@ _CHORES = {"load": "loading a checkpoint", "save": "saving a checkpoint", "data"
 
 
 def _progress(event: Event) -> str:
-    since, whole = duration(event["seconds"]), event["bytes"]
+    since, whole = duration(event["seconds"]), event["all_bytes"]
     what = _CHORES.get(event["what"], event["what"])
     if not event["busy"]:
         return f"{what}: done after {since}" + (f", {size(whole)}" if whole else "")
-    far = f"{size(event['done'])} of {size(whole)}, " if whole else ""
+    far = f"{size(event['done_bytes'])} of {size(whole)}, " if whole else ""
     return f"{what}: {far}{since} so far ({event['busy']} rank{'s' if event['busy'] > 1 else ''})"
 
 

@@ -115,7 +115,7 @@ def test_a_disk_that_stands_still_can_be_interrupted(jobs: Jobs, tmp_path: Path)
         job.finish()
         assert_same_training(job, jobs.undisturbed(*PP2_DP2.flags, ranks=4), [3])
         assert steps(job, "saved") == [4, 8]
-        told = [(event["what"], event["done"]) for event in job.events("progress") if event["busy"]]
+        told = [(event["what"], event["done_bytes"]) for event in job.events("progress") if event["busy"]]
         assert told[0] == ("save", 0)
 
 

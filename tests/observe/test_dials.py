@@ -160,13 +160,13 @@ def test_status_shows_what_takes_long(tmp_path: Path) -> None:
         lines = [" ".join(text.split()) for text in console.export_text().splitlines()]
         return status(run)["progress"], [text for text in lines if "data sets" in text or "a checkpoint" in text]
 
-    now, told = shown(what="data", busy=2, done=0, bytes=0, seconds=61.0)
+    now, told = shown(what="data", busy=2, done_bytes=0, all_bytes=0, seconds=61.0)
     assert told == ["preparing data sets: 1.0 min so far (2 ranks)"]
     assert now == [{"what": "data", "busy": 2, "done_bytes": 0, "bytes": 0, "seconds": 61.0}]
-    _, told = shown(what="load", busy=1, done=3_000_000, bytes=10_000_000, seconds=5.0)
+    _, told = shown(what="load", busy=1, done_bytes=3_000_000, all_bytes=10_000_000, seconds=5.0)
     assert told[1] == "███░░░░░░░ loading a checkpoint: 3.0 MB of 10 MB, 5.0 s so far (1 rank)"
-    shown(what="data", busy=0, done=0, bytes=0, seconds=70.0)
-    now, told = shown(what="load", busy=0, done=10_000_000, bytes=10_000_000, seconds=9.0)
+    shown(what="data", busy=0, done_bytes=0, all_bytes=0, seconds=70.0)
+    now, told = shown(what="load", busy=0, done_bytes=10_000_000, all_bytes=10_000_000, seconds=9.0)
     assert (now, told) == ([], [])
 
 

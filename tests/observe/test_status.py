@@ -150,6 +150,7 @@ def test_every_kind_of_event_is_told_in_a_line() -> None:
         "clocks": {"3": 1.2, "4": 1.2, "5": 0.9}, "step_ms": 90.0, "base_ms": 100.0, "node": 1,
         "device": "soft:0", "name": "search", "ms": 90.0, "present_ms": 100.0, "done": [2000], "bytes": [3_500_000],
         "data": "test", "computes_on": "one", "instead_of": "another", "what": "torch 2.15.0",
+        "busy": 2, "done_bytes": 1, "all_bytes": 3, "seconds": 4.0,
     }  # fmt: skip
     for kind in kinds:
         text = tell({**event, "kind": kind})  # as in a report
