@@ -60,6 +60,7 @@ from megatron_elastic.cluster.messages.node import (
     Said,
     Seat,
     SetClocks,
+    Throttled,
     ToAgent,
     Welcome,
 )
@@ -88,6 +89,6 @@ __all__ = [
     "Profile", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed", "RankStopped",
     "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload", "Report",
     "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
-    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "ToAgent", "ToRank", "VoteResult", "Welcome", "Where",
-    "WorkDone",
+    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "Throttled", "ToAgent", "ToRank", "VoteResult",
+    "Welcome", "Where", "WorkDone",
 ]  # fmt: skip

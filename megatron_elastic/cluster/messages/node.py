@@ -225,6 +225,12 @@ class ClocksRefused(Message, frozen=True):
     reason: str
 
 
+class Throttled(Message, frozen=True):
+    """Devices of these ranks run at lower clocks than were set: at these."""
+
+    clocks: dict[int, float]
+
+
 class Recall(Message, frozen=True):
     """Tell again which steps were committed ``after`` this one, as far as they are kept."""
 
@@ -275,7 +281,7 @@ class Relay(Message, frozen=True):
 
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
-FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Leaving | Heartbeat
+FromAgent = AgentHello | Said | RankNews | Inspected | Paced | Metered | ClocksRefused | Throttled | Leaving | Heartbeat
 Order = Launch | Leave | Given | Fence | Inspect | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""
 ToAgent = Relay | Order | Welcome | Resigned | Heartbeat

@@ -46,6 +46,7 @@ from megatron_elastic.cluster.messages import (
     Seat,
     SetClocks,
     Stop,
+    Throttled,
     ToAgent,
 )
 from megatron_elastic.cluster.node.gauge import Gauge
@@ -191,7 +192,8 @@ class Agent:
         self._speedometer = Speedometer(self._gauge.odometers) if job.tells_paces else None
         self._instruments = Instruments(self._gauge.odometers)
         self._echo = Echo(job.console) if job.console.streams else None
-        self._regulator = None if job.actuator is None else Regulator(job.actuator, job.run_dir, self._warn)
+        self._regulator = None if job.actuator is None else Regulator(
+            job.actuator, job.run_dir, self._warn, hot=self._throttled)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -326,6 +328,11 @@ class Agent:
         """Clocks cannot be set; said in another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
             self._loop.call_soon_threadsafe(self._tell, ClocksRefused(reason=reason))
+
+    def _throttled(self, clocks: dict[int, float]) -> None:
+        """Devices are held down; said in another thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell, Throttled(clocks=clocks))
 
     # ---- ranks ---------------------------------------------------------------------------
 
@@ -554,6 +561,8 @@ class Agent:
         if self._speedometer is not None:
             for paced in self._speedometer.look({rank: self._slots[rank] for rank in self._pids}):
                 self._tell(paced)
+        if self._regulator is not None:
+            self._regulator.look()
         if (metered := self._instruments.look(self._pids, self._slots, time.monotonic())) is not None:
             self._tell(metered)
         for rank, pid in self._pids.items():
