@@ -17,11 +17,13 @@ from megatron_elastic import cli
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.pipeline.prediction import predict, predicted
+from megatron_elastic.pipeline.search import find
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.choice import WORTH, best, ways
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
+from megatron_elastic.plan.work.order import foreseen
 from megatron_elastic.planner import main
 from tests.jobs import Grid, Jobs, assert_exactly_once, inject
 from tests.simulation import run
@@ -126,6 +128,61 @@ def test_a_restart_takes_its_time() -> None:
     varuna, oobleck = (POLICIES[name].foresee(LAYOUT, [5], costs) for name in ("varuna", "oobleck"))
     assert varuna.layouts == oobleck.layouts
     assert varuna.pause_ms > 60_000 > oobleck.pause_ms
+
+
+def test_recycles_example_of_three_pipelines() -> None:
+    """Three pipelines of four stages, six micro-batches each, a backward twice as long as a forward: 1F1B takes
+    (6 + 4 - 1) x 3 = 27 slots. When one of stage 1 is lost, its two peers have nine: (9 + 4 - 1) x 3 = 36 where
+    backwards are whole. In two parts, with weights' gradients in the bubbles, it cannot be less than a forward and nine
+    times three, and takes three slots more at most.
+    """
+    layout = make(4, 3, layers=4, grains=18)
+    costs = replace(alike(layout), latency_ms=0.0)
+    assert predict(layout, costs, schedules=["1f1b"]).step_ms == pytest.approx(27)
+    (after,) = POLICIES["recycle"].foresee(layout, [4], costs).layouts
+    assert [len(cell.grains) for cell in after.stages[1].cells] == [9, 9]
+    assert predict(after, costs, schedules=["1f1b"]).step_ms == pytest.approx(36)
+    assert 28 <= predict(after, costs, schedules=["split"]).step_ms <= 31
+
+
+def test_a_restart_goes_on_with_whole_replicas_of_any_cells() -> None:
+    """Two broken replicas of four lack one cell each, of unlike stages: fourteen cells make three."""
+    costs = alike(LAYOUT)
+    outcome = POLICIES["restart"].foresee(LAYOUT, [5, 10], costs)
+    assert widths(outcome.layouts[0]) == [3] * 4 and len(outcome.layouts[0].spares) == 2
+    assert outcome.pause_ms > 60_000
+    assert widths(POLICIES["column"].foresee(LAYOUT, [5, 10], costs).layouts[0]) == [2] * 4
+
+
+def test_who_is_slow_by_what_its_units_cost() -> None:
+    """Two layers of 3 ms each and a stage of ten layers: a grain should take 30 ms."""
+    costs = alike(LAYOUT)
+    assert POLICIES["resihp"].usual_ms(LAYOUT, 1, costs) == pytest.approx(30)
+    assert POLICIES["resihp"].usual_ms(LAYOUT, 1, None) is None
+    assert POLICIES["elastic"].usual_ms(LAYOUT, 1, costs) is None
+
+
+@pytest.mark.parametrize(("lost", "after"), [([4, 5], [3, 3, 3, 3]), ([5, 10, 15], [4, 3, 3, 3])])
+def test_chameleon_chooses_for_each_loss(lost: list[int], after: list[int]) -> None:
+    """With two of a stage's four cells lost, new pipelines of three cells a stage are faster than re-routing, in which
+    two do what four did. With one of each of three stages lost, both do as much in their slowest cells, and re-routing
+    has nothing to wait for.
+    """
+    costs = alike(LAYOUT)
+    (chosen,) = POLICIES["chameleon"].foresee(LAYOUT, lost, costs).layouts
+    steps = {name: predict(POLICIES[name].foresee(LAYOUT, lost, costs).layouts[0], costs).step_ms
+             for name in ("recycle", "oobleck")}
+    assert predict(chosen, costs).step_ms <= min(steps.values()) * 1.001
+    assert widths(chosen) in (after, [3, 3, 3, 3])
+
+
+def test_orders_that_are_searched_count_where_they_will_be() -> None:
+    """Uneven stages wait less in an order that is searched: that is what a way is worth then."""
+    costs = alike(LAYOUT)
+    interim = POLICIES["elastic"].lose(LAYOUT, [5], Holdings.of(LAYOUT).without([5]), 1, costs)
+    known, searched = (best(ways(interim, costs, False, foreseen(schedule))) for schedule in ("split", "search"))
+    assert searched.step_ms < 0.95 * known.step_ms
+    assert find(searched.layout, costs).ms <= searched.step_ms * 1.001
 
 
 @settings(max_examples=examples(120), deadline=None)
