@@ -68,11 +68,13 @@ def test_what_cannot_be_emulated_is_said_before_anything_starts(
 
 
 def test_a_case_has_what_nothing_can_pass(throughput: ModuleType, tmp_path: Path) -> None:
-    """One of four cells of two stages of two layers is lost: the other has twice as many grains, or all move."""
+    """One of four cells of two stages of two layers is lost: the other has twice as many grains, or all move. Eight
+    grains cannot be dealt evenly to three cells, so that less can be had than is left.
+    """
     found, case = layout(pp=2, dp=2, replicas=1), throughput.Case(1, "same", (2,))
     most = throughput.ceiling(found, profile_of(layer_ms=10.0), case, 0)
     assert set(most) == {"share_of_limit", "recycle", "column"}
-    assert most["recycle"] > 1.2 and most["column"] >= most["recycle"] - 0.01 and most["share_of_limit"] >= 1.0
+    assert most["recycle"] > 1.2 and most["column"] > 1.2 and 0.95 < most["share_of_limit"] < 1.0
 
 
 def test_slow_ranks_are_held_against_what_is_left(throughput: ModuleType) -> None:
