@@ -21,8 +21,10 @@ from common import emit, load_average, progress
 from megatron_elastic.layout import Holdings, Layout, by_rank, decode, encode, gpt_units, transfers
 from megatron_elastic.plan import improve, lose
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.replan import replan
+from megatron_elastic.plan.work.clock import Budget, Limits, balance, loads
 
 SHAPES = ((8, 64, 195), (8, 8, 1560), (1, 64, 1560))
 """Tensor-parallel, pipeline and data-parallel sizes of about 100,000 ranks each."""
@@ -62,6 +64,18 @@ def graph(repeat: int) -> dict[str, dict[str, float]]:
         "split": timed("units of 64 stages of given widths", lambda: planner.split(widths, held), repeat),
         "widths": timed("widths of 64 stages", lambda: planner.widths(64, sum(widths)), repeat),
     }
+
+
+def clocks(repeat: int) -> dict[str, float]:
+    """The clocks of 64 stages of 128 cells each, one of which is lost, on 13 clocks."""
+    names, stages = gpt_units(LAYERS, 64, tied=True, positions=False)
+    whole = Layout.grid(tp=1, pp=64, dp=128, stage_units=stages, units=names, num_grains=512, num_slices=SLICES,
+                        replicas=1, ranks_per_host=NODE)  # fmt: skip
+    left = lose(whole, [5], Holdings.of(whole).without([5]), 1)
+    costs, power = random_costs(names, random.Random(0)), PowerModel(80.0, 230.0, 470.0, device_w=900.0)
+    limits = Limits(tuple(step / 20 for step in range(12, 25)))
+    return timed("clocks of 64 stages of 128 cells",
+                 lambda: balance(loads(left, costs), Budget.of(left, limits, power)), repeat)
 
 
 def layout(tp: int, pp: int, dp: int, repeat: int) -> dict[str, Any]:
@@ -153,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = load_average()
     figures = {
         "graph": graph(options.repeat),
+        "clocks": clocks(options.repeat),
         "layouts": [layout(*shape, options.repeat) for shape in SHAPES],
         "sizes": [size(ranks, options.repeat) for ranks in options.ranks],
     }

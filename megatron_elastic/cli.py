@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("show what an event would make of a layout, without a job", "megatron_elastic.planner"),
     "predict": ("predict step times and memory of layouts, or check predictions", "megatron_elastic.prediction"),
     "emulate": ("compute a model's profile on an accelerator, to emulate it", "megatron_elastic.emulation.command"),
+    "clocks": ("set back clocks that jobs have left on this machine", "megatron_elastic.power.command"),
     "fleet": ("share out the devices of a cluster: policies compared on a trace", "megatron_elastic.fleet.command"),
     "patch": ("add our lines to a Megatron-LM checkout, or take them out", "megatron_elastic.patching"),
     "doctor": ("say whether a Megatron-LM checkout is as the adaptors need it", "megatron_elastic.adaptor.doctor"),

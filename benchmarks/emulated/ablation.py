@@ -55,7 +55,7 @@ def _of_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
         except JobFailed as error:
             progress(f"{case.lost} lost ({case.where}), {variant.name}: {error}")
     before = [found[each.name]["undisturbed_tokens_per_s"] for each in VARIANTS
-             if each.name in found and "performance" not in each.flags]  # fmt: skip
+             if each.name in found and each.schedule != SEARCH and "performance" not in each.flags]  # fmt: skip
     usual = statistics.median(before) if before else math.inf
     undisturbed_ms = forecast(layout, Profile.read(profile), "split").step_ms
     for name, each in found.items():

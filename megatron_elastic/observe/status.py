@@ -130,8 +130,8 @@ def _copy(copy: Copy) -> dict[str, Any]:
 
 
 def _progress(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {"what": event["what"], "busy": event["busy"], "done_bytes": event["done_bytes"], "bytes": event["all_bytes"],
-            "seconds": event["seconds"]}  # fmt: skip
+    return {"what": event["what"], "busy": event["busy"], "done_bytes": event["done_bytes"],
+            "bytes": event["all_bytes"], "seconds": event["seconds"]}  # fmt: skip
 
 
 # ---- for people ----------------------------------------------------------------------------------

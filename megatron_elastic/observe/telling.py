@@ -167,6 +167,8 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "copying": _copying,
     "progress": _progress,
     "clocks": lambda e: _clocks(e["clocks"]) + f": a step of {e['step_ms']:.0f} ms instead of {e['base_ms']:.0f}",
+    "throttled": lambda e: "devices are held down: " + ", ".join(
+        f"rank {rank} at {clock:g} of the base clock" for rank, clock in e["clocks"].items()),
     "clocks_refused": lambda e: f"node {e['node']}: {_shown(e['reason'])}",
     "device_out": lambda e: f"rank {e['rank']} had {e['device']}, which is out of use: {_shown(e['reason'])}",
     "unlike": lambda e: f"{ranks(e['ranks'])}: {e['computes_on']} instead of {e['instead_of']}",

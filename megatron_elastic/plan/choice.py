@@ -123,7 +123,7 @@ def step(
     if SEARCH not in schedules or any(cell.parts for cell in layout.cells.values()):
         return known_ms
     passes = run(known, layout, costs, clocks).makespan
-    return known_ms - passes + min(passes, nearly(layout, costs, clocks or {}, math.inf))
+    return known_ms - passes + min(passes, nearly(layout, costs, clocks or {}))
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:

@@ -23,5 +23,10 @@ class Actuator(Protocol):
     def write(self, device: str, clock: float) -> None:
         """Set the clock of a device."""
 
+    def actual(self, device: str) -> float | None:
+        """The highest clock at which a device can run now, of its own accord less than what is set, as where it is too
+        hot; None: nothing is known of that.
+        """
+
     def restore(self, device: str, before: str) -> None:
         """Set back what ``read`` has returned."""

@@ -43,6 +43,11 @@ class Cpufreq:
         for cpu in device.split(","):
             (self._folder(cpu) / "scaling_max_freq").write_text(f"{limit}\n")
 
+    def actual(self, device: str) -> float | None:
+        """The least of its processors' limits, which the kernel lowers when it has to."""
+        limits = (int((self._folder(cpu) / "scaling_max_freq").read_text()) for cpu in device.split(","))
+        return min(limits) / self._base(device)
+
     def restore(self, device: str, before: str) -> None:
         """As they were."""
         for cpu, limit in zip(device.split(","), before.split(","), strict=True):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 class Emulated:
-    """A device is the path of a file with its clock. Where there is none, it has the clock that it begins with."""
+    """A device is the path of a file with its clock. Where there is none, it has the clock that it begins with.
+
+    Beside it, in a file of the same name with ``.most``, is what its temperature allows, if that is less.
+    """
 
     name = "emulated"
 
@@ -29,6 +32,13 @@ class Emulated:
         written = file.with_name(f"{file.name}.{os.getpid()}")
         written.write_text(repr(clock))
         written.rename(file)
+
+    def actual(self, device: str) -> float | None:
+        """What is written beside it."""
+        try:
+            return float(Path(f"{device}.most").read_text())
+        except FileNotFoundError:
+            return None
 
     def restore(self, device: str, before: str) -> None:
         """As it was."""

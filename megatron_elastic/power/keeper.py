@@ -13,6 +13,9 @@ from pathlib import Path
 
 from megatron_elastic.power.actuator import Actuator
 
+_SAME = 0.98
+"""Of the clock that was set; what is more than that is the same."""
+
 
 class Keeper:
     """Of the devices of one machine.
@@ -42,6 +45,11 @@ class Keeper:
             if self._now.get(device) != clock:
                 self._now[device] = clock
                 self._actuator.write(device, clock)
+
+    def throttled(self) -> dict[str, float]:
+        """Devices that run at a lower clock than was set, and at which. Raises OSError."""
+        found = ((device, clock, self._actuator.actual(device)) for device, clock in self._now.items())
+        return {device: now for device, clock, now in found if now is not None and now < clock * _SAME}
 
     def restore(self) -> None:
         """Set back all that was set."""

@@ -6,6 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+_HELD_DOWN = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+"""Of NVML's reasons: power cap by software, slowdown by hardware, heat seen by software or hardware, power brake."""
+
 
 class Nvidia:
     """A device is the index of a GPU.
@@ -37,6 +40,14 @@ class Nvidia:
         nvml, handle = self._handle(device)
         mhz = round(self._base(nvml, handle) * clock)
         _asked(nvml, nvml.nvmlDeviceSetGpuLockedClocks, handle, mhz, mhz)
+
+    def actual(self, device: str) -> float | None:
+        """Its clock now, if it says that heat or power holds it down: one that is idle is slow for no such reason."""
+        nvml, handle = self._handle(device)
+        if not _asked(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) & _HELD_DOWN:
+            return None
+        return float(_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_GRAPHICS)) / self._base(
+            nvml, handle)
 
     def restore(self, device: str, before: str) -> None:
         """Unlock it."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_elastic.power.actuator import Actuator
@@ -27,13 +29,21 @@ class Regulator:
     Args:
         name: of the actuator.
         run_dir: of the job.
+        hot: told, in another thread, at which clocks ranks' devices run that are held down, whenever that is news.
         warn: told once, in another thread, if clocks cannot be set; and if one cannot be set back.
         folder: where it is noted what to restore.
     """
 
-    def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], folder: Path | None = None) -> None:
+    def __init__(
+        self, name: str, run_dir: Path, warn: Callable[[str], None], folder: Path | None = None,
+        hot: Callable[[dict[int, float]], None] = lambda _: None,
+    ) -> None:
         self._run_dir = run_dir
-        self._warn = warn
+        self._warn, self._hot = warn, hot
+        self._of_ranks: dict[str, int] = {}
+        """Device -> the rank whose it is, of those that are set."""
+        self._held_down: dict[int, float] = {}
+        """What was told last."""
         self._actuator: Actuator = next(each for each in actuators() if each.name == name)
         folder = folder or notes()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,6 +58,10 @@ class Regulator:
         """Let these ranks run at these clocks, and all others as they did before. Does not wait."""
         self._thread.submit(self._set, clocks, [place for place in places if place.rank in clocks])
 
+    def look(self) -> None:
+        """See whether devices run at the clocks that were set. Does not wait."""
+        self._thread.submit(self._look)
+
     def close(self) -> None:
         """Set all back; returns when that is done."""
         self._thread.submit(self._keeper.restore).result()
@@ -60,11 +74,19 @@ class Regulator:
             return
         try:
             found = devices(self._actuator.name, self._run_dir, places)
+            self._of_ranks = {device: rank for rank, device in found.items()}
             self._keeper.set({device: self._nearest(device, clocks[rank]) for rank, device in found.items()})
         except OSError as error:
             self._refused = True
             self._keeper.restore()
             self._warn(f"clocks stay as they are ({self._actuator.name}): {error}")
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):  # that it cannot be seen is no reason to leave clocks alone
+            found = {self._of_ranks[device]: round(now, 2) for device, now in self._keeper.throttled().items()}
+            if found and found != self._held_down:
+                self._hot(found)
+            self._held_down = found
 
     def _nearest(self, device: str, clock: float) -> float:
         steps = self._actuator.steps(device)
@@ -74,6 +96,38 @@ class Regulator:
 def notes() -> Path:
     """The folder of this machine and person where it is noted what to restore."""
     return Path(tempfile.gettempdir()) / f"megatron_elastic-clocks-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What ``file`` says to restore: by device. ``held``: the job that has set it still runs."""
+
+    file: Path
+    actuator: str
+    before: Mapping[str, str]
+    held: bool
+
+
+def noted(folder: Path) -> list[Note]:
+    """All that is noted in a folder and can be read."""
+    found = []
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(file.read_text())
+            found.append(Note(file, content["actuator"], dict(content["before"]), _held(file)))
+    return found
+
+
+def _held(file: Path) -> bool:
+    locked = file.with_suffix(".lock")
+    if not locked.exists():
+        return False
+    with locked.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def restore_left_behind(warn: Callable[[str], None], folder: Path | None = None) -> None:

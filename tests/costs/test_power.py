@@ -13,10 +13,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_elastic import cli
 from megatron_elastic.emulation.clocks import Clocks
 from megatron_elastic.pipeline.prediction import predict
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
@@ -68,6 +70,28 @@ def test_the_slowest_is_as_fast_as_it_can_be_and_nobody_faster_than_needed(data:
     for leader, clock in found.items():
         lower = [step for step in allowed[leader] if step < clock]
         assert all(work[leader] / step > slowest * (1 + 1e-9) for step in lower)
+
+
+def test_ten_thousand_cases_of_four_stages_six_clocks_and_three_cells() -> None:
+    """Against brute force. Each host has a cell of each stage, and watts of its own, so that hosts are tried apart."""
+    rng = np.random.default_rng(40)
+    chosen = np.array(list(product(range(6), repeat=4)))
+    cases = examples(10_000)
+    drawn = rng.choice((0.0, 5.0, 7.5, 8.0, 10.0, 12.0), (cases, 3, 4)), rng.choice((900.0, 1300.0, 1700.0), cases)
+    steps = np.array(STEPS)
+    watts = np.array([POWER.watts(step) for step in STEPS])[chosen].sum(axis=1)
+    devices = {4 * host + stage: {host: 1} for host in range(3) for stage in range(4)}
+    allowed = dict.fromkeys(devices, STEPS)
+    for work, host_w in zip(*drawn, strict=True):
+        possible = watts <= host_w * (1 + 1e-9)
+        times = (work[:, None, :] / steps[chosen]).max(axis=2)
+        least = times[:, possible].min(axis=1).max()
+        loads_of = {4 * host + stage: float(work[host, stage]) for host in range(3) for stage in range(4)}
+        found = balance(loads_of, Budget(allowed, devices, replace(POWER, host_w=float(host_w))))
+        slowest = max(loads_of[leader] / clock for leader, clock in found.items())
+        assert slowest == pytest.approx(least), (work, host_w)
+        for leader, clock in found.items():
+            assert clock == STEPS[0] or loads_of[leader] / STEPS[STEPS.index(clock) - 1] > slowest * (1 + 1e-9)
 
 
 def test_the_bottleneck_is_boosted_within_limits() -> None:
@@ -276,6 +300,30 @@ def test_only_what_is_left_by_the_dead_is_set_back(tmp_path: Path) -> None:
     restore_left_behind(said.append, tmp_path / "nowhere")
 
 
+def test_a_person_sets_back_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``megatron-elastic clocks``: what a job that runs has set stays."""
+    notes, living = tmp_path / "notes", tmp_path / "clocks" / "1"
+    flags = ["--folder", str(notes)]
+    assert cli.main(["clocks", "restore", *flags]) == 0
+    assert "no clocks are set" in capsys.readouterr().out
+    job = Regulator("emulated", tmp_path, print, notes)
+    job.set({1: 0.5}, [Place(1, 0, 0)])
+    job._thread.submit(int).result()
+    left = tmp_path / "clocks" / "2"
+    Emulated().write(str(left), 0.5)
+    (notes / "dead.json").write_text(json.dumps({"actuator": "emulated", "before": {str(left): ""}}))
+    assert cli.main(["clocks", "show", *flags]) == 0
+    out = capsys.readouterr().out
+    assert f"emulated {left}: left by a job that is gone" in out and f"emulated {living}: of a job that runs" in out
+    assert left.exists()
+    assert cli.main(["clocks", "restore", *flags]) == 0
+    assert "1 set back" in capsys.readouterr().out and living.exists() and not left.exists()
+    (notes / "odd.json").write_text(json.dumps({"actuator": "other", "before": {"3": "x"}}))
+    assert cli.main(["clocks", "restore", *flags]) == 1
+    assert "set them by hand" in capsys.readouterr().err
+    job.close()
+
+
 def test_emulated_devices_read_their_clock(tmp_path: Path) -> None:
     actuator: Actuator = Emulated()
     device, clocks = str(tmp_path / "clocks" / "3"), Clocks(tmp_path, {3: 0.5})
@@ -301,6 +349,7 @@ class Nvml:
     def __init__(self) -> None:
         self.locked: tuple[int, int] | None = None
         self.may = True
+        self.reasons, self.now = 0, 300
 
     def nvmlInit(self) -> None: ...
 
@@ -322,6 +371,12 @@ class Nvml:
             raise self.NVMLError("Insufficient Permissions")
         self.locked = low, high
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return self.reasons
+
+    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
+        return self.now
+
     def nvmlDeviceResetGpuLockedClocks(self, handle: int) -> None:
         self.locked = None
 
@@ -339,6 +394,32 @@ def test_locked_clocks_of_gpus(tmp_path: Path) -> None:
     nvml.may = False
     with pytest.raises(PermissionError, match="Insufficient Permissions"):
         keeper.set({"0": 0.5})
+
+
+def test_devices_that_are_held_down_are_told_once(tmp_path: Path, cpus: Path) -> None:
+    """Idle ones are slow, too, and that is nothing."""
+    nvml = Nvml()
+    keeper = Keeper(Nvidia(nvml), tmp_path / "clocks.json", print)
+    keeper.set({"0": 1.32})
+    assert keeper.throttled() == {}, "idle"
+    nvml.reasons, nvml.now = 0x40, 1200
+    assert keeper.throttled() == {"0": 0.8}
+    limited = Keeper(Cpufreq(cpus), tmp_path / "limited.json", print)
+    limited.set({"0,1": 1.2})
+    assert limited.throttled() == {}
+    (cpus / "cpu1" / "cpufreq" / "scaling_max_freq").write_text("1000000\n")
+    assert limited.throttled() == {"0,1": 0.5}
+    told: list[dict[int, float]] = []
+    control = Regulator("emulated", tmp_path, print, tmp_path / "notes", hot=told.append)
+    control.set({1: 1.2, 2: 1.0}, [Place(1, 0, 0), Place(2, 1, 0)])
+    control.look()
+    control._thread.submit(int).result()
+    (tmp_path / "clocks" / "1.most").write_text("0.9")
+    control.look()
+    control.look()
+    control.close()
+    assert told == [{1: 0.9}]
+    assert Clocks(tmp_path, {}).slowest([1]) == 0.9, "and the device does not run faster"
 
 
 def test_gpus_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.cluster.protocol import advance
 from megatron_elastic.cluster.protocol.changes import change, pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteEvent
-from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded
+from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded, Throttled
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
 from megatron_elastic.layout import Stage
@@ -243,6 +243,14 @@ def test_a_node_that_cannot_set_clocks(clocked: Play) -> None:
     run_at(clocked, {1: 1.5})
     paced(clocked, 10.0, 10.0)
     assert not clocked.job.pace.believed
+
+
+def test_clocks_are_planned_for_devices_that_are_held_down(clocked: Play) -> None:
+    """By heat, or for want of power: no higher than that, and nobody else's."""
+    clocked.happens(Throttled(now=1.0, node=1, clocks={1: 0.8, 7: 0.5}))
+    (wanted,) = [effect for effect in clocked.effects if isinstance(effect, PlanClocks)]
+    assert wanted.highest == {1: 0.8}
+    assert events(clocked) == ["throttled"]
 
 
 @pytest.mark.parametrize(("slow", "epoch", "node"), [("off", 0, 1), ("share", 7, 1), ("share", 0, 2)])

@@ -17,11 +17,13 @@ from megatron_elastic import cli
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.pipeline.prediction import predict, predicted
+from megatron_elastic.pipeline.search import find
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.choice import WORTH, best, ways
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
+from megatron_elastic.plan.work.order import foreseen
 from megatron_elastic.planner import main
 from tests.jobs import Grid, Jobs, assert_exactly_once, inject
 from tests.simulation import run
@@ -126,6 +128,58 @@ def test_a_restart_takes_its_time() -> None:
     varuna, oobleck = (POLICIES[name].foresee(LAYOUT, [5], costs) for name in ("varuna", "oobleck"))
     assert varuna.layouts == oobleck.layouts
     assert varuna.pause_ms > 60_000 > oobleck.pause_ms
+
+
+def test_recycles_example_of_three_pipelines() -> None:
+    """Three pipelines of four stages, six micro-batches each, a backward twice as long as a forward: 1F1B takes
+    (6 + 4 - 1) x 3 = 27 slots. When one of stage 1 is lost, its two peers have nine: (9 + 4 - 1) x 3 = 36 where
+    backwards are whole. In two parts, with weights' gradients in the bubbles, it cannot be less than a forward and nine
+    times three, and takes three slots more at most.
+    """
+    layout = make(4, 3, layers=4, grains=18)
+    costs = replace(alike(layout), latency_ms=0.0)
+    assert predict(layout, costs, schedules=["1f1b"]).step_ms == pytest.approx(27)
+    (after,) = POLICIES["recycle"].foresee(layout, [4], costs).layouts
+    assert [len(cell.grains) for cell in after.stages[1].cells] == [9, 9]
+    assert predict(after, costs, schedules=["1f1b"]).step_ms == pytest.approx(36)
+    assert 28 <= predict(after, costs, schedules=["split"]).step_ms <= 31
+
+
+def test_a_restart_goes_on_with_whole_replicas_of_any_cells() -> None:
+    """Two broken replicas of four lack one cell each, of unlike stages: fourteen cells make three."""
+    costs = alike(LAYOUT)
+    outcome = POLICIES["restart"].foresee(LAYOUT, [5, 10], costs)
+    assert widths(outcome.layouts[0]) == [3] * 4 and len(outcome.layouts[0].spares) == 2
+    assert outcome.pause_ms > 60_000
+    assert widths(POLICIES["column"].foresee(LAYOUT, [5, 10], costs).layouts[0]) == [2] * 4
+
+
+def test_who_is_slow_by_what_its_units_cost() -> None:
+    """Two layers of 3 ms each and a stage of ten layers: a grain should take 30 ms."""
+    costs = alike(LAYOUT)
+    assert POLICIES["resihp"].usual_ms(LAYOUT, 1, costs) == pytest.approx(30)
+    assert POLICIES["resihp"].usual_ms(LAYOUT, 1, None) is None
+    assert POLICIES["elastic"].usual_ms(LAYOUT, 1, costs) is None
+
+
+@pytest.mark.parametrize("lost", [[5], [4, 5], [5, 10], [5, 10, 15], [4, 5, 10]])
+def test_chameleon_chooses_the_better_one_for_each_loss(lost: list[int]) -> None:
+    """With two of a stage's four cells lost that is new pipelines, of three cells a stage."""
+    costs = alike(LAYOUT)
+    (chosen,) = POLICIES["chameleon"].foresee(LAYOUT, lost, costs).layouts
+    steps = {name: predict(POLICIES[name].foresee(LAYOUT, lost, costs).layouts[0], costs).step_ms
+             for name in ("recycle", "oobleck")}
+    assert predict(chosen, costs).step_ms <= min(steps.values()) * 1.001
+    assert lost != [4, 5] or widths(chosen) == [3, 3, 3, 3]
+
+
+def test_orders_that_are_searched_count_where_they_will_be() -> None:
+    """Uneven stages wait less in an order that is searched: that is what a way is worth then."""
+    costs = alike(LAYOUT)
+    interim = POLICIES["elastic"].lose(LAYOUT, [5], Holdings.of(LAYOUT).without([5]), 1, costs)
+    known, searched = (best(ways(interim, costs, False, foreseen(schedule))) for schedule in ("split", "search"))
+    assert searched.step_ms < 0.95 * known.step_ms
+    assert find(searched.layout, costs).ms <= searched.step_ms * 1.001
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -290,6 +344,20 @@ def test_real_ranks_go_on_as_foreseen_with_the_same_bits(name: str, jobs: Jobs) 
     assert [stage.cells for stage in first.stages] == [stage.cells for stage in foreseen.stages]
     for before, later in itertools.pairwise(layouts):
         assert set(before.lost) <= set(later.lost)
+
+
+def test_real_ranks_go_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    """Under ``restart``: with the whole replicas that can be made, and the same bits."""
+    grid = Grid(tp=1, pp=2, steps=7)
+    reference = jobs.undisturbed(*grid.flags)
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    job = jobs.run(*grid.flags, *saving, "--elastic-policy", "restart", *inject("1@5:forward"))
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert_exactly_once(job)
+    (event,) = job.events("fallback")
+    assert event["step"] in (2, 4) and "restart begins again" in event["reason"]
+    assert job.events("recovered")[0]["decision"] == "reload"
+    assert widths(job.layouts()[-1]) == [3, 3]
 
 
 def test_real_ranks_take_the_way_that_is_best(jobs: Jobs, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from megatron_elastic.cluster.messages import (
     Said,
     Scale,
     Stop,
+    Throttled,
     ToAgent,
     Welcome,
 )
@@ -39,6 +40,7 @@ from megatron_elastic.cluster.protocol.events import LayoutTold as NodesLayout
 from megatron_elastic.cluster.protocol.events import Metered as RanksMetered
 from megatron_elastic.cluster.protocol.events import Paced as RanksPaced
 from megatron_elastic.cluster.protocol.events import Said as RankSaid
+from megatron_elastic.cluster.protocol.events import Throttled as DevicesThrottled
 from megatron_elastic.cluster.pulse import Pulse
 from megatron_elastic.cluster.recording.reader import Reader
 from megatron_elastic.cluster.wire import AsyncWire, Credentials, WireError, decode
@@ -222,6 +224,8 @@ def hear(coordinator: Coordinator, node: int, message: FromAgent) -> None:
             coordinator.post(RanksMetered(now=time.time(), node=node, figures=message.figures))
         case ClocksRefused():
             coordinator.post(NoClocks(now=time.time(), node=node, reason=message.reason))
+        case Throttled():
+            coordinator.post(DevicesThrottled(now=time.time(), node=node, clocks=message.clocks))
         case Leaving():
             coordinator.post(Leaves(now=time.time(), node=node))
         case AgentHello():

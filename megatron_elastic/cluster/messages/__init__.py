@@ -62,6 +62,7 @@ from megatron_elastic.cluster.messages.node import (
     Seat,
     SetClocks,
     TellLayout,
+    Throttled,
     ToAgent,
     Wanted,
     Welcome,
@@ -91,6 +92,6 @@ __all__ = [
     "Plan", "Profile", "RankClosed", "RankDying", "RankExited", "RankNews", "RankReading", "RankResumed",
     "RankStopped", "Reachable", "ReadLog", "ReadRecords", "Ready", "Recall", "Recovered", "Recut", "Relay", "Reload",
     "Report", "Resigned", "Resume", "Running", "Said", "Scale", "Scaling", "Seat", "SetClocks", "Settled", "Shown",
-    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "TellLayout", "ToAgent", "ToRank", "VoteResult", "Wanted",
-    "Welcome", "Where", "WorkDone",
+    "SliceDigest", "Start", "Stop", "Suspect", "Switched", "TellLayout", "Throttled", "ToAgent", "ToRank", "VoteResult",
+    "Wanted", "Welcome", "Where", "WorkDone",
 ]  # fmt: skip

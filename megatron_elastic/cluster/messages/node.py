@@ -254,6 +254,12 @@ class ClocksRefused(Message, frozen=True):
     reason: str
 
 
+class Throttled(Message, frozen=True):
+    """Devices of these ranks run at lower clocks than were set: at these."""
+
+    clocks: dict[int, float]
+
+
 class Recall(Message, frozen=True):
     """Tell again which steps were committed ``after`` this one, as far as they are kept."""
 
@@ -305,7 +311,8 @@ class Relay(Message, frozen=True):
 RankNews = RankDying | RankExited | RankStopped | RankResumed | RankClosed
 """What an agent tells about the processes of its ranks."""
 FromAgent = (
-    AgentHello | Said | RankNews | Inspected | LayoutTold | Paced | Metered | ClocksRefused | Leaving | Heartbeat
+    AgentHello | Said | RankNews | Inspected | LayoutTold | Paced | Metered | ClocksRefused | Throttled
+    | Leaving | Heartbeat
 )
 Order = Launch | Leave | Given | Fence | Inspect | TellLayout | Wanted | SetClocks | Recall | Members | Seat | Stop
 """What the protocol tells an agent itself."""

@@ -42,6 +42,7 @@ from megatron_elastic.cluster.messages import (
     SetClocks,
     Stop,
     TellLayout,
+    Throttled,
     ToAgent,
     Wanted,
 )
@@ -91,7 +92,8 @@ class Agent:
         self._instruments = Instruments(self._gauge.odometers)
         self._echo = Echo(assignment.console) if assignment.console.streams else None
         actuator = assignment.actuator
-        self._regulator = None if actuator is None else Regulator(actuator, assignment.run_dir, self._warn)
+        self._regulator = None if actuator is None else Regulator(
+            actuator, assignment.run_dir, self._warn, hot=self._throttled)
         self._running: set[int] = set()
         self._pids: dict[int, int] = {}
         self._slots: dict[int, int] = {}
@@ -213,6 +215,11 @@ class Agent:
         """Clocks cannot be set; said in another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
             self._loop.call_soon_threadsafe(self._tell, ClocksRefused(reason=reason))
+
+    def _throttled(self, clocks: dict[int, float]) -> None:
+        """Devices are held down; said in another thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell, Throttled(clocks=clocks))
 
     # ---- ranks ---------------------------------------------------------------------------
 
@@ -344,6 +351,8 @@ class Agent:
         if self._speedometer is not None:
             for paced in self._speedometer.look({rank: self._slots[rank] for rank in self._pids}):
                 self._tell(paced)
+        if self._regulator is not None:
+            self._regulator.look()
         if (metered := self._instruments.look(self._pids, self._slots, time.monotonic())) is not None:
             self._tell(metered)
         for rank, pid in self._pids.items():

@@ -52,6 +52,7 @@ from megatron_elastic.cluster.protocol.events import (
     Said,
     Seated,
     Sent,
+    Throttled,
     TookOver,
     Troubled,
     Unheard,
@@ -131,6 +132,9 @@ def _happened(turn: Turn, event: Event) -> None:
         case ClocksRefused():
             if event.node in turn.job.nodes:
                 clocks.refused(turn, event)
+        case Throttled():
+            if event.node in turn.job.nodes:
+                clocks.throttled(turn, event)
         case Found():
             change.found(turn, event)
         case Recorded():

@@ -67,6 +67,7 @@ class PlanClocks(msgspec.Struct, frozen=True):
     mode: str
     schedule: str
     paces: Mapping[int, float]
+    highest: Mapping[int, float] = {}
 
 
 class Search(msgspec.Struct, frozen=True):

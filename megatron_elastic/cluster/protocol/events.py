@@ -150,6 +150,13 @@ class ClocksRefused(Happened, frozen=True):
     reason: str
 
 
+class Throttled(Happened, frozen=True):
+    """Devices of some ranks of a node run at lower clocks than were set: at these."""
+
+    node: int
+    clocks: dict[int, float]
+
+
 class Found(Happened, frozen=True):
     """An order of work has been looked for, for the layout of ``epoch``."""
 
@@ -229,6 +236,6 @@ class Unheard(Happened, frozen=True):
 
 Event = (
     Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | LayoutTold | Paced | Metered
-    | Leaves | Asked | Expired | Costed | Clocked | ClocksRefused | Found | Recorded | Led | TookOver | Seated | Sent
-    | Troubled | Ended | Unheard
+    | Leaves | Asked | Expired | Costed | Clocked | ClocksRefused | Throttled | Found | Recorded | Led | TookOver
+    | Seated | Sent | Troubled | Ended | Unheard
 )

@@ -413,6 +413,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""
     fixed: frozenset[int] = frozenset()
     """Nodes that cannot set clocks."""
+    highest: Map[int, float] = Map()
+    """Clocks at which ranks' devices were seen to be held down, by heat or for want of power."""
     better: Map[int, int] = Map()
     """Cells that have been faster than was believed, since which step."""
     strikes: Map[int, int] = Map()

@@ -25,6 +25,7 @@ from megatron_elastic.cluster.protocol.events import (
     Said,
     Seated,
     Sent,
+    Throttled,
     Unheard,
 )
 from megatron_elastic.cluster.protocol.faults import error, loss, suspicion
@@ -51,7 +52,10 @@ def unheard(turn: Turn, stray: Unheard) -> None:
         case NodeCame():
             turn.say(f"WARNING: a node is sent away. {why}")
             turn.do(Tell(event.node, Stop(ok=False, reason=why)))
-        case Inspected() | Paced() | Metered() | ClocksRefused() | Leaves() | Found() | Clocked() | Seated() | Sent():
+        case (
+            Inspected() | Paced() | Metered() | ClocksRefused() | Throttled() | Leaves() | Found() | Clocked()
+            | Seated() | Sent()
+        ):
             turn.say(f"WARNING: the job goes on without {type(event).__name__}. {why}")
         case Asked():
             turn.do(Reply(event.person, Answer(ok=False, text=why)))

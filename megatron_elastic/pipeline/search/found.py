@@ -111,11 +111,12 @@ class _Part:
         return self.problem.makespan(next(iter(self.known.values())))
 
 
-def nearly(layout: Layout, costs: Costs, clocks: Mapping[int, float], room: float) -> float:
+def nearly(layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> float:
     """Milliseconds of passes that ``find`` comes at least near to, from a few greedy orders; arguments as there. Where
     none fits the memory, what no program is below.
     """
-    parts = [problem_of(layout, costs, leaders, grains, {}, clocks, room) for leaders, grains in _connected(layout)]
+    known = programs(layout) if costs.memory_bytes is None else {}
+    parts = [problem_of(layout, costs, leaders, grains, known, clocks) for leaders, grains in _connected(layout)]
     return max(map(_nearly, {(part.route, part.limits, part.speed): part for part in parts}.values()))
 
 

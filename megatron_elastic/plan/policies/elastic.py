@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_elastic.layout import Holdings, Layout
-from megatron_elastic.plan.choice import SCHEDULES, WORTH, Way, best, splits, step, ways
+from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, WORTH, Way, best, splits, step, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
@@ -29,17 +29,29 @@ class Elastic(Policy):
         self, layout: Layout, lost: Collection[int], held: Holdings, epoch: int, costs: Costs | None,
         schedules: Collection[str] = SCHEDULES,
     ) -> Layout:
-        """Nothing moves, if that fits the memory of devices; else what moves least of that which does, at once.
-
-        Who gets the slices of the lost ones may own far more than others until they are spread evenly.
+        """Nothing moves, unless memory is short: who gets slices of the lost ones may own far more than others until
+        they are spread evenly, and there may be no room for what a better way needs to have copied on the side. Then
+        the best way is gone at once that devices have room for, if training has waited for that before long.
         """
         stay, split = lose(layout, lost, held, epoch), splits(schedules)
-        if costs is None or overflow(stay, stay.ranks, costs, split) is None:
+        if costs is None or costs.memory_bytes is None:
             return stay
+        roomy = replace(costs, memory_bytes=costs.memory_bytes // 2)
+        if overflow(stay, stay.ranks, roomy, split) is None:
+            return stay  # and there is room for whatever is copied
         left = without_shadows(stay)
         found = ways(left, costs, left.is_tied, schedules)
-        spread = (even(way.layout, epoch) for way in found)
-        return next((each for each in spread if overflow(each, each.ranks, costs, split) is None), stay)
+        on_the_side = best(found)
+        fits = overflow(stay, stay.ranks, costs, split) is None
+        gain = on_the_side.gain * (1 + WORTH) if fits and on_the_side.problem is None else 0.0
+        chosen = stay
+        for way in found:
+            waited = (1 - min(way.moves_ms / HORIZON_MS, 1.0)) * found[0].step_ms / way.step_ms
+            if waited > gain and (way.problem is not None or not fits):
+                spread = even(way.layout, epoch)
+                if overflow(spread, spread.ranks, costs, split) is None:
+                    chosen, gain = spread, waited
+        return chosen
 
     def uses_all(self, costs: Costs | None) -> bool:
         """Where it is not known what units cost."""

@@ -34,9 +34,9 @@ class Limits:
     steps: tuple[float, ...]
     highest: Mapping[int, float] | None = None
 
-    def of(self, leader: int, power: PowerModel) -> tuple[float, ...]:
-        """The clocks that a cell may have by itself; at least the lowest."""
-        most = (self.highest or {}).get(leader, self.steps[-1])
+    def of(self, leader: int | None, power: PowerModel) -> tuple[float, ...]:
+        """The clocks that a cell may have by itself; at least the lowest. None: one that is like most."""
+        most = self.steps[-1] if leader is None else (self.highest or {}).get(leader, self.steps[-1])
         fit = tuple(step for step in self.steps
                     if step <= most and (power.device_w is None or power.watts(step) <= power.device_w))  # fmt: skip
         return fit or self.steps[:1]
@@ -59,21 +59,32 @@ class Budget:
     def of(cls, layout: Layout, limits: Limits, power: PowerModel) -> Budget:
         """Of the cells of ``layout`` that compute something."""
         working = [cell for stage in layout.stages for cell in stage.cells if not cell.shadow]
+        usual, special = limits.of(None, power), limits.highest or {}
         return cls(
-            {cell.leader: limits.of(cell.leader, power) for cell in working},
+            {cell.leader: limits.of(cell.leader, power) if cell.leader in special else usual for cell in working},
             {cell.leader: Counter(map(layout.host_of, cell.ranks)) for cell in working},
             power,
         )  # fmt: skip
 
     def affords(self, clocks: Mapping[int, float]) -> bool:
         """Whether no host's devices take more than it has."""
-        if self.power.host_w is None:
-            return True
-        used: defaultdict[int, float] = defaultdict(float)
-        for leader, clock in clocks.items():
-            for host, devices in self.devices[leader].items():
-                used[host] += devices * self.power.watts(clock)
-        return max(used.values()) <= self.power.host_w * (1 + _ROUNDING)
+        return self.power.host_w is None or max(self.used(clocks).values()) <= self.power.host_w * (1 + _ROUNDING)
+
+    def used(self, clocks: Mapping[int, float]) -> defaultdict[int, float]:
+        """Watts of each host's devices, if there is a limit."""
+        found: defaultdict[int, float] = defaultdict(float)
+        if self.power.host_w is not None:
+            for leader, clock in clocks.items():
+                for host, devices in self.devices[leader].items():
+                    found[host] += devices * self.power.watts(clock)
+        return found
+
+    def has_left(self, leader: int, watts: float, used: Mapping[int, float]) -> bool:
+        """Whether the hosts of a cell have so many more for each of its devices."""
+        return self.power.host_w is None or all(
+            used[host] + devices * watts <= self.power.host_w * (1 + _ROUNDING)
+            for host, devices in self.devices[leader].items()
+        )
 
 
 def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, float]:
@@ -93,13 +104,18 @@ def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None
 def slowest_allowed(loads: Mapping[int, float], budget: Budget, longest: float) -> dict[int, float] | None:
     """The lowest clock of each cell with which none computes longer than ``longest`` ms; None if that cannot be."""
     clocks: dict[int, float] = {}
+    known: dict[tuple[float, tuple[float, ...]], float] = {}
+    """Many cells do the same."""
     for leader, load in loads.items():
         allowed = budget.allowed[leader]
-        needed = load / longest if longest else math.inf if load else 0.0
-        at = bisect_left(allowed, needed * (1 - _ROUNDING))
-        if at == len(allowed):
-            return None
-        clocks[leader] = allowed[at]
+        clock = known.get((load, allowed))
+        if clock is None:
+            needed = load / longest if longest else math.inf if load else 0.0
+            at = bisect_left(allowed, needed * (1 - _ROUNDING))
+            if at == len(allowed):
+                return None
+            clock = known[load, allowed] = allowed[at]
+        clocks[leader] = clock
     return clocks if budget.affords(clocks) else None
 
 
@@ -109,10 +125,16 @@ def balance(loads: Mapping[int, float], budget: Budget) -> dict[int, float]:
     Exact: that time is a load at one of its clocks, and if some time can be kept, so can longer ones. Where the watts
     of a host are not enough even for the lowest clocks, these are taken.
     """
-    times = sorted({load / step for leader, load in loads.items() for step in budget.allowed[leader]})
+    times = _times(loads, budget)
     at = bisect_left(times, True, key=lambda longest: slowest_allowed(loads, budget, longest) is not None)
     found = slowest_allowed(loads, budget, times[at]) if at < len(times) else None
     return found or {leader: budget.allowed[leader][0] for leader in loads}
+
+
+def _times(loads: Mapping[int, float], budget: Budget) -> list[float]:
+    """All that cells can take at their clocks, ascending."""
+    kinds = {(load, budget.allowed[leader]) for leader, load in loads.items()}
+    return sorted({load / step for load, allowed in kinds for step in allowed})
 
 
 def clocks(
@@ -134,7 +156,7 @@ def clocks(
     base = _raised({leader: budget.allowed[leader][0] for leader in work}, budget, 1.0)
     longest = step_ms(base) * (1 + _ROUNDING)
     best, least, tries = base, _joules(layout, work, base, power, longest), 0
-    for time in sorted({load / step for leader, load in work.items() for step in budget.allowed[leader]}):
+    for time in _times(work, budget):
         found = slowest_allowed(work, budget, time)
         if found is None:
             continue
@@ -150,12 +172,16 @@ def clocks(
 
 def _raised(clocks: Mapping[int, float], budget: Budget, floor: float) -> dict[int, float]:
     """None below ``floor``, as far as devices and hosts allow it."""
-    raised = dict(clocks)
+    raised, used = dict(clocks), budget.used(clocks)
     for leader, allowed in budget.allowed.items():
         wanted = max((step for step in allowed if step <= max(floor, clocks[leader])), default=allowed[0])
-        if wanted > clocks[leader]:
-            tried = {**raised, leader: wanted}
-            raised = tried if budget.affords(tried) else raised
+        if wanted <= clocks[leader]:
+            continue
+        more = budget.power.watts(wanted) - budget.power.watts(clocks[leader])
+        if budget.has_left(leader, more, used):
+            raised[leader] = wanted
+            for host, devices in budget.devices[leader].items():
+                used[host] += devices * more
     return raised
 
 

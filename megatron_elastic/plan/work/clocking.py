@@ -26,11 +26,15 @@ class ClockPlan:
     base_ms: float
 
 
-def plan_clocks(layout: Layout, costs: Costs, mode: str, schedule: str, paces: Mapping[int, float]) -> ClockPlan:
+def plan_clocks(
+    layout: Layout, costs: Costs, mode: str, schedule: str, paces: Mapping[int, float],
+    highest: Mapping[int, float] | None = None,
+) -> ClockPlan:
     """The plan for ``layout`` under ``--elastic-dvfs`` and ``--elastic-schedule``; ``costs.power`` must be known.
 
     ``paces``: how many times as long as usual a grain takes at the same clock, in cells where that is not once, by
-    leader. To save energy many steps are simulated; where one takes long, nothing is planned.
+    leader. ``highest``: clocks that cells do not come above, where that is less than others. To save energy many steps
+    are simulated; where one takes long, nothing is planned.
     """
     assert costs.power is not None
 
@@ -41,6 +45,6 @@ def plan_clocks(layout: Layout, costs: Costs, mode: str, schedule: str, paces: M
     base_ms = step_ms({})
     if mode == "energy" and layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         return ClockPlan({}, base_ms, base_ms)
-    found = clocks(layout, costs, mode, Limits(costs.clock_steps), costs.power, step_ms, paces)
+    found = clocks(layout, costs, mode, Limits(costs.clock_steps, highest), costs.power, step_ms, paces)
     others = {leader: clock for leader, clock in sorted(found.items()) if clock != 1.0}
     return ClockPlan(others, step_ms(found), base_ms)

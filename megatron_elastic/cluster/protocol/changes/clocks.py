@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_elastic.cluster.messages import SetClocks
 from megatron_elastic.cluster.protocol.changes import pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks
-from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused
+from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Throttled
 from megatron_elastic.cluster.protocol.turn import Turn
 
 
@@ -22,7 +22,7 @@ def plan(turn: Turn) -> None:
         pace.clocked(turn, {})
     else:
         turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.dvfs, job.settings.schedule,
-                           pace.paces(job)))  # fmt: skip
+                           pace.paces(job), pace.highest(job)))  # fmt: skip
 
 
 def planned(turn: Turn, event: Clocked) -> None:
@@ -36,6 +36,20 @@ def planned(turn: Turn, event: Clocked) -> None:
     pace.clocked(turn, clocks)
     turn.record("clocks", mode=job.settings.dvfs, clocks={str(leader): clock for leader, clock in event.clocks.items()},
                 step_ms=round(event.step_ms, 3), base_ms=round(event.base_ms, 3))  # fmt: skip
+
+
+def throttled(turn: Turn, event: Throttled) -> None:
+    """Some devices do not run as fast as they were told: clocks are planned with what they can do."""
+    found = {rank: clock for rank, clock in event.clocks.items()
+             if rank in turn.job.ranks and turn.job.ranks[rank].node == event.node and clock > 0}
+    if not found:
+        return
+    pace.held_down(turn, found)
+    ranks = ", ".join(f"rank {rank} at {clock:g}" for rank, clock in sorted(found.items()))
+    turn.record("throttled", node=turn.job.nodes[event.node].node_rank,
+                clocks={str(rank): clock for rank, clock in sorted(found.items())})  # fmt: skip
+    turn.say(f"devices are held down by heat or for want of power: {ranks} of the base clock", "throttled")
+    plan(turn)
 
 
 def refused(turn: Turn, event: ClocksRefused) -> None:

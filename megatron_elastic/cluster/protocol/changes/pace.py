@@ -168,6 +168,19 @@ def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
         turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map()))
 
 
+def held_down(turn: Turn, clocks: Mapping[int, float]) -> None:
+    """Devices of these ranks run no faster than this. What was measured meanwhile does not count."""
+    turn.set(pace=replace(turn.job.pace, highest=turn.job.pace.highest.update(clocks), measured=Map(), told=Map()))
+
+
+def highest(job: Job) -> dict[int, float]:
+    """The clocks that the present cells do not come above, by leader: those of their slowest ranks."""
+    assert job.layout is not None
+    known = job.pace.highest
+    return {leader: min(known[rank] for rank in cell.ranks if rank in known)
+            for leader, cell in job.layout.cells.items() if any(rank in known for rank in cell.ranks)}
+
+
 def refused(turn: Turn, node: int) -> None:
     """A node cannot set clocks."""
     turn.set(pace=replace(turn.job.pace, fixed=turn.job.pace.fixed | {node}))
