@@ -539,10 +539,31 @@ def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
 # ---- many nodes at once --------------------------------------------------------------------
 
 
-def test_nodes_that_are_lost_together_are_one_fault() -> None:
+def all_there() -> Job:
+    """Each of the three nodes has come, that of rank 0 as number 3."""
     job, _ = take_over("")
     job, _ = advance(job, events.NodeCame(now=11.3, node=3, hello=hello(0)))
     assert job.gathering is None and job.lost == ()
+    return job
+
+
+def test_nodes_whose_connections_broke_together_are_one_fault() -> None:
+    """While one loss is told to a large job, the time of others runs out."""
+    job = all_there()
+    for node in (2, 3):
+        job, _ = advance(job, events.NodeAbsent(now=12.0 + node / 10, node=node))
+    job, effects = advance(job, events.Expired(now=13.4, name="absent 2", serial=job.timers["absent 2"]))
+    assert job.lost == (0, 2) and "absent 3" not in job.timers
+    assert len(interrupts(list(effects))) == 1
+    job = all_there()
+    for node in (2, 3):
+        job, _ = advance(job, events.NodeAbsent(now=12.0 + node / 10, node=node))
+    job, _ = advance(job, events.Expired(now=13.25, name="absent 2", serial=job.timers["absent 2"]))
+    assert job.lost == (2,), "the other one has time left"
+
+
+def test_nodes_that_are_lost_together_are_one_fault() -> None:
+    job = all_there()
     before = job.epoch
     gone = tuple(events.NodeLost(now=12.0, node=node, cause=f"node {node} silent", since=float(node))
                  for node in (3, 2))

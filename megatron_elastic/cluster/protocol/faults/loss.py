@@ -138,10 +138,14 @@ def _set_absent(turn: Turn, node: int, since: float | None) -> None:
 
 
 def absent_for_good(turn: Turn, number: int) -> None:
-    """It has not come back in time, or others say that its ranks are gone."""
-    node = turn.job.nodes[number]
-    since = turn.now if node.absent is None else node.absent
-    nodes_lost(turn, [NodeLost(now=turn.now, node=number, cause=f"node {node.node_rank} lost", since=since)])
+    """It has not come back in time, or others say that its ranks are gone. Whose time is up, too, is lost with it."""
+    nodes, limit = turn.job.nodes, turn.job.settings.suspect_timeout
+    late = [other for other, node in nodes.items()
+            if other != number and node.absent is not None and turn.now - node.absent >= limit]
+    nodes_lost(turn, [
+        NodeLost(now=turn.now, node=each, cause=f"node {nodes[each].node_rank} lost",
+                 since=nodes[each].absent or turn.now) for each in (number, *sorted(late))
+    ])  # fmt: skip
 
 
 def nodes_lost(turn: Turn, events: Iterable[NodeLost]) -> None:
