@@ -6,7 +6,7 @@ training. Then the coordinator's function alone, with more ranks (``--pure``).
 
 Phases: ``start`` (from the first connection until all ranks train and all is settled), ``rank_lost`` and ``node_lost``
 (until a step commits again, which is done again), ``..._even`` (until the layout is as good as it can be),
-``node_joins`` (until it has its even part), ``steps`` (100 of them), ``idle`` (two heartbeats each way of each node),
+``node_joins`` (until it has its even part), ``steps`` (100 of them), ``idle`` (a heartbeat each way of each node),
 ``resume`` (a rank is lost in the middle of a step, of which is kept what others have done, until it commits),
 ``takeover`` (in the middle of a step another process coordinates, from the first connection to it until that step
 commits). ``own_...`` is what comes in besides the heartbeats of the time that a phase takes on a machine that emulates
@@ -42,8 +42,8 @@ LEAST = 32
 STEPS = 100
 PASSED = ("messages_in", "messages_out", "own_messages_in", "own_bytes_in", "bytes_in", "bytes_out")
 """What goes over the connections of the coordinator: in ``own_bytes_in`` before encryption, else with it."""
-IDLE = SETTINGS.heartbeat_timeout / 2
-"""Seconds in which each end of a connection sends two heartbeats."""
+IDLE = SETTINGS.heartbeat_timeout / 4
+"""Seconds in which each end of a connection sends a heartbeat."""
 
 
 class Bench:
