@@ -6,11 +6,11 @@ training. Then the coordinator's function alone, with more ranks (``--pure``).
 
 Phases: ``start`` (from the first connection until all ranks train and all is settled), ``rank_lost`` and ``node_lost``
 (until a step commits again, which is done again), ``..._even`` (until the layout is as good as it can be),
-``node_joins`` (until it has its even part), ``steps`` (100 of them), ``idle`` (five seconds of heartbeats), ``resume``
-(a rank is lost in the middle of a step, of which is kept what others have done, until it commits), ``takeover`` (in the
-middle of a step another process coordinates, from the first connection to it until that step commits). ``own_...`` is
-what comes in besides the heartbeats of the time that a phase takes on a machine that emulates all ranks besides. Each
-size is measured ``--repeat`` times in alternation; a figure is the median.
+``node_joins`` (until it has its even part), ``steps`` (100 of them), ``idle`` (a heartbeat each way of each node),
+``resume`` (a rank is lost in the middle of a step, of which is kept what others have done, until it commits),
+``takeover`` (in the middle of a step another process coordinates, from the first connection to it until that step
+commits). ``own_...`` is what comes in besides the heartbeats of the time that a phase takes on a machine that emulates
+all ranks besides. Each size is measured ``--repeat`` times in alternation; a figure is the median.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 from common import JobFailed, emit, load_average, progress, run, run_root
 from control_plane import coordinating, guests
 from control_plane.processes import Process
-from control_plane.pure import measure
+from control_plane.pure import SETTINGS, measure
 from control_plane.ranks import NODE, grid
 
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.token import make_token
 
-LIMIT = 300.0
+LIMIT = 1200.0
 """Seconds of a phase."""
 _LOOK = 0.02
 """Seconds between two looks at how far a phase is."""
@@ -42,8 +42,8 @@ LEAST = 32
 STEPS = 100
 PASSED = ("messages_in", "messages_out", "own_messages_in", "own_bytes_in", "bytes_in", "bytes_out")
 """What goes over the connections of the coordinator: in ``own_bytes_in`` before encryption, else with it."""
-IDLE = 5.0
-"""Seconds in which each end of a connection sends two heartbeats."""
+IDLE = SETTINGS.heartbeat_timeout / 4
+"""Seconds in which each end of a connection sends a heartbeat."""
 
 
 class Bench:
@@ -124,7 +124,11 @@ class Bench:
             raise JobFailed(f"{self.size} ranks: what was done of the step was not kept; {self._state()}")
 
     def _until_even(self) -> None:
+        """Slices are even, and all copies there."""
+        deadline = time.monotonic() + LIMIT
         while not (state := self._state())["settled"]:
+            if time.monotonic() > deadline:
+                raise JobFailed(f"{self.size} ranks: it does not become even within {LIMIT:g} s; {state}")
             self._everywhere("settle", [()] * len(self._guests))
             announced = state["announced"]
             if announced is not None and self._sum("informed", announced) == state["members"]:

@@ -24,7 +24,7 @@ from megatron_elastic.cluster.wire import AsyncWire, Broken, Credentials
 
 _letters: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
 _orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
-_LIMIT = 120.0
+_LIMIT = 1200.0
 """Seconds to connect, and until a silent coordinator counts as gone."""
 _TCP_INFO_BYTES = 120  # offset of tcpi_bytes_acked, which tcpi_bytes_received follows
 

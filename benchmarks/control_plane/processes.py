@@ -15,7 +15,7 @@ from common import JobFailed
 
 _FAREWELL = 60.0
 """Seconds to end in good order."""
-LIMIT = 600.0
+LIMIT = 1200.0
 """Seconds that one order may take."""
 Order = Callable[..., Any]
 

@@ -23,15 +23,16 @@ from megatron_elastic.cluster.protocol import Job, Settings, advance
 from megatron_elastic.cluster.protocol.effects import Effect
 from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, NodeLost, TookOver
 
-# Heartbeats are rarer than by default: a thousand nodes that share a core may not be heard for some seconds.
+# No limit runs out but that of a connection that has ended: a thousand nodes share a process, which another program may
+# keep from its processor. Who counted as lost for that would be one loss more, of which the figures say nothing.
 SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=300.0, suspect_timeout=1.0,
-    report_timeout=120.0, wait_timeout=300.0, heartbeat_timeout=10.0,
+    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1200.0, suspect_timeout=1.0,
+    report_timeout=1200.0, wait_timeout=2400.0, heartbeat_timeout=120.0, hang_timeout=1200.0,
 )  # fmt: skip
 
 
-PATIENCE = 6.0
-"""Seconds that nodes have to come to a new coordinator, with the default limits."""
+PATIENCE = 120.0
+"""Seconds that nodes have to come to a new coordinator: all come, or the benchmark has failed."""
 
 
 def took_over(written: int) -> TookOver:

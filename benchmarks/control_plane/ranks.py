@@ -52,9 +52,11 @@ Say = Callable[[int, FromRank], None]
 
 
 def grid(ranks: int) -> Layout:
-    """About so many ranks: TP 8 x PP 8, or 2 x 2 where that is too many; K is the data-parallel width."""
+    """About so many ranks, on whole nodes: TP 8 x PP 8, or 2 x 2 where that is too many; K is the data-parallel width.
+    """
     tp = pp = 8 if ranks >= 2 * 8 * 8 else 2
     dp = max(2, ranks // (tp * pp))
+    dp -= dp * tp * pp % NODE // (tp * pp)
     units, stage_units = gpt_units(LAYERS, pp, tied=True, positions=True)
     return Layout.grid(
         tp=tp, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=4 * dp, num_slices=dp, replicas=1,

@@ -43,7 +43,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteMetrics
+from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.cluster.protocol.faults import decision
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Layout, changed, decode, encode
@@ -534,3 +534,44 @@ def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
     job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=knowing(1, told)),
                     events.NodeCame(now=11.2, node=2, hello=hello(2)))
     assert (job.arrangement.shape, job.arrangement.cells) == (None, 2)
+
+
+# ---- many nodes at once --------------------------------------------------------------------
+
+
+def all_there() -> Job:
+    """Each of the three nodes has come, that of rank 0 as number 3."""
+    job, _ = take_over("")
+    job, _ = advance(job, events.NodeCame(now=11.3, node=3, hello=hello(0)))
+    assert job.gathering is None and job.lost == ()
+    return job
+
+
+def test_nodes_whose_connections_broke_together_are_one_fault() -> None:
+    """While one loss is told to a large job, the time of others runs out."""
+    job = all_there()
+    for node in (2, 3):
+        job, _ = advance(job, events.NodeAbsent(now=12.0 + node / 10, node=node))
+    job, effects = advance(job, events.Expired(now=13.4, name="absent 2", serial=job.timers["absent 2"]))
+    assert job.lost == (0, 2) and "absent 3" not in job.timers
+    assert len(interrupts(list(effects))) == 1
+    job = all_there()
+    for node in (2, 3):
+        job, _ = advance(job, events.NodeAbsent(now=12.0 + node / 10, node=node))
+    job, _ = advance(job, events.Expired(now=13.25, name="absent 2", serial=job.timers["absent 2"]))
+    assert job.lost == (2,), "the other one has time left"
+
+
+def test_nodes_that_are_lost_together_are_one_fault() -> None:
+    job = all_there()
+    before = job.epoch
+    gone = tuple(events.NodeLost(now=12.0, node=node, cause=f"node {node} silent", since=float(node))
+                 for node in (3, 2))
+    job, effects = advance(job, events.NodesLost(now=12.0, lost=gone))
+    assert (job.lost, job.epoch) == ((0, 2), before + 1)
+    (interrupt,) = interrupts(list(effects))
+    assert interrupt.ranks == (1,), "and none for one of the lost"
+    faults = [each.fields for each in effects if isinstance(each, WriteEvent) and each.kind == "fault"]
+    assert [(each["rank"], each["signal"], each["exited_at"]) for each in faults] == [
+        (0, "node 3 silent", 3.0), (2, "node 2 silent", 2.0)]
+    assert {each.node for each in effects if isinstance(each, Tell) and isinstance(each.message, Stop)} == {2, 3}

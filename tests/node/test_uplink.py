@@ -22,7 +22,7 @@ from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.protocol import Job, Settings
-from megatron_elastic.cluster.protocol.events import Event, NodeCame, NodeLost, TookOver
+from megatron_elastic.cluster.protocol.events import Event, NodeCame, NodeLost, NodesLost, TookOver
 from megatron_elastic.cluster.wire import AsyncWire, Credentials
 from megatron_elastic.config import ElasticConfig
 
@@ -254,3 +254,28 @@ def test_a_clock_that_is_set_does_not_change_for_how_long_nobody_coordinates(mon
     assert (uplink.alone_s, uplink.alone_since) == (2.0, 1000.0), "since nobody did first"
     uplink.forget()
     assert (uplink.alone_s, uplink.alone_since) == (0.0, None), "it comes again"
+
+
+def test_nodes_whose_limits_run_out_together_are_lost_together() -> None:
+    """Each loss interrupts everybody, and while a large job is interrupted the limits of others run out."""
+    class Told(Coordinator):
+        def __init__(self) -> None:
+            self.heard: list[Event] = []
+            super().__init__(Job.new(SETTINGS, 4), None, lambda line, tells: None)
+
+        def post(self, event: Event) -> None:
+            self.heard.append(event)
+
+    async def test() -> None:
+        server = Server(CONFIG, CREDENTIALS, Path("none"), lambda line: None)
+        told = Told()
+        gone = [NodeLost(now=1.0, node=node, cause="silent", since=1.0) for node in (1, 2, 3)]
+        for each in gone[:2]:
+            server._lose(told, each)
+        await asyncio.sleep(0)
+        server._lose(told, gone[2])
+        await asyncio.sleep(0)
+        assert [each.lost for each in told.heard if isinstance(each, NodesLost)] == [tuple(gone[:2]), (gone[2],)]
+        await server.close(0.0)
+
+    asyncio.run(test())

@@ -251,12 +251,13 @@ def steps_are_recorded_as_they_are_told() -> list[Patch]:
 @_mutant
 def nodes_loss_names_only_its_first_rank() -> list[Patch]:
     """Of a node that is gone one rank is not taken for lost."""
-    real = loss.lose
+    real = loss._lose
 
-    def lose(turn: Turn, ranks: Any, cause: str | None, when: float) -> None:
-        real(turn, list(ranks)[:1] if cause in ("lost", "silent") else ranks, cause, when)
+    def lose(turn: Turn, deaths: Any) -> None:
+        real(turn, [each._replace(ranks=each.ranks[:1]) if each.cause in ("lost", "silent") else each
+                    for each in deaths])
 
-    return [patch.object(loss, "lose", lose)]
+    return [patch.object(loss, "_lose", lose)]
 
 
 @_mutant

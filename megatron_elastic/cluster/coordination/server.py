@@ -33,7 +33,16 @@ from megatron_elastic.cluster.messages import (
     ToAgent,
     Welcome,
 )
-from megatron_elastic.cluster.protocol.events import Asked, Leaves, News, NodeAbsent, NodeBack, NodeCame, NodeLost
+from megatron_elastic.cluster.protocol.events import (
+    Asked,
+    Leaves,
+    News,
+    NodeAbsent,
+    NodeBack,
+    NodeCame,
+    NodeLost,
+    NodesLost,
+)
 from megatron_elastic.cluster.protocol.events import ClocksRefused as NoClocks
 from megatron_elastic.cluster.protocol.events import Inspected as RanksInspected
 from megatron_elastic.cluster.protocol.events import LayoutTold as NodesLayout
@@ -68,6 +77,8 @@ class Server:
         """What is told of everything that comes; None while another process coordinates."""
         self._agents: dict[str, RemoteAgent] = {}
         """By session."""
+        self._silent: list[NodeLost] = []
+        """Nodes that have just been found to be."""
         self._config = config
         self._reader = Reader(run_dir)
         self._say = say
@@ -134,8 +145,8 @@ class Server:
             agent.obey(Stop(ok=False, reason=f"this node was silent for {limit:g} s and counts as lost "
                                              "(--elastic-heartbeat-timeout); its ranks must end",
                             again=self._config.elastic))
-            coordinator.post(NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} silent",
-                                      since=pulse.heard_at))
+            self._lose(coordinator, NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} silent",
+                                             since=pulse.heard_at))
             wire.close()
 
         # Losing a node ends a plain job, which has no use for knowing it that soon.
@@ -153,6 +164,19 @@ class Server:
             pulse.stop()
             if agent.disconnect(wire):
                 coordinator.post(NodeAbsent(now=time.time(), node=node))
+
+
+    def _lose(self, coordinator: Coordinator, lost: NodeLost) -> None:
+        """Nodes whose limits have run out together are lost together: for each loss everybody is interrupted, and while
+        a large job is, the limits of others run out.
+        """
+        self._silent.append(lost)
+        if len(self._silent) == 1:
+            asyncio.get_running_loop().call_soon(self._tell_lost, coordinator)
+
+    def _tell_lost(self, coordinator: Coordinator) -> None:
+        lost, self._silent = tuple(self._silent), []
+        coordinator.post(NodesLost(now=time.time(), lost=lost))
 
 
 class RemoteAgent:

@@ -47,6 +47,7 @@ from megatron_elastic.cluster.protocol.events import (
     NodeBack,
     NodeCame,
     NodeLost,
+    NodesLost,
     Paced,
     Recorded,
     Said,
@@ -107,7 +108,9 @@ def _happened(turn: Turn, event: Event) -> None:
         case NodeBack():
             loss.node_back(turn, event)
         case NodeLost():
-            loss.node_lost(turn, event)
+            loss.nodes_lost(turn, [event])
+        case NodesLost():
+            loss.nodes_lost(turn, event.lost)
         case Inspected():
             hang.inspected(turn, event)
         case LayoutTold():

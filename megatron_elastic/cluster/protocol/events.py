@@ -58,6 +58,12 @@ class NodeLost(Happened, frozen=True):
     since: float
 
 
+class NodesLost(Happened, frozen=True):
+    """Several are, and it was noticed at one moment: it is one fault."""
+
+    lost: tuple[NodeLost, ...]
+
+
 class Said(Happened, frozen=True):
     """A rank of this node said something, and the ranks of ``also`` the same, each of itself."""
 
@@ -235,7 +241,7 @@ class Unheard(Happened, frozen=True):
 
 
 Event = (
-    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | Said | News | Inspected | LayoutTold | Paced | Metered
-    | Leaves | Asked | Expired | Costed | Clocked | ClocksRefused | Throttled | Found | Recorded | Led | TookOver
-    | Seated | Sent | Troubled | Ended | Unheard
+    Begun | NodeCame | NodeAbsent | NodeBack | NodeLost | NodesLost | Said | News | Inspected | LayoutTold | Paced
+    | Metered | Leaves | Asked | Expired | Costed | Clocked | ClocksRefused | Throttled | Found | Recorded | Led
+    | TookOver | Seated | Sent | Troubled | Ended | Unheard
 )

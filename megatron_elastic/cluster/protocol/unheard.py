@@ -77,4 +77,4 @@ def _word(turn: Turn, event: Said, why: str) -> None:
 
 def _node(turn: Turn, number: int, why: str) -> None:
     turn.say(f"WARNING: node {turn.job.nodes[number].node_rank} counts as lost. {why}")
-    loss.node_lost(turn, NodeLost(now=turn.now, node=number, cause="unheard", since=turn.now))
+    loss.nodes_lost(turn, [NodeLost(now=turn.now, node=number, cause="unheard", since=turn.now)])

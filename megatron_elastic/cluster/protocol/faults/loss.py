@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -22,7 +23,7 @@ from megatron_elastic.cluster.protocol import ending, ledger, start, whereabouts
 from megatron_elastic.cluster.protocol.changes import change, membership
 from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeLost
 from megatron_elastic.cluster.protocol.faults import recovery, suspicion
-from megatron_elastic.cluster.protocol.job import without
+from megatron_elastic.cluster.protocol.job import Node, without
 from megatron_elastic.cluster.protocol.turn import Turn
 
 _END_LIMIT = 10.0
@@ -66,7 +67,7 @@ def _died(turn: Turn, number: int, cause: str, since: float) -> None:
     rank = turn.set_rank(number, dying=None)
     turn.cancel_timer(f"dying {number}")
     if not rank.standby or recovery.concerns(turn.job, number):
-        _name(turn, [number], cause, since)
+        _name(turn, [_Death([number], cause, since)])
         ending.consider(turn)
 
 
@@ -137,71 +138,97 @@ def _set_absent(turn: Turn, node: int, since: float | None) -> None:
 
 
 def absent_for_good(turn: Turn, number: int) -> None:
-    """It has not come back in time, or others say that its ranks are gone."""
-    node = turn.job.nodes[number]
-    since = turn.now if node.absent is None else node.absent
-    node_lost(turn, NodeLost(now=turn.now, node=number, cause=f"node {node.node_rank} lost", since=since))
+    """It has not come back in time, or others say that its ranks are gone. Whose time is up, too, is lost with it."""
+    nodes, limit = turn.job.nodes, turn.job.settings.suspect_timeout
+    late = [other for other, node in nodes.items()
+            if other != number and node.absent is not None and turn.now - node.absent >= limit]
+    nodes_lost(turn, [
+        NodeLost(now=turn.now, node=each, cause=f"node {nodes[each].node_rank} lost",
+                 since=nodes[each].absent or turn.now) for each in (number, *sorted(late))
+    ])  # fmt: skip
 
 
-def node_lost(turn: Turn, event: NodeLost) -> None:
-    """The agent of a node is gone, or silent: its ranks are lost with it."""
+def nodes_lost(turn: Turn, events: Iterable[NodeLost]) -> None:
+    """The agents of nodes are gone, or silent: their ranks are lost with them."""
+    deaths, left = list[_Death](), list[tuple[int, str]]()
+    for event in events:
+        if (node := turn.job.nodes.get(event.node)) is None:
+            continue
+        there = _gone(turn, node, event)
+        alive = [rank for rank in there if not turn.job.ranks[rank].lost]
+        if alive and not turn.job.settings.elastic:
+            turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
+        elif alive:
+            deaths.append(_Death(alive, event.cause, event.since))
+        left += ((rank, event.cause) for rank in there)
+    if deaths:
+        _lose(turn, deaths)
+        if turn.job.ledger is not None:
+            ledger.recall(turn)  # what their ranks committed and could not tell, others know
+    for rank, cause in left:
+        if (since := turn.job.ranks[rank].dying) is not None:
+            _died(turn, rank, cause, since)  # nobody else will tell
+
+
+def _gone(turn: Turn, node: Node, event: NodeLost) -> list[int]:
+    """A node is one of the job's no more; returns its ranks whose end nobody will tell."""
     job = turn.job
-    node = job.nodes.get(event.node)
-    if node is None:
-        return
     turn.cancel_timer(f"absent {event.node}")
     # Should it be there after all, it must end its ranks, whose part in the job others take over.
     turn.tell(event.node, Stop(ok=False, reason=f"{event.cause}: its ranks are no longer part of the job",
                                again=job.settings.elastic))
     turn.set(nodes=job.nodes.delete(event.node), leaving=job.leaving - {event.node},
              early=tuple(each for each in job.early if each[0] != event.node))
+    # A node that has come again has another number, and its ranks are that one's.
     if job.gathering is not None:
-        # A node that has come again has another number, and its ranks are that one's.
         running = job.gathering.running
         mine = [rank for rank in node.ranks if rank in running and running[rank].node == event.node]
         known = job.gathering.went(event.node, mine)
         turn.set(gathering=known)
         if known.asked is not None and known.asked != job.gathering.asked:
             turn.tell(known.asked, TellLayout())
-        return
-    # A node that has come again has another number, and its ranks are that one's.
-    there = [rank for rank in node.ranks
-             if membership.runs_on(job, rank, event.node) and job.ranks[rank].returncode is None]
-    alive = [rank for rank in there if not job.ranks[rank].lost]
+        return []
     if job.layout is None and (job.settings.elastic or not job.launched):
         membership.leave(turn, node)
-        return
-    if alive and not job.settings.elastic:
-        turn.end(False, f"lost the agent of node {node.node_rank} ({node.host}): {event.cause}")
-    elif alive:
-        lose(turn, alive, event.cause, event.since)
-        if turn.job.ledger is not None:
-            ledger.recall(turn)  # what its ranks committed and could not tell, others know
-    for rank in there:
-        if (since := job.ranks[rank].dying) is not None:
-            _died(turn, rank, event.cause, since)  # nobody else will tell
+        return []
+    return [rank for rank in node.ranks
+            if membership.runs_on(job, rank, event.node) and job.ranks[rank].returncode is None]
+
+
+class _Death(NamedTuple):
+    """What has happened to ranks, and when. A cause that is None will be named later."""
+
+    ranks: Sequence[int]
+    cause: str | None
+    when: float
 
 
 def lose(turn: Turn, ranks: Sequence[int], cause: str | None, when: float) -> None:
     """``ranks`` are dead since ``when``: begin the next epoch. A ``cause`` that is None will be named later."""
-    ranks = [rank for rank in ranks if not turn.job.ranks[rank].lost]
-    if turn.job.outcome is not None or not ranks:
+    _lose(turn, [_Death(ranks, cause, when)])
+
+
+def _lose(turn: Turn, deaths: Sequence[_Death]) -> None:
+    """All of them in one epoch: each interrupts everybody."""
+    deaths = [death._replace(ranks=new) for death in deaths
+              if (new := [rank for rank in death.ranks if not turn.job.ranks[rank].lost])]
+    if turn.job.outcome is not None or not deaths:
         return
+    ranks = [rank for death in deaths for rank in death.ranks]
     for rank in ranks:
         turn.set_rank(rank, lost=True)
         suspicion.clear(turn, rank)
         whereabouts.settle(turn, rank)
     if turn.job.layout is None:
-        if cause is not None:
-            _name(turn, ranks, cause, when)
+        _name(turn, deaths)
         return
     _forget(turn, ranks)
     if all(change.unneeded(turn.job, rank) and not turn.job.ranks[rank].accused for rank in ranks):
-        change.drop(turn, ranks, cause or "killed", when)
+        for death in deaths:
+            change.drop(turn, death.ranks, death.cause or "killed", death.when)
         return
-    recovery.interrupt(turn, ranks, cause, when)
-    if cause is not None:
-        _name(turn, ranks, cause, when)
+    recovery.interrupt(turn, ranks, None, min(death.when for death in deaths))
+    _name(turn, deaths)
     if not turn.job.alive:
         raised = f": the program raised, the last time {turn.job.errors[-1].summary!r}" if turn.job.errors else ""
         turn.end(False, f"every rank is dead{raised}; restart the job from its newest checkpoint")
@@ -230,16 +257,19 @@ def accused(turn: Turn, message: Suspect) -> None:
             absent_for_good(turn, node)  # two see it
 
 
-def _name(turn: Turn, ranks: Sequence[int], cause: str, when: float) -> None:
-    """What killed ``ranks`` is known."""
+def _name(turn: Turn, deaths: Iterable[_Death]) -> None:
+    """What killed ranks is known, as far as it is."""
     job = turn.job
-    if job.layout is None:
-        turn.end(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs")
-        return
-    for rank in ranks:
-        turn.record("fault", rank=rank, signal=cause, exited_at=when)
-    turn.say(f"lost ranks {list(ranks)} ({cause}); epoch {job.epoch} begins with {len(job.alive)} ranks", "fault")
-    recovery.name(turn, ranks, cause)
+    for ranks, cause, when in deaths:
+        if cause is None:
+            continue
+        if job.layout is None:
+            turn.end(False, f"ranks {list(ranks)} died before training began ({cause}); see their logs")
+            return
+        for rank in ranks:
+            turn.record("fault", rank=rank, signal=cause, exited_at=when)
+        turn.say(f"lost ranks {list(ranks)} ({cause}); epoch {job.epoch} begins with {len(job.alive)} ranks", "fault")
+        recovery.name(turn, ranks, cause)
 
 
 def cause_of(returncode: int) -> str:
