@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import ROOT
+from tests.tiers import pythons
+from tests.tiers.long import parts
 from tests.tiers.parts import PARTS, part_of
 from tests.tiers.selection import gate_lines, names
 
@@ -112,6 +114,14 @@ def test_nothing_in_the_gate_decides_by_the_clock_or_by_chance() -> None:
 
 
 # ---- the tiers -------------------------------------------------------------------------------
+
+
+def test_what_parts_name_is_there() -> None:
+    """Modules of tests that they run by their names."""
+    words = [word for part in parts(1).values() for command in part.commands for word in command]
+    named = {word.partition("::")[0] for word in words if word.startswith("tests/")}
+    named.update(f"tests/{name}" for name in pythons.TESTS)
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 def test_every_module_has_a_part() -> None:

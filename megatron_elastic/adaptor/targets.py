@@ -234,6 +234,10 @@ MTP_LOSS = Target(_MTP, "MTPLossLoggingHelper.save_loss_to_tracker", "replaced",
                   "losses belong to a grain, and go with the vote",
                   (Since("0.19", name="MTPLossLoggingHelper.save_metrics_to_tracker", parameters=(
                       "loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group")),))
+MTP_RECOMPUTED = Target(_MTP, "MultiTokenPredictionLayer._checkpointed_forward", "wrapped",
+                        ("self", "hidden_states", "decoder_input", "attention_mask", "context"), "always",
+                        "0.18 tells it of padding, which it does not take, so that nothing could be recomputed",
+                        (Since("0.19", gone=True),), first="0.18")
 WRITE = Target(_FILES, "FileSystemWriterAsync.write_preloaded_data_multiproc", "replaced",
                ("transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"), "always",
                "a rank writes its checkpoint itself: forked copies of it would hold its links",

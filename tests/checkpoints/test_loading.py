@@ -32,12 +32,12 @@ SAVED, LEFT_OUT, LAST = 2, 3, 13
 """Steps that plain training saves; the one that is left out, so that what is saved after it is what was loaded."""
 
 
-def assert_learns(job: Job, logged: Sequence[str], name: str = "") -> None:
+def assert_learns(job: Job, logged: Sequence[str], name: str = "", close: float = 1e-6) -> None:
     """It has the losses of plain training that has loaded the same, of which the second is known from a mean."""
     whole, found = losses_after_loading(logged), {step: line["loss"] for step, line in job.metrics().items()}
     second = list(whole)[1]
     for step, loss in whole.items():
-        assert found[step] == pytest.approx(loss, rel=TOLERANCE if step == second else 1e-6), (name, step)
+        assert found[step] == pytest.approx(loss, rel=TOLERANCE if step == second else close), (name, step)
 
 
 @pytest.mark.parametrize(("model", "ranks", "plain"), [
@@ -45,7 +45,7 @@ def assert_learns(job: Job, logged: Sequence[str], name: str = "") -> None:
     (MODELS["experts"], 2, (*EP2, "--moe-token-dispatcher-type", "allgather")),  # gloo lacks what the other takes
     (MODELS["latent attention"], 1, ()),
     (MODELS["further predictions"], 1, ()),
-    (" ".join((*FP16, "--initial-loss-scale", "65536")), 1, ()),
+    (" ".join((*FP16, "--initial-loss-scale", "65536", "--loss-scale-window", "100")), 1, ()),  # no step is skipped
 ], ids=["dense", "experts, EP2", "latent attention", "further predictions", "fp16"])  # fmt: skip
 def test_there_and_back(
     patched: CheckoutJobs, tmp_path: Path, model: str, ranks: int, plain: tuple[str, ...]
@@ -62,7 +62,8 @@ def test_there_and_back(
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
     assert list(losses_of(expected)) == list(range(LEFT_OUT + 1, LAST + 1))
-    assert_learns(job, expected)
+    # A weight of 16 bits may be rounded up where plain training, whose sums are rounded, has it rounded down.
+    assert_learns(job, expected, close=TOLERANCE if "--fp16" in model else 1e-6)
     (back / TRACKER).write_text(str(LEFT_OUT))
     again = patched.plain(*rest[:-1], str(back), ranks=ranks)
     assert losses_of(again) == pytest.approx(losses_of(expected), rel=1e-6)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 from tests.jobs import ROOT
 
-TESTS = ("layout", "codec", "plan", "replan", "growth", "cluster", "protocol", "standing", "simulation")
+TESTS = (
+    "layout/test_layout.py", "layout/test_codec.py", "plan/test_plan.py", "plan/test_replan.py", "plan/test_growth.py",
+    "control/test_cluster.py", "control/test_protocol.py", "control/test_standing.py", "control/test_simulation.py",
+)  # fmt: skip
 """Modules of tests that are run."""
 _NEEDS = (
     "cryptography", "hypothesis", "immutables", "msgspec", "numpy", "prometheus-client", "pysyncobj", "pytest",
@@ -50,7 +53,7 @@ def main(versions: list[str]) -> int:
         constraints = ["--constraint", str(ROOT / "scripts" / "constraints.txt")]
         subprocess.run([own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints, *_NEEDS],
                        check=True)  # fmt: skip
-        files = [f"tests/test_{name}.py" for name in TESTS]
+        files = [f"tests/{name}" for name in TESTS]
         tests = [own, "-m", "pytest", "-m", "pure", "-q", *files]
         failed |= subprocess.run(tests, cwd=ROOT, check=False).returncode != 0
     return int(failed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def install() -> None:
     targets.MTP_ROLL.replace(_roll)
     targets.LABEL_ROLL.replace(_roll)
     targets.MTP_LOSS.replace(_note_with_hits if targets.MTP_LOSS.takes("correct") else _note)
+    targets.MTP_RECOMPUTED.wrap(_without_padding)
 
 
 def names(args: argparse.Namespace) -> tuple[str, ...]:
@@ -70,6 +72,15 @@ def _roll(
     whole = context.in_order(tensor.movedim(dims, 0))
     rolled = torch.cat((whole[1:], torch.zeros_like(whole[:1])))
     return context.own(rolled).movedim(0, dims).contiguous(), rolled.sum().clamp(min=1)
+
+
+def _without_padding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """0.18 tells what recomputes of padding, which there is none of, and it does not take that."""
+
+    def recompute(self: torch.nn.Module, *args: Any, padding_mask: None = None, **kwargs: Any) -> torch.Tensor:
+        return original(self, *args, **kwargs)
+
+    return recompute
 
 
 def _note(
