@@ -100,20 +100,25 @@ def run_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
             found[variant.name] = {"tokens_per_s": 0.0, "share_of_undisturbed": 0.0, "share_of_limit": 0.0,
                                    "failed": reason_of(str(error))}
             progress(f"{case.lost} lost ({case.where}), {variant.name}: {error}")
-    limit, going_on = case.limit_share(layout), {name: each for name, each in found.items() if "failed" not in each}
-    undisturbed = usual_rate(options.variants, found)
-    told = Profile.read(profile)
-    most = ceiling(layout, told, case, options.replicas)
-    for name, each in going_on.items():
-        each["share_of_undisturbed"] = round(each["tokens_per_s"] / undisturbed, 4) if undisturbed else 0.0
-        each["share_of_limit"] = round(each["share_of_undisturbed"] / limit, 4)
-        each["share_of_ceiling"] = round(each["share_of_limit"] / (most["share_of_limit"] or 1.0), 4)
-        progress(f"{case.lost} lost ({case.where}), {name}: {each['share_of_limit']:.3f} of the limit, predicted "
-                 f"{each['predicted_share']:.3f}; {each['joules_per_token']:.3g} J a token; forecast off by "
-                 f"{each['forecast_error']:+.1%}")
+        else:
+            each = found[variant.name]
+            progress(f"{case.lost} lost ({case.where}), {variant.name}: {each['tokens_per_s']:.0f} tokens/s, "
+                     f"{each['joules_per_token']:.3g} J a token; forecast off by {each['forecast_error']:+.1%}")
+    told, limit = Profile.read(profile), case.limit_share(layout)
     return {"lost": case.lost, "where": case.where, "ranks": list(case.ranks), "limit_share": round(limit, 4),
             "limit_share_at_highest_clock": round(limit * max(told.costs(layout.units).clock_steps), 4),
-            "ceiling": most, "undisturbed_tokens_per_s": undisturbed, "policies": found}
+            "ceiling": ceiling(layout, told, case, options.replicas), "policies": found}
+
+
+def add_shares(found: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> None:
+    """Of the undisturbed rate, which jobs of all cases tell, of the limit, and of the ceiling."""
+    undisturbed = usual_rate(variants, [case["policies"] for case in found])
+    for case in found:
+        case["undisturbed_tokens_per_s"] = undisturbed
+        for _, each in _going_on(case):
+            each["share_of_undisturbed"] = round(each["tokens_per_s"] / undisturbed, 4)
+            each["share_of_limit"] = round(each["share_of_undisturbed"] / case["limit_share"], 4)
+            each["share_of_ceiling"] = round(each["share_of_limit"] / case["ceiling"]["share_of_limit"], 4)
 
 
 def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -176,6 +181,7 @@ def _measure(
         axes = ablation.ablate(root, options, profile, layout, wanted)
         return {"ablation": axes}, ablation.table(axes), 0
     found = [run_case(root, options, profile, layout, case) for case in wanted]
+    add_shares(found, options.variants)
     errors = [abs(each["forecast_error"]) for case in found for _, each in _going_on(case)]
     off = [abs(each["predicted_share"] / each["share_of_limit"] - 1) for case in found for _, each in _going_on(case)
            if each["share_of_limit"]]  # fmt: skip

@@ -202,13 +202,14 @@ def undisturbed_steps(metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
     return same[1:][-2:] or same
 
 
-def usual_rate(variants: Sequence[Variant], found: Mapping[str, Mapping[str, Any]]) -> float:
-    """The median of what jobs did before anything happened. All are alike until then, if no clocks are set; but where
-    orders are searched, the usual one is there at first.
+def usual_rate(variants: Sequence[Variant], cases: Sequence[Mapping[str, Mapping[str, Any]]]) -> float:
+    """The median of what jobs did before anything happened, in all cases. All are alike until then, if no clocks are
+    set; but where orders are searched, the usual one is there at first.
     """
-    alike = [each for each in variants if not each.flags and "failed" not in found.get(each.name, {"failed": ""})]
-    known = [each for each in alike if each.schedule != SEARCH] or alike
-    return statistics.median([found[each.name]["undisturbed_tokens_per_s"] for each in known]) if known else 0.0
+    alike = [(each.schedule, found[each.name]["undisturbed_tokens_per_s"]) for found in cases for each in variants
+             if not each.flags and "failed" not in found.get(each.name, {"failed": ""})]  # fmt: skip
+    known = [rate for schedule, rate in alike if schedule != SEARCH] or [rate for _, rate in alike]
+    return statistics.median(known) if known else 0.0
 
 
 def _joules(

@@ -78,7 +78,7 @@ def run_case(
             found[variant.name] = _measure(run_dir, options, profile, layout, variant, slow)
         except JobFailed as error:
             found[variant.name] = {"tokens_per_s": 0.0, "share_of_limit": 0.0, "failed": reason_of(str(error))}
-    undisturbed = usual_rate(options.variants, found)
+    undisturbed = usual_rate(options.variants, [found])
     for name, each in found.items():
         if "failed" not in each and undisturbed:
             each["share_of_limit"] = round(each["tokens_per_s"] / undisturbed / slow.limit_share(layout), 4)

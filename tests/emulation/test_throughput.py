@@ -92,12 +92,24 @@ def test_orders_that_are_searched_do_not_count_as_undisturbed(throughput: Module
         "elastic": {"undisturbed_tokens_per_s": 80.0}, "recycle": {"undisturbed_tokens_per_s": 100.0},
         "elastic+performance": {"undisturbed_tokens_per_s": 120.0},
     }  # fmt: skip
-    assert job.usual_rate(variants, found) == 100.0
+    assert job.usual_rate(variants, [found]) == 100.0
     found["recycle"] = {"failed": "no"}
-    assert job.usual_rate(variants, found) == 80.0
+    assert job.usual_rate(variants, [found, found]) == 80.0
     metrics = {step: {"epoch": int(step > 3)} for step in range(1, 10)}
     assert job.undisturbed_steps(metrics) == [5]
     assert job.undisturbed_steps({step: {"epoch": 0} for step in range(1, 10)}) == [4, 5]
+
+
+def test_shares_are_of_what_all_cases_do_undisturbed(throughput: ModuleType) -> None:
+    """One of three was measured while the machine was busy."""
+    variants = throughput.parse_args(["--policy", "recycle"]).variants
+    cases: list[dict[str, Any]] = [{"limit_share": 0.8, "ceiling": {"share_of_limit": 1.25}, "policies": {
+        "recycle": {"tokens_per_s": 64.0, "undisturbed_tokens_per_s": rate}}} for rate in (100.0, 70.0, 100.0)]
+    throughput.add_shares([*cases, {"limit_share": 0.7, "ceiling": {}, "policies": {"recycle": {"failed": ""}}}],
+                          variants)  # fmt: skip
+    for case in cases:
+        each = case["policies"]["recycle"]
+        assert (each["share_of_undisturbed"], each["share_of_limit"], each["share_of_ceiling"]) == (0.64, 0.8, 0.64)
 
 
 def test_rounds_give_medians_and_how_far_they_are_apart(throughput: ModuleType) -> None:
