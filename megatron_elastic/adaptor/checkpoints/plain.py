@@ -61,7 +61,7 @@ def load(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Reached:
     saved = dist_checkpointing.load_common_state_dict(str(path))
     if saved.get("grid") != _grid():  # or --elastic has saved it: then random numbers are no state
         del template["random"]
-    state = dist_checkpointing.load(template, str(path), ("torch_dist", 1))
+    state = dist_checkpointing.load(template, str(path))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["opt_param_scheduler"])
