@@ -38,6 +38,8 @@ _WITH_EACH_CORE = (
     "tests/models/test_mtp.py::test_checkpoints[tied]",
     "tests/models/test_experts.py::test_killed[EP2 x PP2, everything]",
     "tests/checkpoints/test_interchange.py::test_plain_elastic_plain[fp32]",
+    "tests/models/test_fp16.py::test_killed_while_the_scale_changes",
+    "tests/devices/test_engine.py::test_kills[PP2, split]",
     "tests/schedules/test_split_backward.py",
     "tests/schedules/test_virtual_stages.py",
 )
