@@ -22,12 +22,23 @@ from common import JobFailed, emit, load_average, progress, run, run_root
 from emulated import ablation, slowed, traced
 from emulated.cases import WHERE, Case, cases
 from emulated.ceiling import ceiling
-from emulated.job import KILLED_AT, Variant, add_flags, asked_for, check_flags, measure, reason_of, usual_rate
+from emulated.job import (
+    KILLED_AT,
+    Variant,
+    add_flags,
+    asked_for,
+    check_flags,
+    measure,
+    predicted_share,
+    reason_of,
+    usual_rate,
+)
 from emulated.slowed import Slow
 
 from megatron_elastic import usage
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Layout
+from megatron_elastic.plan import NoLayout
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -51,11 +62,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
                         "add; cutting micro-batches needs --samples of 2 or more")
     parser.add_argument("--steps", type=usage.count, default=24, metavar="N",
                         help=f"of each job; the loss is in step {KILLED_AT} (default: %(default)s)")
+    parser.add_argument("--predict", action="store_true",
+                        help="run nothing: what planners and simulation say of losses, as shares of the limit")
     parser.add_argument("--rounds", type=usage.count, default=1, metavar="N",
                         help="jobs of each policy and loss, whose medians count (default: %(default)s)")
     options = parser.parse_args(argv)
     check_flags(parser, options)
-    asked = (("--slow", options.slow), ("--trace", options.trace), ("--ablate", options.ablate))
+    asked = (("--slow", options.slow), ("--trace", options.trace), ("--ablate", options.ablate),
+             ("--predict", options.predict))
     kinds = [flag for flag, given in asked if given]
     if len(kinds) > 1:
         parser.error(f"{' and '.join(kinds)}: one at a time")
@@ -110,6 +124,30 @@ def run_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
             "ceiling": ceiling(layout, told, case, options.replicas), "policies": found}
 
 
+def predict_case(options: argparse.Namespace, profile: Profile, layout: Layout, case: Case) -> dict[str, Any]:
+    """All policies in one case, of which no job is run."""
+    most = ceiling(layout, profile, case, options.replicas)
+    found: dict[str, dict[str, Any]] = {}
+    for variant in options.variants:
+        try:
+            share = predicted_share(profile, variant, layout, case)
+            found[variant.name] = {"predicted_share": share}
+        except NoLayout as error:
+            found[variant.name] = {"predicted_share": 0.0, "failed": str(error)}
+    return {"lost": case.lost, "where": case.where, "ranks": list(case.ranks),
+            "limit_share": round(case.limit_share(layout), 4), "ceiling": most, "policies": found}
+
+
+def predictions(found: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """In Markdown."""
+    lines = [f"| lost | stage | ceiling | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    for case in found:
+        shares = [f"{case['policies'][name]['predicted_share']:.3f}" for name in names]
+        values = (case["lost"], case["where"], f"{case['ceiling']['share_of_limit']:.3f}", *shares)
+        lines.append(f"| {' | '.join(map(str, values))} |")
+    return "\n".join(lines)
+
+
 def add_shares(found: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> None:
     """Of the undisturbed rate, which jobs of all cases tell, of the limit, and of the ceiling."""
     undisturbed = usual_rate(variants, [case["policies"] for case in found])
@@ -158,6 +196,11 @@ def main(argv: Sequence[str]) -> int:
     wanted = [] if options.slow or options.trace else list(cases(layout, options.counts, options.places))
     if not (wanted or options.slow or options.trace):
         raise JobFailed(f"--lose {options.lose}: a stage of {options.layout.dp} cells has none left")
+    if options.predict:
+        found = [predict_case(options, profile, layout, case) for case in wanted]
+        print(predictions(found, [each.name for each in options.variants]), file=sys.stderr)
+        emit("throughput", argv, {"predicted": True, "cases": found, **_common(options, profile, layout)})
+        return 0
     with run_root() as root:
         path = root / "profile.json"
         path.write_text(profile.text)

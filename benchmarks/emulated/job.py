@@ -171,17 +171,13 @@ def figures(
     reached = Layout.from_json((run_dir / "layouts" / f"{last}.json").read_text())
     step_ms = statistics.median(metrics[step]["step_ms"] for step in after)
     expected = forecast(reached, profile, variant.schedule, clocks_of(run_dir, reached, profile))
-    foreseen_ms = forecast(
-        foresee(EXECUTABLE[variant.policy], layout, case.ranks, profile.costs(layout.units), variant.schedule),
-        profile, variant.schedule).step_ms
-    undisturbed_ms = forecast(layout, profile, variant.schedule).step_ms
     noted, scale = drawn(run_dir), profile.emulation.time_scale
     lost = min(event["time"] for event in read_events(run_dir) if event["kind"] == "injected")
     longest = max(metrics[step]["step_ms"] for step in metrics if step >= KILLED_AT)
     return {
         "tokens_per_s": round(rate(metrics, profile, after), 1),
         "undisturbed_tokens_per_s": round(rate(metrics, profile, before), 1),
-        "predicted_share": round(undisturbed_ms / foreseen_ms / case.limit_share(layout), 4),
+        "predicted_share": predicted_share(profile, variant, layout, case),
         "joules_per_token": round(_joules(metrics, profile, noted, after), 5),
         "undisturbed_joules_per_token": round(_joules(metrics, profile, noted, before), 5),
         "step_ms": round(step_ms, 1),
@@ -193,6 +189,14 @@ def figures(
         "pause_s": round(max(longest - step_ms, 0.0) / 1e3 / scale, 2),
         "seconds_until": round((noted.ended[after[0] - 1] - lost) / scale, 2),
     }
+
+
+def predicted_share(profile: Profile, variant: Variant, layout: Layout, case: Case) -> float:
+    """What planners and simulation say of ``share_of_limit``, at the base clock. Raises NoLayout."""
+    costs = profile.costs(layout.units)
+    reached = foresee(EXECUTABLE[variant.policy], layout, case.ranks, costs, variant.schedule)
+    undisturbed, after = (forecast(each, profile, variant.schedule).step_ms for each in (layout, reached))
+    return round(undisturbed / after / case.limit_share(layout), 4)
 
 
 def undisturbed_steps(metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -27,6 +27,8 @@ from megatron_elastic.emulation.derive import Batch, Grid, derive, layout_of, sc
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Emulation, Profile
+from megatron_elastic.faults.hooks import Hooks
+from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.pipeline.simulate import Step, fastest, scheduled
@@ -325,6 +327,32 @@ def test_a_late_process_makes_up_for_it(clock: Clock, tmp_path: Path) -> None:
     assert clock.now == pytest.approx(109.5), "the input came at 109, and half of a grain takes half a second"
     one.compute(Op("backward_weight", 1))
     assert clock.now == pytest.approx(110.5), "of the whole grain, as the forward was"
+
+
+def test_who_is_slowed_computes_longer(clock: Clock, tmp_path: Path) -> None:
+    """By an injection, until another one says otherwise; and by noise, the same for a rank each time."""
+    slow, well = (Injection.parse(f"slow:rank=0,step={step},at=forward,factor={factor}") for step, factor in
+                  ((1, 3), (2, 1)))  # fmt: skip
+    hooks = Hooks(0, [slow, well], lambda _: None, lambda _: None)
+    free = SimpleNamespace(fd=-1, raised=False, check=lambda: None)
+    ends = []
+    for noise in (0.0, 0.05, 0.05):
+        transport = SimpleNamespace(rank=0, interrupt=free, look=free.check)
+        one = Accelerator(profile_of(layer_ms=500.0, noise=noise), transport, tmp_path,  # type: ignore[arg-type]
+                          lambda: hooks.slowness)  # fmt: skip
+        one.enter(layout())
+        one.begin(None, {})
+        begun = clock.now
+        one.compute(Op("forward", 0), 1.0)
+        ends.append(clock.now - begun)
+    assert ends[0] == pytest.approx(1.0)
+    assert ends[1] != ends[0] and ends[1] == pytest.approx(ends[2])
+    for hooks.step, factor in ((1, 3.0), (2, 1.0)):
+        hooks.at("forward", 0)
+        assert hooks.slowness == factor
+        begun = clock.now
+        one.compute(Op("forward", 0), 1.0)
+        assert clock.now - begun == pytest.approx(factor, rel=0.25)
 
 
 def test_clocks_are_those_of_the_slowest_of_a_cell(clock: Clock, tmp_path: Path) -> None:
