@@ -192,8 +192,8 @@ def fastest_grid(
     planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, splits(schedules))
     present = layout.pipeline_size
     counts = [present] if costs.memory_bytes is None else range(1, min(cells, planner.blocks) + 1)
-    found: Graph | None = None
-    best_ms, problem = math.inf, NoLayout(f"{present} pipeline stages cannot be made of {cells} cells")
+    made: list[tuple[float, int, Graph]] = []
+    problem = NoLayout(f"{present} pipeline stages cannot be made of {cells} cells")
     for stages in counts:
         width = min(cells // stages, layout.num_grains)
         if width < 1:
@@ -205,9 +205,16 @@ def fastest_grid(
             problem = why
             continue
         grains = math.ceil(layout.num_grains * layout.samples / width) / layout.samples
-        step_ms = costs.pace(graph.stage_units, widths, [grains] * stages).step_ms
-        if step_ms < best_ms:
-            found, best_ms = graph, step_ms
-    if found is None:
+        made.append((costs.pace(graph.stage_units, widths, [grains] * stages).step_ms, stages, graph))
+    if not made:
         raise problem
+    if costs.exchange is None:
+        return min(made)[2]
+    best_ms, found = math.inf, made[0][2]
+    for passes_ms, _, graph in sorted(made):  # the exchange comes on top of that
+        if passes_ms >= best_ms:
+            break
+        step_ms = costs.pace_of(fill(layout, costs, graph, layout.epoch)).step_ms
+        if step_ms < best_ms:
+            best_ms, found = step_ms, graph
     return found

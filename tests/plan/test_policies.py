@@ -19,10 +19,13 @@ from megatron_elastic.layout import Holdings, Layout, gpt_units, transfers
 from megatron_elastic.pipeline.prediction import predict, predicted
 from megatron_elastic.pipeline.search import find
 from megatron_elastic.plan import NoLayout
-from megatron_elastic.plan.choice import WORTH, best, ways
+from megatron_elastic.plan.choice import WORTH, best, fastest_grid, ways
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.plan.costs.exchange import Exchange
+from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
+from megatron_elastic.plan.replan import fill
 from megatron_elastic.plan.work.order import foreseen
 from megatron_elastic.planner import main
 from tests.jobs import Grid, Jobs, assert_exactly_once, inject
@@ -82,6 +85,20 @@ def test_columns_that_lost_a_rank_leave_and_whole_ones_come_back() -> None:
     assert widths(again) == [4] * 4 and len(columns(again)) == 4
     shared = [{cell.grains for cell in stage.cells} for stage in again.stages]
     assert all(each == shared[0] for each in shared), "who is in a column computes the same"
+
+
+def test_the_fastest_regular_pipeline_counts_what_it_exchanges() -> None:
+    """The more replicas of a stage, the more gradients there are to send."""
+    planner, counts = Planner(LAYOUT.units, alike(LAYOUT), False, LAYOUT.num_grains), []
+    for bandwidth in (1e12, 1e4, 2e3, 1e2):
+        costs = replace(alike(LAYOUT), exchange=Exchange(sum_bytes=4, gradient_bytes=4, weight_bytes=2),
+                        bandwidth=bandwidth, latency_ms=0.0, memory_bytes=10_000)  # fmt: skip
+        graphs = [planner.split([15 // stages] * stages) for stages in range(1, 16)]
+        found = fastest_grid(LAYOUT, 15, costs, False)
+        each = [costs.pace_of(fill(LAYOUT, costs, graph, 1)).step_ms for graph in (*graphs, found)]
+        assert each[-1] == min(each)
+        counts.append(len(found.widths))
+    assert counts == sorted(counts) and counts[0] < counts[-1]
 
 
 def test_no_column_is_whole() -> None:

@@ -165,7 +165,6 @@ class Server:
             if agent.disconnect(wire):
                 coordinator.post(NodeAbsent(now=time.time(), node=node))
 
-
     def _lose(self, coordinator: Coordinator, lost: NodeLost) -> None:
         """Nodes whose limits have run out together are lost together: for each loss everybody is interrupted, and while
         a large job is, the limits of others run out.
