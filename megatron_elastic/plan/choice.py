@@ -181,6 +181,16 @@ def _regular(
         yield "regular", fastest_grid(layout, cells, costs, tied, schedules)
 
 
+def _grid_of(layout: Layout, graph: Graph) -> Layout:
+    """What cells as in ``layout`` are like in the stages of a regular graph, from rank 0 on."""
+    most = max(len(layout.hosts[host]) for host in {layout.host_of(rank) for rank in layout.ranks})
+    return Layout.grid(
+        tp=layout.tp, cp=layout.cp, ep=layout.ep, pp=len(graph.widths), dp=graph.widths[0],
+        stage_units=graph.stage_units, units=layout.units, num_grains=layout.num_grains, samples=layout.samples,
+        num_slices=layout.num_slices, replicas=layout.num_replicas, ranks_per_host=most,
+    )  # fmt: skip
+
+
 def fastest_grid(
     layout: Layout, cells: int, costs: Costs, tied: bool, schedules: Collection[str] = SCHEDULES
 ) -> Graph:
@@ -214,7 +224,7 @@ def fastest_grid(
     for passes_ms, _, graph in sorted(made):  # the exchange comes on top of that
         if passes_ms >= best_ms:
             break
-        step_ms = costs.pace_of(fill(layout, costs, graph, layout.epoch)).step_ms
+        step_ms = costs.pace_of(_grid_of(layout, graph)).step_ms
         if step_ms < best_ms:
             best_ms, found = step_ms, graph
     return found

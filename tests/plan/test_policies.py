@@ -25,7 +25,6 @@ from megatron_elastic.plan.costs.exchange import Exchange
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
-from megatron_elastic.plan.replan import fill
 from megatron_elastic.plan.work.order import foreseen
 from megatron_elastic.planner import main
 from tests.jobs import Grid, Jobs, assert_exactly_once, inject
@@ -95,7 +94,12 @@ def test_the_fastest_regular_pipeline_counts_what_it_exchanges() -> None:
                         bandwidth=bandwidth, latency_ms=0.0, memory_bytes=10_000)  # fmt: skip
         graphs = [planner.split([15 // stages] * stages) for stages in range(1, 16)]
         found = fastest_grid(LAYOUT, 15, costs, False)
-        each = [costs.pace_of(fill(LAYOUT, costs, graph, 1)).step_ms for graph in (*graphs, found)]
+        each = [
+            costs.pace_of(Layout.grid(
+                tp=1, pp=len(graph.widths), dp=graph.widths[0], stage_units=graph.stage_units, units=LAYOUT.units,
+                num_grains=32, num_slices=4, replicas=2)).step_ms
+            for graph in (*graphs, found)
+        ]  # fmt: skip
         assert each[-1] == min(each)
         counts.append(len(found.widths))
     assert counts == sorted(counts) and counts[0] < counts[-1]
