@@ -141,8 +141,8 @@ def picture(run: Run) -> RenderableType:
     """The status of a job, to be printed or shown."""
     now = status(run)
     parts: list[RenderableType] = [_headline(now), _figures(now, run.utilisation)]
-    if run.chores:
-        parts.append(_chores(run.chores))
+    if chores := run.chores:
+        parts.append(_chores(chores))
     if now["copies"]:
         parts.append(_copies(now["copies"]))
     if run.layout is not None:

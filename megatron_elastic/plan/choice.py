@@ -174,11 +174,17 @@ def _regular(
     layout: Layout, cells: int, costs: Costs, tied: bool, schedules: Collection[str]
 ) -> Iterator[tuple[str, Graph]]:
     """Graphs of as many cells at every stage."""
-    width = min(cells // layout.pipeline_size, layout.num_grains)
-    if width:
-        yield "columns", Graph(tuple(stage.units for stage in layout.stages), (width,) * layout.pipeline_size, 0.0)
+    replicas = whole_replicas(layout, cells)
+    if replicas.widths[0]:
+        yield "columns", replicas
     with suppress(NoLayout):
         yield "regular", fastest_grid(layout, cells, costs, tied, schedules)
+
+
+def whole_replicas(layout: Layout, cells: int) -> Graph:
+    """As many cells at every stage as so many make, with the units as they are; none if they are too few."""
+    width = min(cells // layout.pipeline_size, layout.num_grains)
+    return Graph(tuple(stage.units for stage in layout.stages), (width,) * layout.pipeline_size, 0.0)
 
 
 def _grid_of(layout: Layout, graph: Graph) -> Layout:

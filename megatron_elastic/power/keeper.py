@@ -61,11 +61,10 @@ class Keeper:
 def restore_left(file: Path, actuators: Iterable[Actuator], warn: Callable[[str], None]) -> None:
     """Set back what a job has left that could not do so itself, as ``file`` says; nothing where there is none."""
     try:
-        noted = json.loads(file.read_text())
-        name, before = noted["actuator"], dict(noted["before"])
+        name, before = read_note(file)
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         warn(f"{file} does not say what clocks to restore ({error}): set them by hand, and remove it")
         return
     found = next((actuator for actuator in actuators if actuator.name == name), None)
@@ -87,6 +86,16 @@ def _restore(actuator: Actuator, before: Mapping[str, str], file: Path, warn: Ca
         _note(file, actuator.name, failed)
     else:
         file.unlink(missing_ok=True)
+
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+"""What ``read_note`` raises."""
+
+
+def read_note(file: Path) -> tuple[str, dict[str, str]]:
+    """The actuator's name, and device -> what to restore, of a note. Raises one of ``UNREADABLE``."""
+    noted = json.loads(file.read_text())
+    return noted["actuator"], dict(noted["before"])
 
 
 def _note(file: Path, name: str, before: Mapping[str, str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import tempfile
 import uuid
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from megatron_elastic.power.actuator import Actuator
 from megatron_elastic.power.devices import Place, actuators, devices
-from megatron_elastic.power.keeper import Keeper, restore_left
+from megatron_elastic.power.keeper import UNREADABLE, Keeper, read_note, restore_left
 
 
 class Regulator:
@@ -112,9 +111,8 @@ def noted(folder: Path) -> list[Note]:
     """All that is noted in a folder and can be read."""
     found = []
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(file.read_text())
-            found.append(Note(file, content["actuator"], dict(content["before"]), _held(file)))
+        with contextlib.suppress(*UNREADABLE):
+            found.append(Note(file, *read_note(file), _held(file)))
     return found
 
 

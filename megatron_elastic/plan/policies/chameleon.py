@@ -49,9 +49,8 @@ class Chameleon(Policy):
         """Others come in if new pipelines of all are faster."""
         now = len(layout.cells)
         if costs is None or there <= now:
-            return min(there, now) if costs is not None else there
-        most = Grid().cells(layout, there, costs, schedules)
-        return most if most > now else now
+            return there
+        return max(now, Grid().cells(layout, there, costs, schedules))
 
     def arranges(self, costs: Costs | None) -> bool:
         """Where more cells may make other pipelines."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from megatron_elastic.layout import Holdings, Layout
-from megatron_elastic.plan.choice import SCHEDULES
+from megatron_elastic.plan.choice import SCHEDULES, whole_replicas
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.graph import Graph
 from megatron_elastic.plan.loss import lose
 from megatron_elastic.plan.policies.column import Column
 from megatron_elastic.plan.policies.policy import Outcome, without_shadows
-from megatron_elastic.plan.policies.varuna import restart_ms
+from megatron_elastic.plan.policies.varuna import restarted
 from megatron_elastic.plan.replan import fill
 
 
@@ -33,9 +31,7 @@ class Restart(Column):
     ) -> Layout:
         """As many cells at every stage."""
         left = without_shadows(lose(layout, lost, held, epoch))
-        width = min(len(left.cells) // left.pipeline_size, left.num_grains)
-        graph = Graph(tuple(stage.units for stage in left.stages), (width,) * left.pipeline_size, 0.0)
-        return fill(left, costs or Costs.assumed(left.units), graph, epoch)
+        return fill(left, costs or Costs.assumed(left.units), whole_replicas(left, len(left.cells)), epoch)
 
     def cells(
         self, layout: Layout, there: int, costs: Costs | None, schedules: Collection[str] = SCHEDULES
@@ -47,5 +43,4 @@ class Restart(Column):
         self, layout: Layout, lost: Collection[int], costs: Costs, schedules: Collection[str] = SCHEDULES
     ) -> Outcome:
         """With the time until processes have started, read their state, and computed again what is lost."""
-        found = super().foresee(layout, lost, costs, schedules)
-        return replace(found, interim=None, pause_ms=restart_ms(found.layouts[0], costs), background_ms=0.0)
+        return restarted(super().foresee(layout, lost, costs, schedules), costs)

@@ -27,16 +27,17 @@ class Varuna(Grid):
         self, layout: Layout, lost: Collection[int], costs: Costs, schedules: Collection[str] = SCHEDULES
     ) -> Outcome:
         """The regular pipeline, after processes have started, read their state, and computed again what is lost."""
-        found = super().foresee(layout, lost, costs, schedules)
-        return replace(found, interim=None, pause_ms=restart_ms(found.layouts[0], costs), background_ms=0.0)
+        return restarted(super().foresee(layout, lost, costs, schedules), costs)
 
 
-def restart_ms(layout: Layout, costs: Costs) -> float:
-    """Of processes that start, read their state of a checkpoint, and compute again what is lost."""
+def restarted(found: Outcome, costs: Costs) -> Outcome:
+    """The same, entered by processes that start, read their state of a checkpoint, and compute again what is lost."""
+    layout = found.layouts[0]
     widths = {unit: stage.width for stage in layout.stages for unit in stage.units}
     read = max(
         sum(costs.units[unit].parameter_bytes + costs.units[unit].optimizer_bytes / widths[unit]
             for unit in stage.units)
         for stage in layout.stages
     )  # fmt: skip
-    return START_MS + costs.transfer_ms(read) + CHECKPOINT_MS / 2
+    pause_ms = START_MS + costs.transfer_ms(read) + CHECKPOINT_MS / 2
+    return replace(found, interim=None, pause_ms=pause_ms, background_ms=0.0)
