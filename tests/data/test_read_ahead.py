@@ -180,7 +180,8 @@ def test_where_a_step_waits_a_process_reads_as_well() -> None:
         shelf.bad, shelf.slow[20] = set(), threading.Event()  # here, and not there
         return begun[-1]
 
-    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
+    # Who reads in this process is held at 20 until the other one has read the rest, however long it takes.
+    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: shelf.slow[0].set())
     try:
         wait_for_one(ahead, shelf, 0)
         assert not begun
@@ -191,6 +192,7 @@ def test_where_a_step_waits_a_process_reads_as_well() -> None:
         there = [ahead.take(wish).wait() for wish in wishes(24, 22)]
         assert [int(batch["tokens"][0]) for batch in there] == [24, 22]
         assert os.getpid() not in [batch["by"] for batch in there]
+        release(shelf)
         assert ahead.take(Wish(0, 20, 2)).wait()["by"] == os.getpid()
         ahead.want(wishes(30), {0})
         assert len(begun) == 1
@@ -212,8 +214,8 @@ def wait_for_one(ahead: ReadAhead, shelf: Shelf, first: int) -> None:
     assert tokens(ahead.take(Wish(0, first, 2))) == [first, first + 1]
 
 
-def test_who_has_lost_the_process_reads_on() -> None:
-    shelf = Shelf()
+def who_loses_processes(shelf: Shelf) -> tuple[ReadAhead, list[Worker]]:
+    """One whose processes end as they begin, and these; it has had to wait for a sample."""
     begun: list[Worker] = []
 
     def begin() -> Worker:
@@ -223,6 +225,12 @@ def test_who_has_lost_the_process_reads_on() -> None:
 
     ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
     wait_for_one(ahead, shelf, 0)
+    return ahead, begun
+
+
+def test_who_has_lost_the_process_reads_on() -> None:
+    shelf = Shelf()
+    ahead, begun = who_loses_processes(shelf)
     for first in range(2, 40, 2):
         ahead.want(wishes(first, first + 2), {0})
         assert ahead.take(Wish(0, first, 2)).wait()["by"] == os.getpid()
@@ -233,15 +241,7 @@ def test_who_has_lost_the_process_reads_on() -> None:
 def test_a_process_that_has_ended_is_not_signalled_any_more() -> None:
     """Its number may be another's."""
     shelf = Shelf()
-    begun: list[Worker] = []
-
-    def begin() -> Worker:
-        begun.append(Worker(shelf.read, lambda: None))
-        begun[-1].kill()
-        return begun[-1]
-
-    ahead = ReadAhead(shelf.read, Cpu().bring, 2, begin, check=lambda: release(shelf))
-    wait_for_one(ahead, shelf, 0)
+    ahead, begun = who_loses_processes(shelf)
     shelf.slow[2] = threading.Event()  # keeps who reads in this process busy, so that the other one is asked, too
     ahead.want(wishes(2, 4), {0})
     (_, asking) = (thread for thread in threading.enumerate() if thread.name == "samples")
