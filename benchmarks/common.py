@@ -86,12 +86,12 @@ def run_job(
 
     Raises JobFailed, with the end of the job's output, unless it exits with 0.
     """
-    _run(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"), checkout)
+    _run(job_command(run_dir, ranks, flags, script), run_dir.with_suffix(".out"), checkout)
 
 
 def watch_job(run_dir: Path, ranks: int, flags: Sequence[str], script: str = SCRIPT) -> Generator[str, None, None]:
     """The same, and the lines of the launcher's output as they come."""
-    yield from watch(_job(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
+    yield from watch(job_command(run_dir, ranks, flags, script), run_dir.with_suffix(".out"))
 
 
 def ask_while_it_trains(
@@ -203,7 +203,8 @@ def cli() -> list[str]:
     return [sys.executable, "-m", "megatron_elastic.cli"]
 
 
-def _job(run_dir: Path, ranks: int, flags: Sequence[str], script: str) -> list[str]:
+def job_command(run_dir: Path, ranks: int, flags: Sequence[str], script: str) -> list[str]:
+    """Trains ``script`` over so many ranks, with records in ``run_dir``."""
     return [*cli(), "run", "--nproc-per-node", str(ranks), script,
             "--elastic-run-dir", str(run_dir), *flags]
 
@@ -228,7 +229,7 @@ def watch(
             process.send_signal(signal.SIGINT)
             process.communicate()
             raise
-    _check(code, command, output)
+    check(code, command, output)
 
 
 def _run(command: Sequence[str], output: Path, checkout: Path = CHECKOUT) -> None:
@@ -242,10 +243,11 @@ def _run(command: Sequence[str], output: Path, checkout: Path = CHECKOUT) -> Non
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    _check(code, command, output)
+    check(code, command, output)
 
 
-def _check(code: int, command: Sequence[str], output: Path) -> None:
+def check(code: int, command: Sequence[str], output: Path) -> None:
+    """Raise JobFailed, with the end of what it printed, unless a command's exit code is 0."""
     if code:
         tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
         raise JobFailed(f"exit code {code} of: {shlex.join(command)}\n{tail}")

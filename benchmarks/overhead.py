@@ -1,29 +1,29 @@
 """What does being elastic cost when nothing fails? ``megatron-elastic bench overhead``.
 
-Short jobs of plain Megatron over gloo and over ``elastic``, and of the elastic trainer, ``fast`` and ``bitwise`` with
+Jobs of plain Megatron over gloo and over ``elastic``, and of the elastic trainer, ``fast`` and ``bitwise`` with
 replicas, without the log that resumed steps need, and with all that there is to look at switched on (``watched``:
-Prometheus' metrics, TensorBoard, lines as JSON, and a look each second, as ``top`` does), take turns: what else the
-machine does then hits all of them. So does, with ``--against CHECKOUT``, ``bitwise`` as another checkout has it. The
-order rotates from round to round. One more job tells what it costs that ranks are watched (``watching``).
+Prometheus' metrics, TensorBoard, lines as JSON, and a look each second, as ``top`` does), take turns of a few steps
+(``turns``): what else the machine does then hits all of them. So does, with ``--against CHECKOUT``, ``bitwise`` as
+another checkout has it. One more job tells what it costs that ranks are watched (``watching``).
 
 When other work competes for the cores, step times say who was scheduled more: look at ``load_before``, and at the
-processor time of a step, which is that of all ranks together, without what a job of the fewest steps takes.
+processor time of a step, which is that of all processes of a job together.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import watching
-from common import CHECKOUT, emit, free_port, load_average, prepare_data, progress, run, run_job, run_root, step_times
-
-from megatron_elastic.observe.records import read_metrics
+from common import CHECKOUT, emit, free_port, load_average, prepare_data, progress, run, run_job, run_root
+from turns import WARM, TakingTurns, started
 
 VARIANTS = {
     "plain": [],
@@ -45,14 +45,18 @@ RATIOS = {
 }
 """Name -> variant, and what it is divided by."""
 STAGES = 2
-_FEWEST = 2
-"""Steps of the job whose processor time counts as that of starting one."""
+_SPARE = 10
+"""Steps of a job, for each of its turns, beyond those that are asked for: it is ended, and must not end by itself."""
+_WATCHED = 6
+"""Steps of the job that counts how ranks are watched."""
+_ENOUGH = 4
+"""Rounds of which a mean says something."""
 Times = Mapping[str, Sequence[Sequence[float]]]
-"""Variant -> rounds -> steps, in ms."""
+"""Variant -> rounds -> steps, in ms. A round is a job, or a turn of one, of each variant."""
 
 
 def plan_jobs(rounds: int, names: Sequence[str] = tuple(VARIANTS)) -> Iterator[tuple[int, str]]:
-    """(round, variant) of each job; the order rotates."""
+    """(round, variant) of each job, or turn of one; the order rotates."""
     names = list(names)
     for turn in range(rounds):
         shift = turn % len(names)
@@ -81,62 +85,63 @@ def figures(times: Times) -> dict[str, Any]:
     return {**found, "step_ms": medians(times)}
 
 
-def cpu_seconds() -> float:
-    """What the jobs that have ended used of the processors so far."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def medians(times: Times) -> dict[str, float]:
     """Median step time of each variant over all rounds, in ms."""
     return {name: round(_median(rounds), 1) for name, rounds in times.items()}
 
 
 def ratio(times: Times, name: str, base: str, key: str) -> dict[str, Any]:
-    """``key``: a variant's median divided by that of ``base``; ``key``_rounds: how far it spreads over the rounds."""
+    """``key``: a variant's median divided by that of ``base``; ``key``_rounds: how far it spreads over the rounds.
+
+    Of rounds enough to tell also their geometric mean, and its standard error.
+    """
     by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(times[name], times[base], strict=True)]
-    return {key: round(_median(times[name]) / _median(times[base]), 4),
-            f"{key}_rounds": {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}}
+    spread = {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}
+    if len(by_round) >= _ENOUGH:
+        logarithms = [math.log(each) for each in by_round]
+        error = statistics.stdev(logarithms) / math.sqrt(len(by_round))
+        spread |= {"mean": round(math.exp(statistics.mean(logarithms)), 4), "error": round(error, 4)}
+    return {key: round(_median(times[name]) / _median(times[base]), 4), f"{key}_rounds": spread}
 
 
 def _median(rounds: Sequence[Sequence[float]]) -> float:
     return statistics.median(t for each in rounds for t in each)
 
 
-def parse_args(
-    argv: Sequence[str], name: str, description: str, add: Callable[[argparse.ArgumentParser], None] = lambda _: None
-) -> argparse.Namespace:
-    """Parse and check the flags of a benchmark of step times whose jobs have two stages. ``add``: adds its own."""
+def parse_args(argv: Sequence[str], name: str, description: str) -> argparse.Namespace:
+    """Parse and check the flags of a benchmark of step times whose jobs have two stages and run one after the other."""
     parser = argparse.ArgumentParser(prog=f"megatron-elastic bench {name}", description=description)
     add_flags(parser)
-    add(parser)
-    parser.set_defaults(tp=1, pp=STAGES)
-    options = parser.parse_args(argv)
-    if options.nproc_per_node % STAGES:
-        parser.error(f"--nproc-per-node must be a multiple of {STAGES}")
+    options = _of_two_stages(parser, argv)
     check_flags(parser, options)
     return options
 
 
+def _of_two_stages(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    parser.set_defaults(tp=1, pp=STAGES)
+    options = parser.parse_args(argv)
+    if options.nproc_per_node % STAGES:
+        parser.error(f"--nproc-per-node must be a multiple of {STAGES}")
+    return options
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every benchmark of step times."""
-    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
+    """The flags of a benchmark of step times whose jobs run one after the other."""
     parser.add_argument("--rounds", type=int, default=4, metavar="N",
                         help="jobs of each variant (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=12, metavar="N",
                         help="steps of each job; the first two are left out (default: %(default)s)")
+    add_model_flags(parser)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every benchmark of step times: how many ranks train which model."""
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks (default: %(default)s)")
     parser.add_argument("--num-layers", type=int, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
-
-
-def _add_variants(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
-                        help=f"what is measured: some of {', '.join(VARIANTS)} (default: all)")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT",
-                        help="measure bitwise as another checkout of this project has it, too")
 
 
 def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -156,43 +161,70 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the flags of this benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-elastic bench overhead",
+        description="Step times of the elastic job without faults against plain Megatron's.")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N",
+                        help="turns of each variant's job (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N",
+                        help="steps of a turn that count (default: %(default)s)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
+                        help=f"what is measured: some of {', '.join(VARIANTS)} (default: all)")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT",
+                        help="measure bitwise as another checkout of this project has it, too")
+    add_model_flags(parser)
+    options = _of_two_stages(parser, argv)
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    return options
+
+
+def _starts(
+    options: argparse.Namespace, root: Path, flags: Sequence[str]
+) -> dict[str, Callable[[], TakingTurns]]:
+    """What starts the job of each variant."""
+
+    def start(name: str) -> TakingTurns:
+        run_dir, more = root / name, list(VARIANTS["bitwise" if name == "against" else name])
+        looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
+        if name == "watched":
+            more += ["--elastic-metrics-port", str(free_port()), "--tensorboard-dir", f"{run_dir}-curves"]
+            looked_at = partial(watching.looked_at, run_dir)
+        checkout = options.against.resolve() if name == "against" else CHECKOUT
+        return TakingTurns(run_dir, options.nproc_per_node, [*flags, *more], checkout, looked_at)
+
+    return {name: partial(start, name) for name in (*options.variants, *(["against"] if options.against else []))}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0 if all jobs finished."""
-    options = parse_args(argv, "overhead",
-                         "Step times of the elastic job without faults against plain Megatron's.", _add_variants)
+    options = _parse(argv)
     load = load_average()
     flags = flags_of_job(options, prepare_data())
-    names = [*options.variants, *(["against"] if options.against else [])]
-    jobs = list(plan_jobs(options.rounds, names))
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    cpu: dict[str, list[list[float]]] = {name: [] for name in names}
     with run_root() as root:
-
-        def job(name: str, label: str, more: Sequence[str] = ()) -> tuple[Path, float]:
-            """Run one; where its records are, and the seconds of the processors that it took."""
-            before, run_dir = cpu_seconds(), root / f"{label}-{name}"
-            checkout = options.against.resolve() if name == "against" else CHECKOUT
-            variant = VARIANTS["bitwise" if name == "against" else name]
-            if name == "watched":
-                more = [*more, "--elastic-metrics-port", str(free_port()), "--tensorboard-dir", f"{run_dir}-curves"]
-            with watching.looked_at(run_dir) if name == "watched" else nullcontext():
-                run_job(run_dir, options.nproc_per_node, [*flags, *variant, *more], checkout=checkout)
-            return run_dir, cpu_seconds() - before
-
-        start = {name: job(name, "start", ("--train-iters", str(_FEWEST)))[1] for name in names}
-        for number, (turn, name) in enumerate(jobs, start=1):
-            run_dir, seconds = job(name, f"round{turn + 1}")
-            times[name].append(step_times(read_metrics(run_dir)))
-            cpu[name].append([(seconds - start[name]) * 1e3 / (options.steps - _FEWEST)])
-            progress(f"job {number}/{len(jobs)}: {name} {statistics.median(times[name][-1]):.0f} ms a step, "
-                     f"{cpu[name][-1][0]:.0f} ms of the processors")
+        long = WARM + options.rounds * (2 * options.steps + _SPARE)
+        starts = _starts(options, root, [*flags, "--train-iters", str(long)])
+        times: dict[str, list[Sequence[float]]] = {name: [] for name in starts}
+        cpu: dict[str, list[Sequence[float]]] = {name: [] for name in starts}
+        turns = list(plan_jobs(options.rounds, list(starts)))
+        with started(starts) as jobs:
+            for number, (_, name) in enumerate(turns, start=1):
+                turn = jobs[name].take(options.steps)
+                times[name].append(turn.step_ms)
+                cpu[name].append([turn.cpu_ms])
+                progress(f"turn {number}/{len(turns)}: {name} {statistics.median(turn.step_ms):.0f} ms a step, "
+                         f"{turn.cpu_ms:.0f} ms of the processors")
         found = {**figures(times), "cpu": figures(cpu)}
         if "bitwise" in times:
-            run_job(root / "watched", options.nproc_per_node, [*flags, *VARIANTS["bitwise"]], watching.SCRIPT)
-            found["watching"] = watching.watching(root / "watched", options.nproc_per_node, medians(times)["bitwise"])
+            run_job(root / "counted", options.nproc_per_node,
+                    [*flags, *VARIANTS["bitwise"], "--train-iters", str(_WATCHED)], watching.SCRIPT)
+            found["watching"] = watching.watching(root / "counted", options.nproc_per_node, medians(times)["bitwise"])
     emit("overhead", argv, {
         **found,
         **circumstances(options),
+        "steps_counted": options.steps * options.rounds,
         "load_before": load,
     })
     return 0

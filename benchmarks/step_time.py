@@ -12,12 +12,13 @@ differ.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from common import emit, load_average, prepare_data, progress, run, run_job, run_root, step_times
-from overhead import Times, add_flags, check_flags, circumstances, cpu_seconds, flags_of_job, medians, ratio
+from overhead import Times, add_flags, check_flags, circumstances, flags_of_job, medians, ratio
 
 from megatron_elastic.observe.records import read_metrics
 
@@ -27,6 +28,12 @@ BACKENDS = ("elastic", "gloo")
 def figures(times: Times) -> dict[str, Any]:
     """The ratio of the medians over all rounds, and by round. ``times``: by backend."""
     return {**ratio(times, "elastic", "gloo", "ratio"), "step_ms": medians(times)}
+
+
+def cpu_seconds() -> float:
+    """What the jobs that have ended used of the processors so far."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def losses_apart(losses: dict[str, list[float]]) -> dict[str, Any]:
