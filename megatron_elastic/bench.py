@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_elastic import usage
 
 _FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-_OTHERS = ("common", "forked", "launcher", "namespaces", "watching", "chaos")
+_OTHERS = ("common", "forked", "launcher", "namespaces", "turns", "watching", "chaos")
 """What benchmarks have in common, and what is a command of its own."""
 _SOURCES = "they come with the sources: clone the repository and install it with pip install --editable ."
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,9 @@ import torch
 from megatron_elastic import bench
 from megatron_elastic.config import add_elastic_arguments
 from megatron_elastic.layout import Layout
+from megatron_elastic.observe.records import read_metrics
 from megatron_elastic.plan import everything, lose
+from tests.jobs import MODEL, PATIENT, Jobs
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +166,29 @@ def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = list(overhead.plan_jobs(width))
     assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, width)
     assert {name for _, name in jobs[::width]} == set(overhead.VARIANTS)
+
+
+def test_jobs_take_turns(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, tmp_path: Path) -> None:
+    """One trains, the other does nothing at all; and nobody is lost by standing still."""
+    turns = _benchmark("turns", monkeypatch)
+    flags = [*PATIENT, "--data-path", str(jobs.data), *MODEL.split(), "--pipeline-model-parallel-size", "2"]
+    starts = {name: partial(turns.TakingTurns, tmp_path / name, 2, [*flags, "--train-iters", "1000", *more])
+              for name, more in {"elastic": ["--elastic"], "plain": []}.items()}
+
+    def recorded() -> dict[str, int]:
+        return {name: len(read_metrics(tmp_path / name)) for name in starts}
+
+    with turns.started(starts) as training:
+        for name, other in itertools.permutations(starts, 2):
+            before = recorded()
+            turn = training[name].take(3)
+            assert len(turn.step_ms) == 3
+            assert turn.cpu_ms > 0
+            assert recorded()[other] == before[other]
+            assert recorded()[name] >= before[name] + 4  # the one that it was stopped in does not count
+    short = partial(turns.TakingTurns, tmp_path / "short", 2, [*flags, "--train-iters", "5"])
+    with pytest.raises(turns.JobFailed, match="ended before step"), turns.started({"short": short}) as training:
+        training["short"].take(10)
 
 
 @pytest.mark.job
