@@ -301,7 +301,7 @@ def test_fast_deviates_less_than_the_usual_way_and_bitwise_not_at_all(tmp_path: 
     found = json.loads(done.stdout.splitlines()[-1])["deviation"]
     assert not any(found["bitwise"].values())
     assert 0 < found["fast"]["weights"] < 0.01 * found["usual"]["weights"]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("megatron-elastic-*"))  # torch may leave a cache of its own
 
 
 @pytest.mark.job
@@ -322,7 +322,7 @@ def test_control_is_measured_with_the_real_coordinator(tmp_path: Path) -> None:
         assert size["idle"]["own_bytes_in"] == 0 < size["idle"]["bytes_in"]
     assert all(phases <= pure.keys() for pure in figures["pure"])
     assert figures["growth"].keys() == phases | {"idle"}
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("megatron-elastic-*"))  # torch may leave a cache of its own
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:
