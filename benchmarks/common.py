@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
-from importlib.metadata import version
+from contextlib import closing, contextmanager, redirect_stdout, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +29,8 @@ DATA = CHECKOUT / "data" / "stdlib"
 """The default corpus, prepared once; git ignores it."""
 SCRIPT = "examples/pretrain_gpt.py"
 _EVEN = re.compile(r"slices and grains are even over (\d+) ranks")
-_PACKAGES = ("torch", "megatron-core", "ucxx-cu12")
+_PACKAGES = ("torch", "megatron-core", "ucxx-cu12", "ucxx-cu13")
+"""Those whose versions are told with a result, as far as they are installed."""
 
 
 class JobFailed(Exception):
@@ -168,11 +169,19 @@ def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:
         **figures,
         "command": shlex.join([*_words(name), *argv]),
         "versions": {"megatron-elastic": __version__, "python": platform.python_version(),
-                     **{package: version(package) for package in _PACKAGES}},
+                     **_versions()},
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     print(json.dumps(record), flush=True)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _words(name: str) -> list[str]:

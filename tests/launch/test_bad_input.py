@@ -68,7 +68,8 @@ def test_ucxx_missing(jobs: Jobs, tmp_path: Path) -> None:
         "sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hide\n"
     )
     message = fails(jobs, env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"})
-    assert message == "--elastic needs ucxx, which is not installed: pip install 'ucxx-cu12==0.52.*'"
+    assert message == ("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu13==0.52.*' "
+                       "(beside a torch for CUDA 12: ucxx-cu12)")
 
 
 def test_port_in_use(jobs: Jobs) -> None:

@@ -33,7 +33,8 @@ def check(program: Program, config: ElasticConfig, world_size: int) -> None:
         if path.suffix in ("", ".py"):
             _check_file(program, config, path, world_size)
     if config.elastic and importlib.util.find_spec("ucxx") is None:
-        raise UsageError("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu12==0.52.*'")
+        raise UsageError("--elastic needs ucxx, which is not installed: pip install 'ucxx-cu13==0.52.*' "
+                         "(beside a torch for CUDA 12: ucxx-cu12)")
 
 
 def _module_file(program: Program) -> Path:

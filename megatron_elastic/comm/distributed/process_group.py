@@ -102,6 +102,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._description = desc
 
+    def _get_backend(self, device: torch.device) -> ElasticProcessGroup:
+        """What carries a device's tensors: this. torch 2.14 asks it whether it would batch messages."""
+        return self
+
     @property
     def supports_splitting(self) -> bool:
         """Sub-groups are made by ``new_group``, not by splitting."""
