@@ -132,8 +132,8 @@ def step(
     """
     clocks = _clocks(layout, costs) if clocks is None else clocks
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
-        usual, work = (max(each.at(1.0) for each in loads(layout, costs).values()), loads(layout, costs, paces))
-        slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in work.items())
+        usual = max(load.at(1.0) for load in loads(layout, costs).values())
+        slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs, paces).items())
         return costs.pace_of(layout).step_ms * (slowest / usual if usual else 1.0)
     programs = (scheduled(each, layout) for each in schedules if each != SEARCH)
     known_ms, known = min(((Step.of(each, layout, costs, clocks, paces).ms, each) for each in programs),

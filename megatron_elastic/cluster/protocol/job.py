@@ -289,6 +289,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """What each rank measured last under the present layout."""
     at_clocks: Map[tuple[int, float], UnitCost] = Map()
     """What was measured last of each unit at each clock, in a job that sets clocks."""
+    fitted: bool = True
+    """Whether ``costs`` are of that."""
     tabulated: tuple[int, Costs] | None = None
     """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
@@ -412,7 +414,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
     told: Map[int, None] = Map()
     """Ranks that were measured since cells were compared last."""
-    settled: frozenset[int] = frozenset()
+    settled: Map[int, None] = Map()
     """Ranks that have told of their units since clocks were set: what comes next is of these clocks alone."""
     believed: Map[int, float] = Map()
     """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""

@@ -39,6 +39,8 @@ class Limits:
     def under(cls, layout: Layout, costs: Costs) -> Limits:
         """Of the cells of ``layout``: as slow as their slowest ranks."""
         known = costs.clocking.highest if costs.clocking is not None else {}
+        if not known:
+            return cls(costs.clock_steps)
         found = {leader: [known[rank] for rank in cell.ranks if rank in known] for leader, cell in layout.cells.items()}
         return cls(costs.clock_steps, {leader: min(each) for leader, each in found.items() if each})
 

@@ -136,8 +136,7 @@ def _stay(turn: Turn, reason: str) -> None:
 def profiled(turn: Turn, message: Profile) -> None:
     """A rank has measured its stage."""
     if turn.job.settings.dvfs is not None:
-        if clocks.measured(turn, message):
-            _clock(turn)
+        clocks.measured(turn, message)
     elif arrangement.measured(turn, message):
         consider(turn)
 
@@ -146,7 +145,8 @@ def stepped(turn: Turn) -> None:
     """A step has been committed. If cells are not as fast as was believed, work is moved; if there is none to move,
     other clocks may help.
     """
-    if pace.stepped(turn):
+    known = clocks.fitted(turn)
+    if pace.stepped(turn) or known:
         _clock(turn)
 
 

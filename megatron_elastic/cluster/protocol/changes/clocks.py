@@ -58,21 +58,29 @@ def _watts(job: Job, layout: Layout, clocks: Mapping[int, float]) -> dict[int, f
     return {} if power is None or power.device_w is None else dict.fromkeys(layout.ranks, power.device_w)
 
 
-def measured(turn: Turn, message: Profile) -> bool:
-    """A rank has measured its units. Returns whether it is news how much of their time clocks divide, which is known of
-    those that have been measured at clocks that differ enough.
-    """
-    job, layout, costs, rank = turn.job, turn.job.layout, turn.job.arrangement.costs, message.rank
-    if layout is None or costs is None or message.epoch != layout.epoch or rank not in layout.places:
-        return False
+def measured(turn: Turn, message: Profile) -> None:
+    """A rank has measured its units, at the clock of its cell."""
+    job, layout, rank = turn.job, turn.job.layout, message.rank
+    if layout is None or message.epoch != layout.epoch or rank not in layout.places:
+        return
     cell = layout.cell_of(rank)
     if rank not in job.pace.settled or cell.leader in job.pace.believed:
-        turn.set(pace=replace(job.pace, settled=job.pace.settled | {rank}))
-        return False
+        turn.set(pace=replace(job.pace, settled=job.pace.settled.set(rank, None)))
+        return
     clock = min(job.pace.clocks.get(member, 1.0) for member in cell.ranks)
     seen = job.arrangement.at_clocks.update({(unit, clock): cost for unit, cost in message.sample.units.items()})
-    turn.set(arrangement=replace(job.arrangement, at_clocks=seen))
-    shares = {unit: share for unit, share in clock_shares(layout, seen).items()
+    turn.set(arrangement=replace(job.arrangement, at_clocks=seen, fitted=False))
+
+
+def fitted(turn: Turn) -> bool:
+    """A step has been committed. Returns whether it is news how much of units' time clocks divide, which is known of
+    those that have been measured at clocks that differ enough.
+    """
+    job, layout, costs = turn.job, turn.job.layout, turn.job.arrangement.costs
+    if job.arrangement.fitted or layout is None or costs is None:
+        return False
+    turn.set(arrangement=replace(job.arrangement, fitted=True))
+    shares = {unit: share for unit, share in clock_shares(layout, job.arrangement.at_clocks).items()
               if abs(share - costs.units[unit].clock_share) > _NEWS}  # fmt: skip
     if not shares:
         return False

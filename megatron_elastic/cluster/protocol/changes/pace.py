@@ -174,12 +174,12 @@ def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
     job = turn.job
     found = Map({rank: clock for rank, clock in clocks.items() if job.ranks[rank].node not in job.pace.fixed})
     if found != job.pace.clocks:
-        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map(), settled=frozenset()))
+        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map(), settled=Map()))
 
 
 def forget_measured(turn: Turn) -> None:
     """What was measured does not count: some devices were slower than they were told to be."""
-    turn.set(pace=replace(turn.job.pace, measured=Map(), told=Map(), settled=frozenset()))
+    turn.set(pace=replace(turn.job.pace, measured=Map(), told=Map(), settled=Map()))
 
 
 def refused(turn: Turn, node: int) -> None:
@@ -193,5 +193,5 @@ def forget(turn: Turn) -> None:
     job, layout = turn.job, turn.job.layout
     assert layout is not None
     gone = [rank for rank in job.pace.believed if rank not in layout.places]
-    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(), settled=frozenset(),
+    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(), settled=Map(),
                           believed=without(job.pace.believed, gone)))
