@@ -11,13 +11,12 @@ much again as the base clock, give alone and together. Slow ranks stay slow at e
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import read_digest, read_events
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.power import PowerModel
-from megatron_elastic.power.quota import Quota
+from megatron_elastic.power.quota import Quotas
 
 WAYS = {way: ["--elastic-slow", way] for way in ("off", "share", "evict")}
 CLOCKS = ["--elastic-dvfs", "performance", "--elastic-actuator", "quota"]
@@ -44,39 +43,6 @@ _STEPS = (1.0, 1.5)
 _POWER = PowerModel(idle_w=0.0, static_w=0.0, dynamic_w=1.0)
 """Must be there; makes no difference where there is no limit."""
 SCRIPT = "benchmarks/programs/quota_gpt.py"
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-class Quotas:
-    """Ranks' quotas of processor time, each in a cgroup (version 1 or 2). Raises JobFailed if there can be none."""
-
-    def __init__(self, name: str) -> None:
-        second = (_CGROUPS / "cgroup.controllers").is_file()
-        self._root = _CGROUPS / name if second else _CGROUPS / "cpu" / name
-        try:
-            self._root.mkdir()
-            if second:
-                (self._root / "cgroup.subtree_control").write_text("+cpu")
-        except OSError as error:
-            raise JobFailed(f"needs a cgroup that it can write, to slow ranks down: {error}") from None
-
-    def make(self, ranks: int, share: float) -> None:
-        """Groups for ranks, each with a part of one processor; ``SCRIPT`` enters them."""
-        os.environ["QUOTAS"] = str(self._root)
-        for rank in range(ranks):
-            (self._root / str(rank)).mkdir()
-        self.scale(range(ranks), share)
-
-    def scale(self, ranks: Iterable[int], factor: float) -> None:
-        """Make quotas so many times as large as they are, or as one processor where there is none."""
-        for rank in ranks:
-            Quota().write(str(self._root / str(rank)), factor)  # a new one, for which what there is now is the base
-
-    def remove(self) -> None:
-        """When the processes have ended."""
-        for folder in (*(each for each in self._root.iterdir() if each.is_dir()), self._root):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
 
 
 @dataclass
@@ -101,9 +67,13 @@ class Course:
 def train(run_dir: Path, way: str, options: argparse.Namespace, flags: Sequence[str]) -> Course:
     """Run a job, and slow some of its ranks down for a while."""
     flags = [*flags_of_job(options, prepare_data(), options.steps, pp=1), *flags]
-    course, quotas = Course(), Quotas(f"megatron-elastic-{os.getpid()}")
+    try:
+        course, quotas = Course(), Quotas(f"megatron-elastic-{os.getpid()}")
+    except OSError as error:
+        raise JobFailed(f"needs a cgroup that it can write, to slow ranks down: {error}") from None
     try:
         quotas.make(options.nproc_per_node, options.quota)
+        os.environ["QUOTAS"] = str(quotas.folder)
         for line in watch_job(run_dir, options.nproc_per_node, flags, SCRIPT):
             words = line.split()
             if not words or words[0] != "step":

@@ -119,8 +119,11 @@ def run_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
             progress(f"{case.lost} lost ({case.where}), {variant.name}: {each['tokens_per_s']:.0f} tokens/s, "
                      f"{each['joules_per_token']:.3g} J a token; forecast off by {each['forecast_error']:+.1%}")
     told, limit = Profile.read(profile), case.limit_share(layout)
+    costs = told.costs(layout.units)
+    highest = costs.clock_steps[-1]
+    boosted = limit / costs.times_as_long(range(len(layout.units)), highest)
     return {"lost": case.lost, "where": case.where, "ranks": list(case.ranks), "limit_share": round(limit, 4),
-            "limit_share_at_highest_clock": round(limit * max(told.costs(layout.units).clock_steps), 4),
+            "limit_share_at_highest_clock": round(boosted, 4), "highest_clock": highest,
             "ceiling": ceiling(layout, told, case, options.replicas), "policies": found}
 
 
@@ -181,6 +184,10 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                       f"{each['predicted_share']:.3f}", f"{each['share_of_ceiling']:.3f}",
                       f"{each['joules_per_token']:.3g}", f"{each['seconds_until']:.1f}")
             lines.append(f"| {' | '.join(map(str, values))} |")
+    lines.append("")
+    for case in found:
+        lines.append(f"{case['lost']} lost ({case['where']}): the limit is {case['limit_share']:.3f} of undisturbed; "
+                     f"at a clock of {case['highest_clock']:g} it is {case['limit_share_at_highest_clock']:.3f}")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.policies import POLICIES, Outcome
 from megatron_elastic.plan.policies.elastic import Elastic
-from megatron_elastic.plan.work.clock import Limits, clocks
+from megatron_elastic.plan.work.clock import clocks
 
 _OURS = Elastic.name
 
@@ -33,16 +33,8 @@ class Row:
     """Until all is where it is to be, if that takes work in the background."""
     after: Prediction | None = None
     clocked: Prediction | None = None
-    """The same with planned clocks, if they were asked for and it is ours."""
+    """What it makes of it with planned clocks, if they were asked for and it is ours."""
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Clocking:
-    """How clocks are planned: ``mode`` 'performance' or 'energy'."""
-
-    mode: str
-    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +57,11 @@ def compare(
     *,
     schedules: Collection[str] = SCHEDULES,
     power: PowerModel | None = None,
-    clocking: Clocking | None = None,
+    clocked: Costs | None = None,
 ) -> Comparison:
     """What the policies of these names make of the loss of ranks. All may use all ``schedules``.
 
-    ``clocking`` needs a ``power`` model, and is for ours alone.
+    ``clocked``: costs of a job that sets clocks, with its power; for ours alone.
     """
     rows, considered = [], tuple[Way, ...]()
     for name in names:
@@ -79,27 +71,27 @@ def compare(
             rows.append(Row(name, problem=str(error)))
             continue
         interim = outcome.interim
-        clocked = None
+        at_clocks = None
         if name == _OURS:
-            considered = Elastic().considered(interim or outcome.layouts[0], costs, schedules)
-            if clocking is not None and power is not None:
-                clocked = _clocked(outcome.layouts[0], costs, schedules, power, clocking)
+            considered = Elastic().considered(interim or outcome.layouts[0], clocked or costs, schedules)
+            if clocked is not None:
+                at_clocks = _at_clocks(layout, lost, clocked, schedules)
         rows.append(Row(
             name, outcome,
             interim=None if interim is None else predict(interim, costs, schedules=schedules, power=power),
-            after=predicted(outcome, costs, schedules=schedules, power=power), clocked=clocked,
+            after=predicted(outcome, costs, schedules=schedules, power=power), clocked=at_clocks,
         ))  # fmt: skip
     working = {rank for cell in layout.cells.values() if not cell.shadow for rank in cell.ranks}
     before = predict(layout, costs, schedules=schedules, power=power)
     return Comparison(before, len(working.difference(lost)) / len(working), tuple(rows), considered)
 
 
-def _clocked(
-    layout: Layout, costs: Costs, schedules: Collection[str], power: PowerModel, clocking: Clocking
+def _at_clocks(
+    layout: Layout, lost: Collection[int], costs: Costs, schedules: Collection[str]
 ) -> Prediction:
-    chosen = clocks(layout, costs, clocking.mode, clocking.limits, power,
-                    lambda each: predict(layout, costs, each, schedules=schedules).step_ms)  # fmt: skip
-    return predict(layout, costs, chosen, schedules=schedules, power=power)
+    reached = Elastic().foresee(layout, lost, costs, schedules).layouts[0]
+    chosen = clocks(reached, costs, lambda each: predict(reached, costs, each, schedules=schedules).step_ms)
+    return predict(reached, costs, chosen, schedules=schedules, power=costs.power)
 
 
 def figures(comparison: Comparison, tokens: int) -> dict[str, Any]:
@@ -133,7 +125,8 @@ def figures(comparison: Comparison, tokens: int) -> dict[str, Any]:
         "considered": [
             {"way": way.name, "widths": [stage.width for stage in way.layout.stages], "step_ms": round(way.step_ms, 3),
              "moves_ms": round(way.moves_ms, 3) if math.isfinite(way.moves_ms) else None, "gain": round(way.gain, 4),
-             "problem": way.problem, "chosen": way is _chosen(comparison)}
+             "problem": way.problem, "chosen": way is _chosen(comparison),
+             **({"base_ms": round(way.base_ms, 3)} if way.clocks else {})}
             for way in comparison.considered
         ],
     }  # fmt: skip
@@ -178,12 +171,15 @@ def _show_considered(console: Console, comparison: Comparison) -> None:
         return
     console.print(f"\nconsidered by {_OURS}, with {HORIZON_MS / 3.6e6:g} h until the next event:")
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("way", "cells of each stage", "step", "moves", "grains until then", ""):
+    clocked = any(way.clocks for way in comparison.considered)
+    steps = ("step with clocks", "without") if clocked else ("step",)
+    for name in ("way", "cells of each stage", *steps, "moves", "grains until then", ""):
         table.add_column(name, justify="left" if name in ("way", "cells of each stage", "") else "right")
     chosen = _chosen(comparison)
     for way in comparison.considered:
         widths = " ".join(str(stage.width) for stage in way.layout.stages)
-        table.add_row(way.name, widths, f"{way.step_ms:.1f} ms", _time(way.moves_ms), f"{way.gain:.3f}",
+        base = [f"{way.base_ms:.1f} ms"] if clocked else []
+        table.add_row(way.name, widths, f"{way.step_ms:.1f} ms", *base, _time(way.moves_ms), f"{way.gain:.3f}",
                       "chosen" if way is chosen else "does not fit" if way.problem else "")  # fmt: skip
     console.print(table)
 

@@ -13,8 +13,8 @@ from megatron_elastic.device.names import NAMES as DEVICES
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import PLACEMENTS
 from megatron_elastic.observe.tracing.tracer import Window
+from megatron_elastic.plan.costs.power import MODES
 from megatron_elastic.plan.policies import POLICIES
-from megatron_elastic.plan.work.clocking import MODES
 from megatron_elastic.power.devices import NAMES as ACTUATORS
 from megatron_elastic.power.emulated import Emulated
 
@@ -138,6 +138,11 @@ class ElasticConfig:
         if 0 < len(missing) < len(tls):
             raise UsageError(f"{' and '.join(missing)} must be given as well: a certificate needs its key, and the "
                              "certificate of the authority that signed those of all nodes")
+
+    @property
+    def measures(self) -> bool:
+        """Whether ranks tell what their units take: for a profile, or to see how much of it clocks divide."""
+        return self.profile == MEASURED or (self.dvfs is not None and self.emulate is None)
 
     @property
     def cut_off(self) -> float:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_elastic import scaling, usage
-from megatron_elastic.comparison import Clocking, compare, figures, show
+from megatron_elastic.comparison import compare, figures, show
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Holdings, Layout, LayoutError, SliceLost, Stage, Transfer, transfers
 from megatron_elastic.pipeline.dag import Dag
@@ -29,13 +29,12 @@ from megatron_elastic.plan import NoLayout, lose
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.costs.cost import Costs, ProfileError
-from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.costs.power import Clocking, PowerModel
 from megatron_elastic.plan.costs.recomputation import recomputing
 from megatron_elastic.plan.growth import admit
 from megatron_elastic.plan.migration import duration_ms, size
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.replan import replan
-from megatron_elastic.plan.work.clock import Limits
 
 _EXAMPLES = """\
 examples:
@@ -210,9 +209,11 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     if options.dvfs and options.power is None:
         raise _Refused("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
-    clocking = Clocking(options.dvfs, Limits(options.clocks)) if options.dvfs else None
+    clocked = None
+    if options.dvfs:
+        clocked = replace(costs, power=options.power, clock_steps=options.clocks, clocking=Clocking(options.dvfs))
     found = compare(layout, _lost(layout, match[1]), costs, names, schedules=schedules, power=options.power,
-                    clocking=clocking)  # fmt: skip
+                    clocked=clocked)  # fmt: skip
     if options.json:
         print(json.dumps(figures(found, options.tokens)))
         return 0

@@ -51,7 +51,7 @@ def _of_case(root: Path, options: argparse.Namespace, profile: Path, layout: Lay
         run_dir = root / f"{case.lost}-{case.where}-{number}"
         try:
             found[variant.name] = measure(run_dir, options, profile, layout, variant, case)
-            del found[variant.name]["predicted_share"]  # which knows neither resize nor clocks
+            del found[variant.name]["predicted_share"]  # which does not know resize
         except JobFailed as error:
             progress(f"{case.lost} lost ({case.where}), {variant.name}: {error}")
     before = [found[each.name]["undisturbed_tokens_per_s"] for each in VARIANTS

@@ -7,7 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from megatron_elastic.observe.records import read_events, read_metrics
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
+from megatron_elastic.plan.costs.power import MODES, Clocking
 from megatron_elastic.plan.policies import POLICIES, Policy
-from megatron_elastic.plan.work.clocking import MODES
+from megatron_elastic.plan.work.clocking import plan_clocks
 from megatron_elastic.plan.work.order import foreseen
 
 SCRIPT = "benchmarks/programs/emulated_gpt.py"
@@ -35,6 +36,7 @@ KILLED_AT = 6
 """Step in which it happens. The first also warms things up, and an order that is searched is there some steps later."""
 _FEWEST = 3
 """Steps of the last layout, without its first, that a rate is taken of."""
+_DVFS = "--elastic-dvfs"
 OWN = "own"
 """Value of ``--schedule``: each policy's own."""
 _SEARCHING = ("elastic", "elastic-paused")
@@ -52,6 +54,11 @@ class Variant:
     policy: str
     flags: tuple[str, ...] = ()
     schedule: str = "split"
+
+    @property
+    def dvfs(self) -> str | None:
+        """The mode in which its jobs set clocks, if they do."""
+        return self.flags[self.flags.index(_DVFS) + 1] if _DVFS in self.flags else None
 
 
 def foresee(policy: Policy, layout: Layout, lost: Collection[int], costs: Costs, schedule: str) -> Layout:
@@ -102,7 +109,7 @@ def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if options.elastic_dvfs is not None:
         # Clocks are planned for an order of work that is known.
         schedule = options.schedule if options.schedule in SCHEDULES else "split"
-        flags = ("--elastic-dvfs", options.elastic_dvfs)
+        flags = (_DVFS, options.elastic_dvfs)
         options.variants.append(Variant(f"elastic+{options.elastic_dvfs}", "elastic", flags, schedule))
 
 
@@ -192,10 +199,16 @@ def figures(
 
 
 def predicted_share(profile: Profile, variant: Variant, layout: Layout, case: Case) -> float:
-    """What planners and simulation say of ``share_of_limit``, at the base clock. Raises NoLayout."""
-    costs = profile.costs(layout.units)
+    """What planners and simulation say of ``share_of_limit``, that of the base clock. Raises NoLayout."""
+    costs, clocks = profile.costs(layout.units), None
+    if variant.dvfs is not None:
+        costs = replace(costs, clocking=Clocking(variant.dvfs))
     reached = foresee(EXECUTABLE[variant.policy], layout, case.ranks, costs, variant.schedule)
-    undisturbed, after = (forecast(each, profile, variant.schedule).step_ms for each in (layout, reached))
+    if variant.dvfs is not None:
+        found = plan_clocks(reached, costs, variant.schedule, {}).clocks
+        clocks = {rank: clock for leader, clock in found.items() for rank in reached.cells[leader].ranks}
+    undisturbed = forecast(layout, profile, variant.schedule).step_ms
+    after = forecast(reached, profile, variant.schedule, clocks).step_ms
     return round(undisturbed / after / case.limit_share(layout), 4)
 
 

@@ -91,7 +91,7 @@ class Accelerator:
                 "smaller model"
             )
         stage = layout.stage_of(self._rank)
-        self._times = Times.of(layout, stage, costs)
+        self._times = Times.of(layout, stage, costs, self._clock)
         self._inlets = tuple(
             float(costs.inlet_bytes(number)) for number, position in enumerate(layout.way) if position.stage == stage
         )
@@ -106,7 +106,10 @@ class Accelerator:
         assert self._layout is not None
         self._step, self._free_at, self._there_at = step, time.monotonic(), 0.0
         # Ranks of a cell compute together, at the speed of the slowest.
-        self._clock = self._clocks.slowest(self._layout.cell_of(self._rank).ranks)
+        clock = self._clocks.slowest(self._layout.cell_of(self._rank).ranks)
+        if clock != self._clock:
+            self._clock = clock
+            self._times = Times.of(self._layout, self._layout.stage_of(self._rank), self._costs, clock)
         self._kept = {
             (grain, chunk): (fraction, size if live[grain, chunk] else min(size, self._inlets[chunk] * fraction))
             for (grain, chunk), (fraction, size) in self._kept.items()
@@ -154,7 +157,7 @@ class Accelerator:
         """Return when an operation on a fraction of a grain is done: by default that of the forward."""
         if fraction is None:
             fraction, _ = self._kept.get((op.grain, op.chunk), (1.0, 0.0))
-        seconds = self._times.ms(op) * fraction / 1e3 / self._clock * self._slowness()
+        seconds = self._times.ms(op) * fraction / 1e3 * self._slowness()
         if self.profile.emulation.noise:
             seconds *= max(0.0, self._noise.gauss(1.0, self.profile.emulation.noise))
         self._free_at = max(self._free_at, self._there_at) + seconds

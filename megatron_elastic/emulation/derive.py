@@ -3,6 +3,8 @@
 A matrix product of n weights takes 2n operations a token forward and twice as many backward; attention 2 x sequence x
 hidden forward, as half of the scores are masked. A device does an assumed share of its stated operations. Sharing a
 layer among tensor-parallel ranks takes two all-reduces each way; experts of other ranks two all-to-alls each way.
+Matrix products are bound by operations, which a device's clock makes faster; what is bound by its memory or its links
+is not.
 """
 
 from __future__ import annotations
@@ -124,10 +126,8 @@ def _profile(
 
 
 def _text(kinds: dict[str, UnitCost], costs: Costs, emulation: Emulation) -> str:
-    rest = asdict(replace(costs, units=()))
-    rest.pop("units")
     rows = ",\n".join(f"    {json.dumps(kind)}: {json.dumps(asdict(cost))}" for kind, cost in kinds.items())
-    lines = [f'  "{key}": {json.dumps(value)}' for key, value in rest.items()]
+    lines = [f'  "{key}": {json.dumps(value)}' for key, value in costs.entries().items()]
     lines.append(f'  "{EMULATION}": {json.dumps(msgspec.to_builtins(emulation), indent=2)}'.replace("\n", "\n  "))
     return '{\n  "units": {\n' + rows + "\n  },\n" + ",\n".join(lines) + "\n}\n"
 
@@ -140,10 +140,13 @@ def _units(shape: Shape, figures: Figures, grid: Grid, batch: Batch, efficiency:
         """``weights`` on a rank; ``operations`` a token, and bytes ``sent`` to others of the cell, forward."""
         exchange = figures.near.transfer_ms(sent) if sent else 0.0
         forward = operations * tokens / speed
+        # What is kept is what operations between the products have written, or will read; backward is twice that, too.
+        moved = min(2e3 * kept / figures.memory_bandwidth, forward)
+        total = 3 * forward + 2 * exchange
         return UnitCost(
             forward_ms=forward + exchange, backward_ms=2 * forward + exchange,
             parameter_bytes=round(weights * (WEIGHT + GRADIENT)), optimizer_bytes=round(weights * STATE),
-            activation_bytes=round(kept),
+            activation_bytes=round(kept), clock_share=round(3 * (forward - moved) / total, 4) if total else 1.0,
         )
 
     h, row = shape.hidden, tokens * shape.hidden * ACTIVATION

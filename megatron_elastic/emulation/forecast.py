@@ -12,6 +12,7 @@ from megatron_elastic.pipeline.search import find
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work.clock import speeds
 
 SHARES = {"backward": 1.0, "backward_input": 0.5, "backward_weight": 0.5}
 """What each kind of operation takes of a unit's backward pass."""
@@ -37,7 +38,7 @@ def forecast(layout: Layout, profile: Profile, schedule: str, clocks: Mapping[in
     of_ranks = profile.clocks() if clocks is None else clocks
     clock = {leader: clock_of(layout, leader, of_ranks) for leader in layout.cells}
     if schedule == SEARCH:
-        found = find(layout, costs, clock)
+        found = find(layout, costs, speeds(layout, costs, clock))
         layout, program = replace(layout, recomputed=found.recomputed), found.program
     else:
         program = scheduled(schedule, layout)
@@ -52,16 +53,17 @@ def forecast(layout: Layout, profile: Profile, schedule: str, clocks: Mapping[in
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds that a whole grain takes in each chunk of a stage, at clock 1."""
+    """Milliseconds that a whole grain takes in each chunk of a stage, at one clock."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
     @classmethod
-    def of(cls, layout: Layout, stage: int, costs: Costs) -> Times:
+    def of(cls, layout: Layout, stage: int, costs: Costs, clock: float) -> Times:
         """Of a stage."""
         chunks = [
-            [costs.units[unit] for unit in chunk if layout.home(unit) == stage] for chunk in layout.chunks(stage)
+            [costs.units[unit].at(clock) for unit in chunk if layout.home(unit) == stage]
+            for chunk in layout.chunks(stage)
         ]
         return cls(
             tuple(sum(cost.forward_ms for cost in chunk) for chunk in chunks),

@@ -15,6 +15,7 @@ from megatron_elastic.plan.choice import SCHEDULES
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.policies import Outcome
+from megatron_elastic.plan.work.clock import loads
 
 MOST_SIMULATED = 100_000
 """Grains times stages beyond which step times are estimated instead of simulated."""
@@ -91,15 +92,11 @@ def _times(
     layout: Layout, costs: Costs, clocks: Mapping[int, float], schedules: Collection[str], redundant: bool
 ) -> tuple[float, dict[int, float]]:
     """Milliseconds of a step, and those in which each cell computes."""
-    working = [cell.leader for stage in layout.stages for cell in stage.cells if not cell.shadow]
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
-        each = {stage: sum(costs.units[unit].grain_ms for unit in layout.stages[stage].units
-                           if layout.home(unit) == stage) for stage in range(layout.pipeline_size)}  # fmt: skip
-        busy = {leader: each[layout.stage_of(leader)] * layout.load(layout.cells[leader]) / clocks.get(leader, 1.0)
-                for leader in working}  # fmt: skip
+        busy = {leader: load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs).items()}
         return costs.pace_of(layout).step_ms, busy
     found = fastest_of(layout, costs, clocks, schedules)
-    busy = {leader: found.line.busy(leader) for leader in working}
+    busy = {cell.leader: found.line.busy(cell.leader) for cell in layout.cells.values() if not cell.shadow}
     return found.ms + (_redundant(layout, costs, found.line) if redundant else 0.0), busy
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
@@ -106,45 +107,45 @@ class Step:
 
     @classmethod
     def of(
-        cls, program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None
+        cls, program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
+        paces: Mapping[int, float] | None = None,
     ) -> Step:
-        """Of ``program``. ``clocks`` as ``run`` has them."""
+        """Of ``program``. ``clocks`` and ``paces`` as ``run`` has them."""
         phases = costs.cell_phases(layout)
         begins = {leader: each.spread_ms for leader, each in phases.items()}
-        line = run(program, layout, costs, clocks, begins)
+        line = run(program, layout, costs, clocks, begins, paces)
         ends = {leader: spans[-1].end for leader, spans in line.spans.items() if spans}
         last = max((ends.get(leader, each.spread_ms) + each.reduce_ms for leader, each in phases.items()), default=0.0)
         return cls(line, max(last, line.makespan) + costs.overhead_ms)
 
 
-def _sums(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[list[float]]:
-    return [[x + y for x, y in zip(*each, strict=True)] for each in zip(a, b, strict=True)]
+def _sums(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def run(
     program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
-    begins: Mapping[int, float] | None = None,
+    begins: Mapping[int, float] | None = None, paces: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Simulate with the times that units take by ``costs``; half of a backward is for the weights' gradients, and where
     a chunk is recomputed, its forward comes before it.
 
     ``clocks``: of cells that do not run at that at which costs were measured, by leader, as a multiple of it.
-    ``begins`` as ``simulate`` has them.
+    ``begins`` as ``simulate`` has them. ``paces``: how many times as long a grain takes at the same clock, by leader.
     """
-    speed = clocks or {}
-    units = [
-        [[costs.units[unit] for unit in chunk if layout.home(unit) == stage] for chunk in layout.chunks(stage)]
-        for stage in range(layout.pipeline_size)
-    ]
-    forward = [[sum(unit.forward_ms for unit in held) for held in stage] for stage in units]
-    backward = [[sum(unit.backward_ms for unit in held) for held in stage] for stage in units]
-    half = [[ms / 2 for ms in stage] for stage in backward]
-    again = [
-        [ms if layout.recomputes(stage, chunk) else 0.0 for chunk, ms in enumerate(of)]
-        for stage, of in enumerate(forward)
-    ]
-    times = {"forward": forward, "backward": _sums(again, backward), "backward_input": _sums(again, half),
-             "backward_weight": half}  # fmt: skip
+    of_cells, slowness = clocks or {}, paces or {}
+
+    @cache
+    def times(stage: int, clock: float) -> Mapping[str, Sequence[float]]:
+        """Of each kind of operation on a whole grain, by chunk."""
+        units = [[costs.units[unit].at(clock) for unit in chunk if layout.home(unit) == stage]
+                 for chunk in layout.chunks(stage)]  # fmt: skip
+        forward = [sum(unit.forward_ms for unit in held) for held in units]
+        backward = [sum(unit.backward_ms for unit in held) for held in units]
+        half = [ms / 2 for ms in backward]
+        again = [ms if layout.recomputes(stage, chunk) else 0.0 for chunk, ms in enumerate(forward)]
+        return {"forward": forward, "backward": _sums(again, backward), "backward_input": _sums(again, half),
+                "backward_weight": half}  # fmt: skip
 
     def fraction(leader: int, grain: int) -> float:
         return layout.part(leader, grain).size / layout.samples
@@ -153,7 +154,8 @@ def run(
         program,
         layout,
         lambda leader, stage, op: (
-            times[op.kind][stage][op.chunk] * fraction(leader, op.grain) / speed.get(leader, 1.0)
+            times(stage, of_cells.get(leader, 1.0))[op.kind][op.chunk] * fraction(leader, op.grain)
+            * slowness.get(leader, 1.0)
         ),
         lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
         begins,

@@ -2,7 +2,8 @@
 
 A step of each way is simulated, because stages of unlike widths wait for each other in ways that no formula knows; it
 is estimated where that would take long. What a way gains counts from when all that it moves has arrived, until
-something else happens.
+something else happens. In a job that sets clocks each way is taken at those that it would get, so that nothing moves
+where a clock does as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
 from megatron_elastic.pipeline.search import nearly
@@ -22,7 +23,7 @@ from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms
 from megatron_elastic.plan.replan import fill, replan
-from megatron_elastic.plan.work.clock import loads
+from megatron_elastic.plan.work.clock import foreseen, loads, speeds
 from megatron_elastic.plan.work.dataflow import share
 
 HORIZON_MS = 3_600_000.0
@@ -57,6 +58,8 @@ class Way:
         moves_ms: of what has to be copied in the background, before slices are evened out.
         gain: grains until the next event, as a multiple of what 'reroute' computes.
         problem: why the memory of devices is not enough for it, or for what lies between; None if it is.
+        clocks: of its cells, by leader, in a job that sets them; 1 for who is not there.
+        base_ms, base_gain: what ``step_ms`` and ``gain`` would be with all at the base clock.
     """
 
     name: str
@@ -65,6 +68,9 @@ class Way:
     moves_ms: float
     gain: float
     problem: str | None = None
+    clocks: Mapping[int, float] = field(default_factory=dict)
+    base_ms: float = 0.0
+    base_gain: float = 0.0
 
     @property
     def cells(self) -> int:
@@ -84,46 +90,62 @@ def ways(
         if any(other.stages == way.layout.stages for way in found):
             continue
         goal = _settled(other, costs)
-        step_ms = step(goal, costs, schedules)
+        clocks = _clocks(goal, costs)
+        step_ms = base_ms = step(goal, costs, schedules, {})
+        if clocks:
+            step_ms = step(goal, costs, schedules, clocks)
         moves_ms = math.inf
         with suppress(SliceLost):
             moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
-        first = found[0].step_ms if found else step_ms
         away = min(moves_ms / horizon_ms, 1.0)
-        found.append(Way(name, other, step_ms, moves_ms, away + (1 - away) * first / step_ms,
-                         overflow_on_the_way(layout, goal, costs, splits(schedules))))  # fmt: skip
+        first = found[0] if found else None
+        gain = away + (1 - away) * (first.step_ms / step_ms if first else 1.0)
+        base_gain = away + (1 - away) * (first.base_ms / base_ms if first else 1.0)
+        found.append(Way(name, other, step_ms, moves_ms, gain,
+                         overflow_on_the_way(layout, goal, costs, splits(schedules)), clocks, base_ms, base_gain))
     return tuple(found)
 
 
-def best(found: Collection[Way]) -> Way:
+def best(found: Collection[Way], clocked: bool = True) -> Way:
     """The way that computes most until the next event; one that comes earlier if they are about the same.
 
-    Those for which memory is not enough only where there are no others.
+    Those for which memory is not enough only where there are no others. Without ``clocked``: if all cells were to run
+    at the base clock.
     """
     chosen, *others = [way for way in found if way.problem is None] or found
     for way in others:
-        if way.gain > chosen.gain * (1 + WORTH):
+        gain, least = (way.gain, chosen.gain) if clocked else (way.base_gain, chosen.base_gain)
+        if gain > least * (1 + WORTH):
             chosen = way
     return chosen
 
 
 def step(
-    layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None
+    layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None,
+    paces: Mapping[int, float] | None = None,
 ) -> float:
-    """Milliseconds of a step under the fastest of ``schedules``; ``clocks``: of cells, by leader, 1 if not there.
+    """Milliseconds of a step under the fastest of ``schedules``.
 
+    ``clocks``: of cells, by leader, 1 if not there; None: those that they would get. ``paces``: how many times as long
+    as usual a grain takes at the same clock, of cells where that is not once.
     An order is not searched for each layout that could be, as that takes too long, but only nearly so.
     """
+    clocks = _clocks(layout, costs) if clocks is None else clocks
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
-        work = loads(layout, costs)
-        slowest = max(ms / (clocks or {}).get(leader, 1.0) for leader, ms in work.items())
-        return costs.pace_of(layout).step_ms * (slowest / max(work.values()) if max(work.values()) else 1.0)
+        usual = max(load.at(1.0) for load in loads(layout, costs).values())
+        slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs, paces).items())
+        return costs.pace_of(layout).step_ms * (slowest / usual if usual else 1.0)
     programs = (scheduled(each, layout) for each in schedules if each != SEARCH)
-    known_ms, known = min(((Step.of(each, layout, costs, clocks).ms, each) for each in programs), key=lambda by: by[0])
+    known_ms, known = min(((Step.of(each, layout, costs, clocks, paces).ms, each) for each in programs),
+                          key=lambda by: by[0])
     if SEARCH not in schedules or any(cell.parts for cell in layout.cells.values()):
         return known_ms
-    passes = run(known, layout, costs, clocks).makespan
-    return known_ms - passes + min(passes, nearly(layout, costs, clocks or {}))
+    passes = run(known, layout, costs, clocks, paces=paces).makespan
+    return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks, paces)))
+
+
+def _clocks(layout: Layout, costs: Costs) -> Mapping[int, float]:
+    return {} if costs.clocking is None else foreseen(layout, costs)
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:

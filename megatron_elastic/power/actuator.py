@@ -23,6 +23,9 @@ class Actuator(Protocol):
     def write(self, device: str, clock: float) -> None:
         """Set the clock of a device."""
 
+    def limit(self, device: str, watts: float) -> None:
+        """Let a device draw no more than this, or as little as it can be told to; nothing where it cannot be told."""
+
     def actual(self, device: str) -> float | None:
         """The highest clock at which a device can run now, of its own accord less than what is set, as where it is too
         hot; None: nothing is known of that.

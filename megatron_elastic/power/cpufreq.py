@@ -43,6 +43,9 @@ class Cpufreq:
         for cpu in device.split(","):
             (self._folder(cpu) / "scaling_max_freq").write_text(f"{limit}\n")
 
+    def limit(self, device: str, watts: float) -> None:
+        """It cannot be told."""
+
     def actual(self, device: str) -> float | None:
         """The least of its processors' limits, which the kernel lowers when it has to."""
         limits = (int((self._folder(cpu) / "scaling_max_freq").read_text()) for cpu in device.split(","))

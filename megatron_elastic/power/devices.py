@@ -12,11 +12,10 @@ from megatron_elastic.power.actuator import Actuator
 from megatron_elastic.power.cpufreq import Cpufreq
 from megatron_elastic.power.emulated import Emulated
 from megatron_elastic.power.nvidia import Nvidia
-from megatron_elastic.power.quota import Quota
+from megatron_elastic.power.quota import GROUPS, Quota
 
 FOLDER = "clocks"
 """In a run's directory: the clocks of emulated devices, a file for each rank, named by its number."""
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,10 @@ def _group(run_dir: Path, place: Place) -> str:
     lines = [line.split(":", 2) for line in Path(f"/proc/{place.pid}/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "cpu" in controllers.split(","):
-            return str(_GROUPS / "cpu" / path.lstrip("/"))
+            return str(GROUPS / "cpu" / path.lstrip("/"))
     for _, controllers, path in lines:
         if not controllers:
-            return str(_GROUPS / path.lstrip("/"))
+            return str(GROUPS / path.lstrip("/"))
     raise OSError(f"rank {place.rank} is in no control group")
 
 

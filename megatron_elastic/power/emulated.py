@@ -33,6 +33,9 @@ class Emulated:
         written.write_text(repr(clock))
         written.rename(file)
 
+    def limit(self, device: str, watts: float) -> None:
+        """It cannot be told."""
+
     def actual(self, device: str) -> float | None:
         """What is written beside it."""
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from megatron_elastic.power.actuator import Actuator
@@ -30,32 +31,57 @@ class Keeper:
         self._file = file
         self._warn = warn
         self._before: dict[str, str] = {}
-        self._now: dict[str, float] = {}
+        self._now: dict[str, tuple[float | None, float | None]] = {}
+        """Clock and watts of devices, as far as they are set."""
+        self._touched: set[str] = set()
+        """Devices that may be otherwise than before."""
 
-    def set(self, clocks: Mapping[str, float]) -> None:
-        """Set the clocks of devices, and set others back that were set before. Raises OSError."""
-        new = {device: self._actuator.read(device) for device in clocks if device not in self._before}
+    def set(self, clocks: Mapping[str, float], watts: Mapping[str, float] | None = None) -> None:
+        """Set the clocks of devices, and what devices may draw at most, and set all else back that was set before.
+        Raises OSError.
+        """
+        limits = watts or {}
+        wanted = {device: (clocks.get(device), limits.get(device)) for device in {**clocks, **limits}}
+        new = {device: self._actuator.read(device) for device in wanted if device not in self._before}
         if new:
             _note(self._file, self._actuator.name, self._before | new)
             self._before |= new
-        for device in [device for device in self._now if device not in clocks]:
-            self._actuator.restore(device, self._before[device])
-            del self._now[device]
-        for device, clock in clocks.items():
-            if self._now.get(device) != clock:
-                self._now[device] = clock
-                self._actuator.write(device, clock)
+        for device, now in list(self._now.items()):
+            of_device = wanted.get(device, (None, None))
+            if any(then is None and was is not None for then, was in zip(of_device, now, strict=True)):
+                self._actuator.restore(device, self._before[device])
+                del self._now[device]
+        for device, (clock, limit) in wanted.items():
+            if (now := self._now.get(device, (None, None))) == (clock, limit):
+                continue
+            self._now[device] = clock, limit
+            if clock is not None and clock != now[0]:
+                self._change(device, partial(self._actuator.write, device, clock))
+            if limit is not None and limit != now[1]:
+                self._change(device, partial(self._actuator.limit, device, limit))
 
     def throttled(self) -> dict[str, float]:
         """Devices that run at a lower clock than was set, and at which. Raises OSError."""
-        found = ((device, clock, self._actuator.actual(device)) for device, clock in self._now.items())
+        set_ = [(device, clock) for device, (clock, _) in self._now.items() if clock is not None]
+        found = ((device, clock, self._actuator.actual(device)) for device, clock in set_)
         return {device: now for device, clock, now in found if now is not None and now < clock * _SAME}
 
     def restore(self) -> None:
-        """Set back all that was set."""
-        _restore(self._actuator, self._before, self._file, self._warn)
-        self._before.clear()
+        """Set back all that was set. What fails is noted, and tried again with the next call."""
+        touched = {device: self._before[device] for device in self._before if device in self._touched}
+        self._before = _restore(self._actuator, touched, self._file, self._warn)
+        self._touched = set(self._before)
         self._now.clear()
+
+    def _change(self, device: str, action: Callable[[], None]) -> None:
+        new = device not in self._touched
+        self._touched.add(device)
+        try:
+            action()
+        except PermissionError:
+            if new:  # who may not change it need not set it back
+                self._touched.discard(device)
+            raise
 
 
 def restore_left(file: Path, actuators: Iterable[Actuator], warn: Callable[[str], None]) -> None:
@@ -74,7 +100,10 @@ def restore_left(file: Path, actuators: Iterable[Actuator], warn: Callable[[str]
     _restore(found, before, file, warn)
 
 
-def _restore(actuator: Actuator, before: Mapping[str, str], file: Path, warn: Callable[[str], None]) -> None:
+def _restore(
+    actuator: Actuator, before: Mapping[str, str], file: Path, warn: Callable[[str], None]
+) -> dict[str, str]:
+    """Returns what could not be set back, which is noted."""
     failed = {}
     for device, value in before.items():
         try:
@@ -86,6 +115,7 @@ def _restore(actuator: Actuator, before: Mapping[str, str], file: Path, warn: Ca
         _note(file, actuator.name, failed)
     else:
         file.unlink(missing_ok=True)
+    return failed
 
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)

@@ -1,4 +1,4 @@
-"""Clocks of NVIDIA GPUs, by NVML: locked graphics clocks. Needs the package ``nvidia-ml-py`` and root, or the right."""
+"""Clocks of NVIDIA GPUs, by NVML: locked graphics clocks, and power limits. Needs ``nvidia-ml-py``, and to be root."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 _HELD_DOWN = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """Of NVML's reasons: power cap by software, slowdown by hardware, heat seen by software or hardware, power brake."""
+_UNLOCKED = "unlocked"
 
 
 class Nvidia:
@@ -31,15 +32,24 @@ class Nvidia:
             _asked(nvml, nvml.nvmlDeviceGetSupportedGraphicsClocks, handle, memory)))  # fmt: skip
 
     def read(self, device: str) -> str:
-        """NVML does not say whether clocks are locked: what is restored is that they are not."""
-        self._handle(device)
-        return "unlocked"
+        """Its power limit. NVML does not say whether clocks are locked: what is restored is that they are not."""
+        nvml, handle = self._handle(device)
+        try:
+            return f"{_UNLOCKED}, {_asked(nvml, nvml.nvmlDeviceGetPowerManagementLimit, handle)} mW"
+        except OSError:  # not all have one
+            return _UNLOCKED
 
     def write(self, device: str, clock: float) -> None:
         """Lock it."""
         nvml, handle = self._handle(device)
         mhz = round(self._base(nvml, handle) * clock)
         _asked(nvml, nvml.nvmlDeviceSetGpuLockedClocks, handle, mhz, mhz)
+
+    def limit(self, device: str, watts: float) -> None:
+        """Within what it can be limited to."""
+        nvml, handle = self._handle(device)
+        low, high = _asked(nvml, nvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
+        _asked(nvml, nvml.nvmlDeviceSetPowerManagementLimit, handle, min(max(round(watts * 1e3), low), high))
 
     def actual(self, device: str) -> float | None:
         """Its clock now, if it says that heat or power holds it down: one that is idle is slow for no such reason."""
@@ -50,9 +60,12 @@ class Nvidia:
             nvml, handle)
 
     def restore(self, device: str, before: str) -> None:
-        """Unlock it."""
+        """Unlock it, with the power limit that it had."""
         nvml, handle = self._handle(device)
         _asked(nvml, nvml.nvmlDeviceResetGpuLockedClocks, handle)
+        limit = before.removeprefix(_UNLOCKED).removeprefix(", ").removesuffix(" mW")
+        if limit and _asked(nvml, nvml.nvmlDeviceGetPowerManagementLimit, handle) != int(limit):
+            _asked(nvml, nvml.nvmlDeviceSetPowerManagementLimit, handle, int(limit))
 
     def _handle(self, device: str) -> tuple[Any, Any]:
         if self._nvml is None:
@@ -72,5 +85,7 @@ def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except nvml.NVMLError as error:
-        kind = PermissionError if "permission" in str(error).lower() else OSError
-        raise kind(f"NVML, {function.__name__}: {error}") from None
+        if "permission" in str(error).lower():
+            raise PermissionError(f"NVML, {function.__name__}: {error}; root may: sudo -E megatron-elastic run ...") \
+                from None
+        raise OSError(f"NVML, {function.__name__}: {error}") from None

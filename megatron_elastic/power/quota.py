@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
+GROUPS = Path("/sys/fs/cgroup")
+"""Where the kernel has control groups."""
 _PERIOD_US = 100_000
 _STEPS = tuple(step / 20 for step in range(2, 41))
 """From a tenth of the base clock to twice as much, if so many processors are free."""
@@ -41,6 +45,9 @@ class Quota:
             (file.parent / "cpu.cfs_period_us").write_text(f"{_PERIOD_US}\n")
             file.write_text(f"{quota}\n")
 
+    def limit(self, device: str, watts: float) -> None:
+        """It cannot be told."""
+
     def actual(self, device: str) -> float | None:
         """Nothing but who writes it changes a quota."""
         return None
@@ -60,3 +67,38 @@ class Quota:
     def _file(self, device: str) -> Path:
         newer = Path(device) / "cpu.max"
         return newer if newer.exists() else Path(device) / "cpu.cfs_quota_us"
+
+
+class Quotas:
+    """Control groups for ranks of this machine, of either version, each with a part of one processor's time: so that
+    ranks have processors of their own, if slow ones, where there are fewer. A process enters by writing its number to
+    ``cgroup.procs`` of its rank's. Raises OSError where there can be none.
+
+    Args:
+        name: of the folder that holds them.
+        root: where the kernel has control groups.
+    """
+
+    def __init__(self, name: str, root: Path = GROUPS) -> None:
+        second = (root / "cgroup.controllers").is_file()
+        self.folder = root / name if second else root / "cpu" / name
+        self.folder.mkdir()
+        if second:
+            (self.folder / "cgroup.subtree_control").write_text("+cpu")
+
+    def make(self, ranks: int, share: float) -> None:
+        """A group for each rank."""
+        for rank in range(ranks):
+            (self.folder / str(rank)).mkdir()
+        self.scale(range(ranks), share)
+
+    def scale(self, ranks: Iterable[int], factor: float) -> None:
+        """Make quotas so many times as large as they are, or as one processor where there is none."""
+        for rank in ranks:
+            Quota().write(str(self.folder / str(rank)), factor)  # a new one, for which what there is now is the base
+
+    def remove(self) -> None:
+        """When the processes have ended."""
+        for folder in (*(each for each in self.folder.iterdir() if each.is_dir()), self.folder):
+            with contextlib.suppress(OSError):
+                folder.rmdir()

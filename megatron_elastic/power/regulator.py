@@ -53,9 +53,12 @@ class Regulator:
         self._thread = ThreadPoolExecutor(1, "clocks")
         self._refused = False
 
-    def set(self, clocks: Mapping[int, float], places: list[Place]) -> None:
-        """Let these ranks run at these clocks, and all others as they did before. Does not wait."""
-        self._thread.submit(self._set, clocks, [place for place in places if place.rank in clocks])
+    def set(self, clocks: Mapping[int, float], places: list[Place], watts: Mapping[int, float] | None = None) -> None:
+        """Let these ranks run at these clocks, and draw no more than these watts, and all others as they did before.
+        Does not wait.
+        """
+        limits = watts or {}
+        self._thread.submit(self._set, clocks, limits, [each for each in places if each.rank in {*clocks, *limits}])
 
     def look(self) -> None:
         """See whether devices run at the clocks that were set. Does not wait."""
@@ -68,17 +71,22 @@ class Regulator:
         with self._lock:
             Path(self._lock.name).unlink(missing_ok=True)
 
-    def _set(self, clocks: Mapping[int, float], places: list[Place]) -> None:
+    def _set(self, clocks: Mapping[int, float], watts: Mapping[int, float], places: list[Place]) -> None:
         if self._refused:
             return
         try:
             found = devices(self._actuator.name, self._run_dir, places)
             self._of_ranks = {device: rank for rank, device in found.items()}
-            self._keeper.set({device: self._nearest(device, clocks[rank]) for rank, device in found.items()})
+            self._keeper.set(
+                {device: self._nearest(device, clocks[rank]) for rank, device in found.items() if rank in clocks},
+                {device: watts[rank] for rank, device in found.items() if rank in watts},
+            )
         except OSError as error:
             self._refused = True
             self._keeper.restore()
-            self._warn(f"clocks stay as they are ({self._actuator.name}): {error}")
+            file = error.filename if isinstance(error, PermissionError) else None
+            grants = f"; this grants it: sudo chown $USER {file}" if file else ""
+            self._warn(f"clocks stay as they are ({self._actuator.name}): {error}{grants}")
 
     def _look(self) -> None:
         with contextlib.suppress(OSError):  # that it cannot be seen is no reason to leave clocks alone

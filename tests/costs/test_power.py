@@ -22,9 +22,9 @@ from megatron_elastic import cli
 from megatron_elastic.emulation.clocks import Clocks
 from megatron_elastic.pipeline.prediction import predict
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
-from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.costs.power import Clocking, PowerModel
 from megatron_elastic.plan.policies import POLICIES
-from megatron_elastic.plan.work.clock import Budget, Limits, balance, clocks, loads
+from megatron_elastic.plan.work.clock import Budget, Load, balance, clocks, loads
 from megatron_elastic.plan.work.clocking import plan_clocks
 from megatron_elastic.power import regulator
 from megatron_elastic.power.actuator import Actuator
@@ -32,8 +32,7 @@ from megatron_elastic.power.cpufreq import Cpufreq
 from megatron_elastic.power.devices import Place, devices
 from megatron_elastic.power.emulated import Emulated
 from megatron_elastic.power.keeper import Keeper, restore_left
-from megatron_elastic.power.nvidia import Nvidia
-from megatron_elastic.power.quota import Quota
+from megatron_elastic.power.quota import Quota, Quotas
 from megatron_elastic.power.regulator import Regulator, restore_left_behind
 from tests.plan.test_policies import LAYOUT, alike
 from tests.tiers.examples import examples
@@ -45,13 +44,22 @@ STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 # ---- planning -----------------------------------------------------------------------------------
 
 
+def clocked(
+    mode: str, costs: Costs, power: PowerModel = POWER, highest: Mapping[int, float] | None = None
+) -> Costs:
+    """Costs of a job that sets clocks."""
+    return replace(costs, power=power, clock_steps=STEPS, clocking=Clocking(mode, highest or {}))
+
+
 @settings(max_examples=examples(1500), deadline=None)
 @given(st.data())
 def test_the_slowest_is_as_fast_as_it_can_be_and_nobody_faster_than_needed(data: st.DataObject) -> None:
     """Against all ways to choose clocks, of up to five cells on two hosts."""
     count = data.draw(st.integers(1, 5))
     steps = tuple(sorted(data.draw(st.sets(st.sampled_from((0.5, 0.6, 0.75, 0.8, 1.0, 1.2)), min_size=1, max_size=4))))
-    work = {leader: data.draw(st.sampled_from((0.0, 5.0, 7.5, 8.0, 10.0, 12.0))) for leader in range(count)}
+    works = st.builds(lambda ms, share: Load(ms * share, ms * (1 - share)),
+                      st.sampled_from((0.0, 5.0, 7.5, 8.0, 10.0, 12.0)), st.sampled_from((1.0, 1.0, 0.75, 0.25, 0.0)))
+    work = {leader: data.draw(works) for leader in range(count)}
     allowed = {leader: steps[: data.draw(st.integers(1, len(steps)))] for leader in work}
     host_w = data.draw(st.sampled_from((None, 500.0, 800.0, 1200.0)))
     budget = Budget(allowed, {leader: {leader % 2: 1} for leader in work}, replace(POWER, host_w=host_w))
@@ -63,48 +71,51 @@ def test_the_slowest_is_as_fast_as_it_can_be_and_nobody_faster_than_needed(data:
     if not possible:
         assert found == {leader: steps[0] for leader in work}
         return
-    times = [max(work[leader] / clock for leader, clock in chosen.items()) for chosen in possible]
-    slowest = max(work[leader] / clock for leader, clock in found.items())
+    times = [max(work[leader].at(clock) for leader, clock in chosen.items()) for chosen in possible]
+    slowest = max(work[leader].at(clock) for leader, clock in found.items())
     assert budget.affords(found)
     assert slowest == pytest.approx(min(times))
     for leader, clock in found.items():
         lower = [step for step in allowed[leader] if step < clock]
-        assert all(work[leader] / step > slowest * (1 + 1e-9) for step in lower)
+        assert all(work[leader].at(step) > slowest * (1 + 1e-9) for step in lower)
 
 
 def test_ten_thousand_cases_of_four_stages_six_clocks_and_three_cells() -> None:
-    """Against brute force. Each host has a cell of each stage, and watts of its own, so that hosts are tried apart."""
+    """Against brute force, of stages that clocks divide by more or less. Each host has a cell of each stage, and watts
+    of its own, so that hosts are tried apart.
+    """
     rng = np.random.default_rng(40)
     chosen = np.array(list(product(range(6), repeat=4)))
     cases = examples(10_000)
-    drawn = rng.choice((0.0, 5.0, 7.5, 8.0, 10.0, 12.0), (cases, 3, 4)), rng.choice((900.0, 1300.0, 1700.0), cases)
+    drawn = (rng.choice((0.0, 5.0, 7.5, 8.0, 10.0, 12.0), (cases, 3, 4)), rng.choice((1.0, 0.9, 0.5, 0.0), (cases, 4)),
+             rng.choice((900.0, 1300.0, 1700.0), cases))  # fmt: skip
     steps = np.array(STEPS)
     watts = np.array([POWER.watts(step) for step in STEPS])[chosen].sum(axis=1)
     devices = {4 * host + stage: {host: 1} for host in range(3) for stage in range(4)}
     allowed = dict.fromkeys(devices, STEPS)
-    for work, host_w in zip(*drawn, strict=True):
+    for work, shares, host_w in zip(*drawn, strict=True):
         possible = watts <= host_w * (1 + 1e-9)
-        times = (work[:, None, :] / steps[chosen]).max(axis=2)
+        times = (work[:, None, :] * (shares / steps[chosen] + 1 - shares)).max(axis=2)
         least = times[:, possible].min(axis=1).max()
-        loads_of = {4 * host + stage: float(work[host, stage]) for host in range(3) for stage in range(4)}
+        loads_of = {4 * host + stage: Load(float(work[host, stage] * shares[stage]),
+                                           float(work[host, stage] * (1 - shares[stage])))
+                    for host in range(3) for stage in range(4)}  # fmt: skip
         found = balance(loads_of, Budget(allowed, devices, replace(POWER, host_w=float(host_w))))
-        slowest = max(loads_of[leader] / clock for leader, clock in found.items())
-        assert slowest == pytest.approx(least), (work, host_w)
+        slowest = max(loads_of[leader].at(clock) for leader, clock in found.items())
+        assert slowest == pytest.approx(least), (work, shares, host_w)
         for leader, clock in found.items():
-            assert clock == STEPS[0] or loads_of[leader] / STEPS[STEPS.index(clock) - 1] > slowest * (1 + 1e-9)
+            assert clock == STEPS[0] or loads_of[leader].at(STEPS[STEPS.index(clock) - 1]) > slowest * (1 + 1e-9)
 
 
 def test_the_bottleneck_is_boosted_within_limits() -> None:
     layout = POLICIES["recycle"].lose(LAYOUT, [5], held_without(5), 1, None)
-    costs = alike(LAYOUT)
     narrow = {cell.leader for cell in layout.stages[1].cells}
 
     def planned(power: PowerModel = POWER, highest: Mapping[int, float] | None = None) -> dict[int, float]:
-        return clocks(layout, costs, "performance", Limits(STEPS, highest), power,
-                      lambda each: predict(layout, costs, each).step_ms)  # fmt: skip
+        return clocks(layout, clocked("performance", alike(LAYOUT), power, highest), lambda _: 0.0)
 
-    fast = planned()
-    work = loads(layout, costs)
+    costs, fast = alike(LAYOUT), planned()
+    work = {leader: load.at(1.0) for leader, load in loads(layout, costs).items()}
     most = max(work.values())
     assert {leader for leader, clock in fast.items() if clock == 1.1} == {each for each in work if work[each] == most}
     assert set(fast.values()) == {1.0, 1.1}
@@ -116,11 +127,12 @@ def test_the_bottleneck_is_boosted_within_limits() -> None:
 
 
 def test_a_slow_cell_gets_the_watts_of_those_who_wait_for_it() -> None:
-    costs = replace(alike(LAYOUT), power=replace(POWER, host_w=16 * POWER.watts(1.0)), clock_steps=(*STEPS, 1.2))
+    costs = clocked("performance", alike(LAYOUT), replace(POWER, host_w=16 * POWER.watts(1.0)))
+    costs = replace(costs, clock_steps=(*STEPS, 1.2))
     slow = LAYOUT.stages[1].cells[2].leader
-    undisturbed = plan_clocks(LAYOUT, costs, "performance", "1f1b", {})
+    undisturbed = plan_clocks(LAYOUT, costs, "1f1b", {})
     assert undisturbed.clocks == {}, "nobody waits, and there is not enough for all"
-    found = plan_clocks(LAYOUT, costs, "performance", "1f1b", {slow: 1.5})
+    found = plan_clocks(LAYOUT, costs, "1f1b", {slow: 1.5})
     assert found.clocks[slow] == 1.2
     assert all(clock < 1.0 for leader, clock in found.clocks.items() if leader != slow)
     assert undisturbed.step_ms < found.step_ms < found.base_ms
@@ -131,7 +143,7 @@ def test_who_waits_saves_energy_at_the_same_speed() -> None:
     usual = alike(LAYOUT)
     head = UnitCost(2.0, 4.0, 6, 12, 1)
     costs = replace(usual, units=(*usual.units[:-1], head))
-    saving = clocks(LAYOUT, costs, "energy", Limits(STEPS), POWER, lambda each: predict(LAYOUT, costs, each).step_ms)
+    saving = clocks(LAYOUT, clocked("energy", costs), lambda each: predict(LAYOUT, costs, each).step_ms)
     before, after = (predict(LAYOUT, costs, each, power=POWER) for each in (None, saving))
     assert after.step_ms <= before.step_ms * (1 + 1e-9)
     assert after.joules is not None and before.joules is not None
@@ -144,10 +156,9 @@ def test_a_host_gives_its_watts_to_the_bottleneck() -> None:
     costs = alike(LAYOUT)
     layout = POLICIES["recycle"].lose(LAYOUT, [5], held_without(5), 1, None)
     host_w = 15 * POWER.watts(1.0)
-    power = replace(POWER, host_w=host_w)
-    found = clocks(layout, costs, "performance", Limits(STEPS), power, lambda _: 0.0)
+    found = clocks(layout, clocked("performance", costs, replace(POWER, host_w=host_w)), lambda _: 0.0)
     work = loads(layout, costs)
-    assert found[max(work, key=lambda leader: work[leader])] == 1.1
+    assert found[max(work, key=lambda leader: work[leader].at(1.0))] == 1.1
     assert sum(map(POWER.watts, found.values())) <= host_w * (1 + 1e-9)
 
 
@@ -245,6 +256,7 @@ def test_a_missing_permission_is_one_warning(
         control.set({0: clock, 1: clock}, [])
     control.close()
     assert len(said) == 1 and "Permission denied" in said[0]
+    assert "this grants it: sudo chown $USER scaling_max_freq" in said[0]
     assert limits(cpus) == [2900000, 2900001], "the other one is as it was"
     assert not list((tmp_path / "notes").iterdir())
 
@@ -275,13 +287,6 @@ def test_quotas_are_those_of_a_ranks_own_group(group: Path, tmp_path: Path) -> N
     finally:
         sleep.kill()
         sleep.wait()
-
-
-def test_clocks_are_those_next_to_what_is_wanted(tmp_path: Path) -> None:
-    control = Regulator("nvidia", tmp_path, print, tmp_path)
-    control._actuator = Nvidia(Nvml())
-    assert [control._nearest("0", clock) for clock in (0.4, 0.9, 1.2)] == [0.5, 1.0, 1.32]
-    control.close()
 
 
 def test_only_what_is_left_by_the_dead_is_set_back(tmp_path: Path) -> None:
@@ -338,72 +343,7 @@ def test_emulated_devices_read_their_clock(tmp_path: Path) -> None:
     assert clocks.slowest([3]) == 0.5, "as it begins"
 
 
-class Nvml:
-    """As much of ``pynvml`` as is used."""
-
-    NVML_CLOCK_GRAPHICS = 0
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self) -> None:
-        self.locked: tuple[int, int] | None = None
-        self.may = True
-        self.reasons, self.now = 0, 300
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetSupportedMemoryClocks(self, handle: int) -> list[int]:
-        return [2619, 1593]
-
-    def nvmlDeviceGetSupportedGraphicsClocks(self, handle: int, memory: int) -> list[int]:
-        assert memory == 2619
-        return [1980, 1500, 750]
-
-    def nvmlDeviceGetDefaultApplicationsClock(self, handle: int, kind: int) -> int:
-        return 1500
-
-    def nvmlDeviceSetGpuLockedClocks(self, handle: int, low: int, high: int) -> None:
-        if not self.may:
-            raise self.NVMLError("Insufficient Permissions")
-        self.locked = low, high
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return self.reasons
-
-    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
-        return self.now
-
-    def nvmlDeviceResetGpuLockedClocks(self, handle: int) -> None:
-        self.locked = None
-
-
-def test_locked_clocks_of_gpus(tmp_path: Path) -> None:
-    nvml = Nvml()
-    actuator = Nvidia(nvml)
-    assert actuator.steps("0") == (0.5, 1.0, 1.32)
-    said: list[str] = []
-    keeper = Keeper(actuator, tmp_path / "clocks.json", said.append)
-    keeper.set({"0": 0.5})
-    assert nvml.locked == (750, 750)
-    keeper.restore()
-    assert nvml.locked is None and not said
-    nvml.may = False
-    with pytest.raises(PermissionError, match="Insufficient Permissions"):
-        keeper.set({"0": 0.5})
-
-
 def test_devices_that_are_held_down_are_told_once(tmp_path: Path, cpus: Path) -> None:
-    """Idle ones are slow, too, and that is nothing."""
-    nvml = Nvml()
-    keeper = Keeper(Nvidia(nvml), tmp_path / "clocks.json", print)
-    keeper.set({"0": 1.32})
-    assert keeper.throttled() == {}, "idle"
-    nvml.reasons, nvml.now = 0x40, 1200
-    assert keeper.throttled() == {"0": 0.8}
     limited = Keeper(Cpufreq(cpus), tmp_path / "limited.json", print)
     limited.set({"0,1": 1.2})
     assert limited.throttled() == {}
@@ -420,12 +360,6 @@ def test_devices_that_are_held_down_are_told_once(tmp_path: Path, cpus: Path) ->
     control.close()
     assert told == [{1: 0.9}]
     assert Clocks(tmp_path, {}).slowest([1]) == 0.9, "and the device does not run faster"
-
-
-def test_gpus_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(OSError, match="pip install nvidia-ml-py"):
-        Keeper(Nvidia(), tmp_path / "clocks.json", print).set({"0": 0.5})
 
 
 @pytest.fixture
@@ -489,5 +423,42 @@ def test_a_quota_is_a_multiple_of_what_the_group_had(tmp_path: Path) -> None:
         assert (tmp_path / "cpu.max").read_text() == f"{quota} 100000\n"
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_quotas_of_ranks(tmp_path: Path, second: bool) -> None:
+    """In a folder like the kernel's, of either version, in which a group has its files at once."""
+    if second:
+        (tmp_path / "cgroup.controllers").write_text("cpu\n")
+    else:
+        (tmp_path / "cpu").mkdir()
+    quotas = Quotas("job", tmp_path)
+    assert quotas.folder == (tmp_path / "job" if second else tmp_path / "cpu" / "job")
+    assert not second or (quotas.folder / "cgroup.subtree_control").read_text() == "+cpu"
+    for rank in range(2):
+        (quotas.folder / str(rank)).mkdir()
+        for name, text in (("cpu.max", "max 100000"),) if second else (
+            ("cpu.cfs_quota_us", "-1"), ("cpu.cfs_period_us", "100000")
+        ):
+            (quotas.folder / str(rank) / name).write_text(f"{text}\n")
+    quotas.scale([0, 1], 0.5)
+    quotas.scale([1], 0.5)
+    name = "cpu.max" if second else "cpu.cfs_quota_us"
+    found = [(quotas.folder / str(rank) / name).read_text().split()[0] for rank in range(2)]
+    assert found == ["50000", "25000"]
+    with pytest.raises(FileExistsError):
+        Quotas("job", tmp_path)
+
+
+def test_quotas_of_real_groups(group: Path) -> None:
+    """``make`` and ``remove``, where there can be groups (``group`` skips elsewhere)."""
+    quotas = Quotas(f"{group.name}_ranks")
+    try:
+        quotas.make(2, 0.25)
+        (tells,) = {Quota().read(str(quotas.folder / str(rank))).split()[0] for rank in range(2)}
+        assert tells == "25000"
+    finally:
+        quotas.remove()
+    assert not quotas.folder.exists()
+
+
 def test_costs_of_nothing() -> None:
-    assert set(loads(LAYOUT, Costs(alike(LAYOUT, 0.0).units)).values()) == {0.0}
+    assert set(loads(LAYOUT, Costs(alike(LAYOUT, 0.0).units)).values()) == {Load(0.0)}

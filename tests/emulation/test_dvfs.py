@@ -23,8 +23,9 @@ GRID = Grid(tp=1, pp=2, steps=10, ranks=4)
 
 
 def profile(*steps: float) -> Profile:
-    """Two layers a stage, which take 48 ms of each grain; of devices with these clocks."""
+    """Two layers a stage, which take 48 ms of each grain, a fifth of it at any of the clocks that devices have."""
     data = json.loads(profile_of(layer_ms=8, positions=True).text)
+    data["units"]["layer"]["clock_share"] = 0.8
     return Profile.parse(json.dumps(data | {"clock_steps": steps}))
 
 
@@ -42,27 +43,26 @@ def after_the_last(job: Job) -> list[int]:
 
 
 def test_who_holds_up_the_others_runs_faster(jobs: Jobs, tmp_path: Path) -> None:
-    """One cell does what two did: at twice the clock that takes no longer than before."""
-    told = profile(0.5, 1.0, 1.5, 2.0)
+    """One cell does what two did: at three times the clock that takes no longer than before."""
+    told = profile(0.5, 1.0, 1.5, 3.0)
     job = jobs.run(*GRID.flags, *emulate(tmp_path / "p.json", told), "--elastic-dvfs", "performance",
                    *inject("3@3:forward"), ranks=4)  # fmt: skip
     assert_same_training(job, jobs.undisturbed(*GRID.flags, ranks=4), [3])
     first, last, end = job.events("clocks")[0], job.events("clocks")[-1], job.layouts()[-1]
-    assert set(first["clocks"].values()) == {2.0}, "nobody waits: all as fast as they can be"
+    assert set(first["clocks"].values()) == {3.0}, "nobody waits: all as fast as they can be"
     assert last["epoch"] == end.epoch and last["step_ms"] < last["base_ms"]
     work = loads(end, told.costs(end.units))
-    bottleneck = max(work, key=lambda leader: work[leader])
-    assert last["clocks"][str(bottleneck)] == 2.0
+    bottleneck = max(work, key=lambda leader: work[leader].at(1.0))
+    assert last["clocks"][str(bottleneck)] == 3.0
     steps = after_the_last(job)
     noted = [lines(job, bottleneck)[step - 1] for step in steps]
-    assert {line["clock"] for line in noted} == {2.0}
-    assert [line["busy_ms"] for line in noted] == pytest.approx([work[bottleneck] / 2] * len(noted))
+    assert {line["clock"] for line in noted} == {3.0}
+    assert [line["busy_ms"] for line in noted] == pytest.approx([work[bottleneck].at(3.0)] * len(noted))
     clocks = {rank: last["clocks"].get(str(end.cell_of(rank).leader), 1.0) for rank in end.ranks}
     before, after = forecast(job.layouts()[0], told, "1f1b"), forecast(end, told, "1f1b", clocks)
     assert before.step_ms / after.step_ms >= 0.95 * 3 / 4, "of what three of four ranks can do at the base clock"
     assert after.step_ms == pytest.approx(last["step_ms"], rel=1e-3)
-    # Others use this machine, too: as tests.emulation.test_emulated.assert_timed has it.
-    assert min(line["ms"] - line["late_ms"] for line in noted) < 1.3 * after.step_ms
+    assert min(line["ms"] for line in noted) > 0.95 * after.step_ms, "by this machine's time, which others use, too"
     assert set_clocks(job) == {}, "set back"
 
 
@@ -72,10 +72,20 @@ def test_who_waits_saves_energy(jobs: Jobs, tmp_path: Path) -> None:
                    "recycle", "--elastic-schedule", "split", *inject("3@3:forward"), ranks=4)  # fmt: skip
     last, end = job.events("clocks")[-1], job.layouts()[-1]
     assert last["step_ms"] <= last["base_ms"] and last["clocks"] == {"0": 0.75, "1": 0.75, "2": 1.05}
-    expected, steps = forecast(end, told, "split"), after_the_last(job)
-    drawn = [sum(lines(job, rank)[step - 1]["joules"] for rank in end.ranks) for step in steps]
-    assert min(job.metrics()[step]["step_ms"] for step in steps) < 1.1 * expected.step_ms, "no slower"
-    assert min(drawn) < 0.95 * expected.joules
+    work, power, scale = loads(end, told.costs(end.units)), told.power, told.emulation.time_scale
+    clocks = {rank: last["clocks"][str(rank)] for rank in end.ranks}
+    before, after = (forecast(end, told, "split", each) for each in ({}, clocks))
+    assert after.step_ms <= before.step_ms and after.joules < 0.95 * before.joules
+    for step in after_the_last(job):
+        noted = {rank: lines(job, rank)[step - 1] for rank in end.ranks}
+        # How long a step takes here, others decide, too: they would have waited as much longer at the base clock.
+        busy = {rank: work[rank].at(1.0) for rank in noted}
+        usual = sum(power.joules(busy[rank], each["ms"] - busy[rank], 1.0) for rank, each in noted.items())
+        assert sum(each["joules"] for each in noted.values()) < usual / scale
+        for rank, each in noted.items():
+            assert each["busy_ms"] == pytest.approx(work[rank].at(clocks[rank]))
+            drawn = power.joules(each["busy_ms"], each["ms"] - each["busy_ms"], clocks[rank])
+            assert each["joules"] == pytest.approx(drawn / scale, rel=1e-3)
     assert set_clocks(job) == {}
 
 

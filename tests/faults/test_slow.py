@@ -20,7 +20,7 @@ from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
 from megatron_elastic.layout import Stage
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.costs.power import Clocking, PowerModel
 from tests.jobs import Grid, Job, Jobs
 from tests.play import SETTINGS, Play
 
@@ -194,7 +194,8 @@ def clocked() -> Play:
     play = Play(settings=replace(SETTINGS, dvfs="performance"))
     play.news(RankExited(rank=2, returncode=-9, time=1.0))
     play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
-    costs = dataclasses.replace(Costs.assumed(play.first.units), power=PowerModel(1.0, 1.0, 1.0))
+    costs = dataclasses.replace(Costs.assumed(play.first.units), power=PowerModel(1.0, 1.0, 1.0),
+                                clocking=Clocking("performance"))
     play.job = replace(play.job, arrangement=replace(play.job.arrangement, costs=costs))
     return play
 
@@ -216,6 +217,20 @@ def test_who_runs_at_a_higher_clock_is_not_taken_for_a_faster_device(clocked: Pl
     assert not clocked.job.pace.believed
     paced(clocked, 15.0, 15.0)
     assert dict(clocked.job.pace.believed) == {1: 1.5}, "it should be faster"
+
+
+def test_speeds_are_compared_at_equal_clocks_by_what_these_divide(clocked: Play) -> None:
+    """At one and a half times the clock half of the time is as it was: five sixths, and not two thirds."""
+    costs = clocked.job.arrangement.costs
+    assert costs is not None
+    units = tuple(dataclasses.replace(unit, clock_share=0.5) for unit in costs.units)
+    costs = dataclasses.replace(costs, units=units)
+    clocked.job = replace(clocked.job, arrangement=replace(clocked.job.arrangement, costs=costs))
+    run_at(clocked, {1: 1.5})
+    paced(clocked, 30.0, 25.0)
+    assert not clocked.job.pace.believed
+    paced(clocked, 30.0, 40.0)
+    assert dict(clocked.job.pace.believed) == {1: pytest.approx(1.6)}
 
 
 def test_clocks_are_planned_for_slow_cells(clocked: Play) -> None:
@@ -249,7 +264,7 @@ def test_clocks_are_planned_for_devices_that_are_held_down(clocked: Play) -> Non
     """By heat, or for want of power: no higher than that, and nobody else's."""
     clocked.happens(Throttled(now=1.0, node=1, clocks={1: 0.8, 7: 0.5}))
     (wanted,) = [effect for effect in clocked.effects if isinstance(effect, PlanClocks)]
-    assert wanted.highest == {1: 0.8}
+    assert wanted.costs.clocking is not None and wanted.costs.clocking.highest == {1: 0.8}
     assert events(clocked) == ["throttled"]
 
 

@@ -131,7 +131,7 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     trainer.committed(result)
     trainer.odometer.settle()
     trainer.odometer.worked(odometer.Effort(tenure.layout.epoch, trainer.stage.meter.busy, trainer.stage.meter.grains))
-    if trainer.config.profile == MEASURED and result.step % _PROFILED == 0:
+    if trainer.config.measures and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
     tenure.store.settle()
     trainer.show_memory(tenure.store)

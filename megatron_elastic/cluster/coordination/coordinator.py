@@ -236,8 +236,7 @@ class Coordinator:
 
         def plan() -> None:
             try:
-                found = plan_clocks(effect.layout, effect.costs, effect.mode, effect.schedule, effect.paces,
-                                    effect.highest)
+                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.paces)
             except Exception:
                 done = partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
             else:
@@ -292,7 +291,7 @@ class Coordinator:
                 seconds=time.monotonic() - begun, problem="" if error is None else repr(error),
             ))
 
-        arguments = effect.layout, effect.costs, effect.clocks, effect.present, effect.tied
+        arguments = effect.layout, effect.costs, effect.paces, effect.present, effect.tied
         asyncio.get_running_loop().run_in_executor(None, order.search, *arguments).add_done_callback(done)
 
     def _tabulate(self, effect: Tabulate) -> None:

@@ -241,11 +241,12 @@ class Fence(Message, frozen=True):
 
 
 class SetClocks(Message, frozen=True):
-    """Let these ranks' devices run at these clocks, as multiples of the base clock, and all others as they did before
-    any was set.
+    """Let these ranks' devices run at these clocks, as multiples of the base clock, and draw no more than these watts,
+    where they can be told so; and all others as they did before any was set.
     """
 
     clocks: dict[int, float]
+    watts: dict[int, float]
 
 
 class ClocksRefused(Message, frozen=True):

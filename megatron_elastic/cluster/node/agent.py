@@ -158,7 +158,7 @@ class Agent:
             case SetClocks():
                 if self._regulator is not None:
                     places = [Place(rank, self._slots[rank], pid) for rank, pid in self._pids.items()]
-                    self._regulator.set(message.clocks, places)
+                    self._regulator.set(message.clocks, places, message.watts)
                     if self._speedometer is not None:
                         self._speedometer.restart()
             case Recall():

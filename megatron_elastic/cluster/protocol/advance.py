@@ -137,7 +137,7 @@ def _happened(turn: Turn, event: Event) -> None:
                 clocks.refused(turn, event)
         case Throttled():
             if event.node in turn.job.nodes:
-                clocks.throttled(turn, event)
+                change.throttled(turn, event)
         case Found():
             change.found(turn, event)
         case Recorded():

@@ -64,10 +64,8 @@ class PlanClocks(msgspec.Struct, frozen=True):
 
     layout: Layout
     costs: Costs
-    mode: str
     schedule: str
     paces: Mapping[int, float]
-    highest: Mapping[int, float] = {}
 
 
 class Search(msgspec.Struct, frozen=True):
@@ -76,7 +74,7 @@ class Search(msgspec.Struct, frozen=True):
 
     layout: Layout
     costs: Costs
-    clocks: Mapping[int, float]
+    paces: Mapping[int, float]
     present: bytes | None
     tied: bool | None = None
 

@@ -31,6 +31,7 @@ from megatron_elastic.cluster.protocol.salvage import Counted
 from megatron_elastic.layout import Layout, SlicePart, UnitShape
 from megatron_elastic.observe.progress import Progress
 from megatron_elastic.plan import Costs, Sample
+from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.plan.policies import POLICIES, Policy
 
 K = TypeVar("K")
@@ -286,6 +287,10 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     costs: Costs | None = None
     samples: Map[int, Sample] = Map()
     """What each rank measured last under the present layout."""
+    at_clocks: Map[tuple[int, float], UnitCost] = Map()
+    """What was measured last of each unit at each clock, in a job that sets clocks."""
+    fitted: bool = True
+    """Whether ``costs`` are of that."""
     tabulated: tuple[int, Costs] | None = None
     """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
@@ -409,12 +414,12 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
     told: Map[int, None] = Map()
     """Ranks that were measured since cells were compared last."""
+    settled: Map[int, None] = Map()
+    """Ranks that have told of their units since clocks were set: what comes next is of these clocks alone."""
     believed: Map[int, float] = Map()
     """How many times as long as usual a grain takes at the same clock, in cells where that is not once."""
     fixed: frozenset[int] = frozenset()
     """Nodes that cannot set clocks."""
-    highest: Map[int, float] = Map()
-    """Clocks at which ranks' devices were seen to be held down, by heat or for want of power."""
     better: Map[int, int] = Map()
     """Cells that have been faster than was believed, since which step."""
     strikes: Map[int, int] = Map()

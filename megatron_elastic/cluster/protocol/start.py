@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.config import MEASURED
 from megatron_elastic.layout import LayoutError, decode
+from megatron_elastic.plan.costs.power import Clocking
 
 _STARTS = 3
 """How often a rank is started that dies before training begins."""
@@ -144,7 +146,10 @@ def costed(turn: Turn, event: Costed) -> None:
         turn.end(False, f'--elastic-dvfs: --elastic-profile {job.settings.profile} has no "power", without which '
                         "clocks cannot be planned")
         return
-    turn.set(arrangement=replace(job.arrangement, costs=event.costs))
+    costs = event.costs
+    if job.settings.dvfs is not None:
+        costs = dataclasses.replace(costs, clocking=Clocking(job.settings.dvfs))
+    turn.set(arrangement=replace(job.arrangement, costs=costs))
     if not job.silent:  # else one has died meanwhile, and all are looked at again when it is back
         _train(turn)
 

@@ -50,9 +50,9 @@ class Found:
 
 
 def find(
-    layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None, room: float | None = None
+    layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None, room: float | None = None
 ) -> Found:
-    """Search the program of a layout whose grains are whole. ``clocks``: speeds of cells, by leader.
+    """Search the program of a layout whose grains are whole. ``speeds``: of cells, by leader; 1 if not there.
 
     Where the costs do not say how much memory devices have, a cell may keep as many bytes of activations as ``room``,
     or if that is None as much as with ZB-H1, ``split``, and the chunks are recomputed that are so in ``layout``.
@@ -61,7 +61,7 @@ def find(
     if any(cell.parts for cell in layout.cells.values()):
         raise ValueError("some micro-batches are cut between cells; programs are searched for whole ones")
     known = programs(layout)
-    parts = [_Part(layout, costs, leaders, grains, known, clocks or {}, room)
+    parts = [_Part(layout, costs, leaders, grains, known, speeds or {}, room)
              for leaders, grains in _connected(layout)]  # fmt: skip
     different = {part.key: part for part in reversed(parts)}
     chosen = {key: choose(part.problem, part.known) for key, part in different.items()}
@@ -86,10 +86,10 @@ class _Part:
 
     def __init__(
         self, layout: Layout, costs: Costs, leaders: Sequence[int], grains: Sequence[int],
-        known: Mapping[str, Program], clocks: Mapping[int, float], room: float | None,
+        known: Mapping[str, Program], speeds: Mapping[int, float], room: float | None,
     ) -> None:
         self.leaders, self.grains = leaders, grains
-        self.problem = problem_of(layout, costs, leaders, grains, known, clocks, room)
+        self.problem = problem_of(layout, costs, leaders, grains, known, speeds, room)
         self.key = self.problem.route, self.problem.limits, self.problem.speed
         """The same where there is the same to be done."""
         self._layout, self._programs = layout, known
@@ -111,12 +111,12 @@ class _Part:
         return self.problem.makespan(next(iter(self.known.values())))
 
 
-def nearly(layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> float:
+def nearly(layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> float:
     """Milliseconds of passes that ``find`` comes at least near to, from a few greedy orders; arguments as there. Where
     none fits the memory, what no program is below.
     """
     known = programs(layout) if costs.memory_bytes is None else {}
-    parts = [problem_of(layout, costs, leaders, grains, known, clocks) for leaders, grains in _connected(layout)]
+    parts = [problem_of(layout, costs, leaders, grains, known, speeds) for leaders, grains in _connected(layout)]
     return max(map(_nearly, {(part.route, part.limits, part.speed): part for part in parts}.values()))
 
 
@@ -127,10 +127,10 @@ def _nearly(problem: Problem) -> float:
         return lower_bound(problem)
 
 
-def bound_of(layout: Layout, costs: Costs, clocks: Mapping[int, float], room: float) -> float:
+def bound_of(layout: Layout, costs: Costs, speeds: Mapping[int, float], room: float) -> float:
     """Milliseconds of passes that no program of a layout is below; arguments as those of ``find``."""
     return max(
-        lower_bound(problem_of(layout, costs, leaders, grains, {}, clocks, room))
+        lower_bound(problem_of(layout, costs, leaders, grains, {}, speeds, room))
         for leaders, grains in _connected(layout)
     )
 
@@ -166,7 +166,7 @@ def programs(layout: Layout) -> dict[str, Program]:
 
 def problem_of(
     layout: Layout, costs: Costs, leaders: Sequence[int], grains: Sequence[int], known: Mapping[str, Program],
-    clocks: Mapping[int, float], room: float | None = None,
+    speeds: Mapping[int, float], room: float | None = None,
 ) -> Problem:
     """What cells, named by their leaders, have to do, with grains that they alone compute. All grains are whole."""
     device = {leader: index for index, leader in enumerate(leaders)}
@@ -184,7 +184,7 @@ def problem_of(
         backward=tuple(2 * half for half in halves), input=halves, weight=halves, kept=kept,
         late=tuple(float(sum(unit.late for unit in held)) for held in units),
         link=(costs.boundary_ms,) * len(units), limits=(float("inf"),) * len(leaders),
-        speed=tuple(clocks.get(leader, 1.0) for leader in leaders), inlet=inlet,
+        speed=tuple(speeds.get(leader, 1.0) for leader in leaders), inlet=inlet,
     )  # fmt: skip
     if costs.memory_bytes is None:  # nothing says what would have to be recomputed
         problem = problem.recomputing(_recomputed(layout))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_elastic.layout import MTP, Layout
 from megatron_elastic.plan.costs.exchange import Exchange, Link, Phases
-from megatron_elastic.plan.costs.power import PowerModel
+from megatron_elastic.plan.costs.power import Clocking, PowerModel
 
 _ASSUMED = {
     "layer": 1_000_000, "experts": 1_000_000, "bias": 100, "embedding": 1_000_000, "positions": 100_000,
@@ -40,6 +40,8 @@ class UnitCost:
         activation_bytes: kept from a grain's forward to its backward.
         late_bytes: kept from the first half of a backward, which computes the gradients of inputs, to the second, which
             computes those of weights; None: not known.
+        clock_share: of its time, what a device's clock divides. The rest stays as it is at any clock: moving data in
+            memory, or to other devices.
     """
 
     forward_ms: float
@@ -48,6 +50,14 @@ class UnitCost:
     optimizer_bytes: int
     activation_bytes: int
     late_bytes: int | None = None
+    clock_share: float = 1.0
+
+    def at(self, clock: float) -> UnitCost:
+        """What it takes at another clock, as a multiple of that at which it takes this."""
+        if clock == 1.0:
+            return self
+        times = self.clock_share / clock + (1 - self.clock_share)
+        return replace(self, forward_ms=self.forward_ms * times, backward_ms=self.backward_ms * times)
 
     @property
     def late(self) -> int:
@@ -75,6 +85,7 @@ class Costs:
         exchange: of gradients and weights, by which layouts differ; None: not known.
         power: watts of a device; None: not known.
         clock_steps: that a device can have, ascending, as multiples of the clock at which units cost what is said.
+        clocking: how a job chooses among these; None: it leaves clocks alone. No entry of a profile.
     """
 
     units: tuple[UnitCost, ...]
@@ -86,6 +97,13 @@ class Costs:
     exchange: Exchange | None = None
     power: PowerModel | None = None
     clock_steps: tuple[float, ...] = (1.0,)
+    clocking: Clocking | None = None
+
+    def times_as_long(self, units: Iterable[int], clock: float) -> float:
+        """As at the base clock: what some units together take at another."""
+        costs = [self.units[unit] for unit in units]
+        base = sum(cost.grain_ms for cost in costs)
+        return sum(cost.at(clock).grain_ms for cost in costs) / base if base else 1 / clock
 
     @property
     def boundary_ms(self) -> float:
@@ -145,7 +163,7 @@ class Costs:
             raise ProfileError('the profile must be an object with an object "units"')
         entries = data.pop("units")
         data.pop(EMULATION, None)
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} - {"clocking"}
         if unknown := sorted({*data} - known):
             raise ProfileError(f"the profile has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
         if surplus := sorted(set(entries) - {*units, *(name.partition(".")[0] for name in units), "layer"}):
@@ -163,9 +181,12 @@ class Costs:
         """The profile, one named unit a line; ``from_json`` reads it."""
         costs = zip(units, self.units, strict=True)
         rows = (f"    {json.dumps(name)}: {json.dumps(asdict(cost))}" for name, cost in costs)
-        others = {name: value for name, value in asdict(self).items() if name != "units"}
-        rest = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in others.items()]
+        rest = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in self.entries().items()]
         return '{\n  "units": {\n' + ",\n".join(rows) + "\n  },\n" + ",\n".join(rest) + "\n}\n"
+
+    def entries(self) -> dict[str, Any]:
+        """What a profile says besides its units."""
+        return {name: value for name, value in asdict(self).items() if name not in ("units", "clocking")}
 
     @classmethod
     def assumed(cls, units: Sequence[str], parameters: Mapping[str, int] | None = None) -> Costs:
@@ -274,8 +295,11 @@ def _unit(name: str, entries: Mapping[str, Any]) -> UnitCost:
     if not {*needed} <= {*entry} <= {*names}:
         raise ProfileError(f"unit {key!r} of the profile has {sorted(entry)}, but must have {', '.join(needed)}, and "
                            f"may have {', '.join(sorted({*names} - {*needed}))}")
-    return UnitCost(**{field: _number(f"{key}: {field}", value) for field, value in entry.items()
+    cost = UnitCost(**{field: _number(f"{key}: {field}", value) for field, value in entry.items()
                        if value is not None or field in needed})  # fmt: skip
+    if cost.clock_share > 1:
+        raise ProfileError(f"the profile has {cost.clock_share:g} for '{key}: clock_share', but a share is at most 1")
+    return cost
 
 
 def _exchange(entry: Any) -> Exchange:

@@ -1,8 +1,12 @@
-"""Power: watts of one device by its clock."""
+"""Power: watts of one device by its clock, and how a job chooses clocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MODES = ("performance", "energy")
+"""Values of ``--elastic-dvfs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +34,16 @@ class PowerModel:
     def joules(self, busy_ms: float, idle_ms: float, clock: float) -> float:
         """Of so much computing at ``clock``, and so much waiting."""
         return (self.watts(clock) * busy_ms + self.idle_w * idle_ms) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Clocking:
+    """That a job sets clocks of devices (``plan.work.clock``).
+
+    Attributes:
+        mode: one of ``MODES``.
+        highest: clocks that devices of single ranks do not come above, where that is less than what others may.
+    """
+
+    mode: str
+    highest: Mapping[int, float] = field(default_factory=dict)

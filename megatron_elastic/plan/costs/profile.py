@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import linear_regression, median
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
+
+_APART = 1.1
+"""Ratio of two clocks from which on what is measured at them tells more than how steady measuring is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,24 @@ def measured(layout: Layout, samples: Iterable[Sample]) -> Costs | None:
         return costs
     # What an activation takes is known, not how much of it would be there for a message of no size.
     return replace(costs, latency_ms=0.0, bandwidth=1e3 * costs.boundary_bytes / median(boundary))
+
+
+def clock_shares(layout: Layout, seen: Mapping[tuple[int, float], UnitCost]) -> dict[int, float]:
+    """Which share of its time a clock divides, of each unit that has been measured at clocks that differ enough: by
+    least squares, of all units of its kind together. ``seen``: what was measured of a unit at a clock.
+    """
+    points: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    kinds = {unit: _kind(layout.units[unit], cost) for (unit, _), cost in seen.items()}
+    for (unit, clock), cost in seen.items():
+        points[kinds[unit]].append((1 / clock, cost.grain_ms))
+    shares = {}
+    for kind, of in points.items():
+        inverse, ms = zip(*of, strict=True)
+        if max(inverse) >= _APART * min(inverse) and min(ms) > 0:
+            clocked, fixed = linear_regression(inverse, ms)
+            base = max(clocked + fixed, clocked)
+            shares[kind] = min(clocked / base, 1.0) if clocked > 0 else 0.0
+    return {unit: shares[kind] for unit, kind in kinds.items() if kind in shares}
 
 
 def _kind(name: str, cost: UnitCost) -> object:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.costs.cost import Costs
@@ -33,6 +34,15 @@ class Limits:
 
     steps: tuple[float, ...]
     highest: Mapping[int, float] | None = None
+
+    @classmethod
+    def under(cls, layout: Layout, costs: Costs) -> Limits:
+        """Of the cells of ``layout``: as slow as their slowest ranks."""
+        known = costs.clocking.highest if costs.clocking is not None else {}
+        if not known:
+            return cls(costs.clock_steps)
+        found = {leader: [known[rank] for rank in cell.ranks if rank in known] for leader, cell in layout.cells.items()}
+        return cls(costs.clock_steps, {leader: min(each) for leader, each in found.items() if each})
 
     def of(self, leader: int | None, power: PowerModel) -> tuple[float, ...]:
         """The clocks that a cell may have by itself; at least the lowest. None: one that is like most."""
@@ -87,31 +97,64 @@ class Budget:
         )
 
 
-def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, float]:
-    """Milliseconds that each working cell computes in a step at the base clock, by leader.
+class Load(NamedTuple):
+    """Milliseconds that a cell computes in a step: those that its clock divides, and those that are so at any clock."""
+
+    clocked: float
+    fixed: float = 0.0
+
+    def at(self, clock: float) -> float:
+        """Milliseconds at a clock."""
+        return self.clocked / clock + self.fixed
+
+    def clock(self, longest: float) -> float:
+        """With which it computes ``longest`` ms; infinite if with none."""
+        left = longest - self.fixed
+        if left <= longest * _ROUNDING:
+            return math.inf if self.clocked or left < 0 else 0.0
+        return self.clocked / left
+
+
+def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, Load]:
+    """What each working cell computes in a step, by leader.
 
     ``paces``: how many times as long as usual a grain takes, of cells where that is not once.
     """
-    return {
-        cell.leader: layout.load(cell) * (paces or {}).get(cell.leader, 1.0)
-        * sum(costs.units[unit].grain_ms for unit in stage.units if layout.home(unit) == index)
-        for index, stage in enumerate(layout.stages)
-        for cell in stage.cells
-        if not cell.shadow
-    }  # fmt: skip
+    found = {}
+    for index, stage in enumerate(layout.stages):
+        units = [costs.units[unit] for unit in stage.units if layout.home(unit) == index]
+        clocked = sum(unit.grain_ms * unit.clock_share for unit in units)
+        fixed = sum(unit.grain_ms * (1 - unit.clock_share) for unit in units)
+        for cell in stage.cells:
+            if not cell.shadow:
+                many = layout.load(cell) * (paces or {}).get(cell.leader, 1.0)
+                found[cell.leader] = Load(many * clocked, many * fixed)
+    return found
 
 
-def slowest_allowed(loads: Mapping[int, float], budget: Budget, longest: float) -> dict[int, float] | None:
+def speeds(
+    layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float] | None = None
+) -> dict[int, float]:
+    """How fast cells are, all their units together, as multiples of what is usual at the base clock; 1 if not there."""
+    found = {}
+    for leader in {*clocks, *(paces or {})}:
+        stage = layout.stage_of(leader)
+        units = [unit for unit in layout.stages[stage].units if layout.home(unit) == stage]
+        times = costs.times_as_long(units, clocks.get(leader, 1.0)) * (paces or {}).get(leader, 1.0)
+        found[leader] = 1 / times
+    return found
+
+
+def slowest_allowed(loads: Mapping[int, Load], budget: Budget, longest: float) -> dict[int, float] | None:
     """The lowest clock of each cell with which none computes longer than ``longest`` ms; None if that cannot be."""
     clocks: dict[int, float] = {}
-    known: dict[tuple[float, tuple[float, ...]], float] = {}
+    known: dict[tuple[Load, tuple[float, ...]], float] = {}
     """Many cells do the same."""
     for leader, load in loads.items():
         allowed = budget.allowed[leader]
         clock = known.get((load, allowed))
         if clock is None:
-            needed = load / longest if longest else math.inf if load else 0.0
-            at = bisect_left(allowed, needed * (1 - _ROUNDING))
+            at = bisect_left(allowed, load.clock(longest * (1 + _ROUNDING)))
             if at == len(allowed):
                 return None
             clock = known[load, allowed] = allowed[at]
@@ -119,7 +162,7 @@ def slowest_allowed(loads: Mapping[int, float], budget: Budget, longest: float) 
     return clocks if budget.affords(clocks) else None
 
 
-def balance(loads: Mapping[int, float], budget: Budget) -> dict[int, float]:
+def balance(loads: Mapping[int, Load], budget: Budget) -> dict[int, float]:
     """The clocks with which the cell that computes longest is done earliest, each as low as it can be for that.
 
     Exact: that time is a load at one of its clocks, and if some time can be kept, so can longer ones. Where the watts
@@ -131,29 +174,43 @@ def balance(loads: Mapping[int, float], budget: Budget) -> dict[int, float]:
     return found or {leader: budget.allowed[leader][0] for leader in loads}
 
 
-def _times(loads: Mapping[int, float], budget: Budget) -> list[float]:
+def _times(loads: Mapping[int, Load], budget: Budget) -> list[float]:
     """All that cells can take at their clocks, ascending."""
     kinds = {(load, budget.allowed[leader]) for leader, load in loads.items()}
-    return sorted({load / step for load, allowed in kinds for step in allowed})
+    return sorted({load.at(step) for load, allowed in kinds for step in allowed})
+
+
+def foreseen(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, float]:
+    """Clocks with which a step takes as long as with those that ``clocks`` finds, by leader; for comparing layouts.
+
+    Under 'performance' these are those. To save energy no step gets longer, so these are the base clock, or what is
+    allowed of it. ``costs.clocking`` and ``costs.power`` must be known.
+    """
+    assert costs.power is not None and costs.clocking is not None
+    budget = Budget.of(layout, Limits.under(layout, costs), costs.power)
+    if costs.clocking.mode == "performance":
+        return _raised(balance(loads(layout, costs, paces), budget), budget, 1.0)
+    return _raised({leader: allowed[0] for leader, allowed in budget.allowed.items()}, budget, 1.0)
 
 
 def clocks(
-    layout: Layout, costs: Costs, mode: str, limits: Limits, power: PowerModel,
-    step_ms: Callable[[Mapping[int, float]], float], paces: Mapping[int, float] | None = None,
+    layout: Layout, costs: Costs, step_ms: Callable[[Mapping[int, float]], float],
+    paces: Mapping[int, float] | None = None,
 ) -> dict[int, float]:
-    """The clock of each working cell, by leader, in ``mode`` 'performance' or 'energy'.
+    """The clock of each working cell, by leader, by the mode of ``costs.clocking``.
 
     performance: the bottleneck as fast as it may be; who waits for it stays at the base clock, so that a pipeline is
     filled no slower, unless its host's watts are needed elsewhere. energy: of all such clocks, and the same with lower
     ones for who waits, those with the least energy for which a step takes no longer than at the base clock; of the
     first few hundred, as each is a step to simulate.
-    ``step_ms``: what a step takes with some clocks. ``paces`` as in ``loads``.
+    ``step_ms``: what a step takes with some clocks. ``paces`` as in ``loads``. ``costs.power`` must be known.
     """
-    work, budget = loads(layout, costs, paces), Budget.of(layout, limits, power)
-    lowest = balance(work, budget)
-    if mode == "performance":
-        return _raised(lowest, budget, 1.0)
-    base = _raised({leader: budget.allowed[leader][0] for leader in work}, budget, 1.0)
+    base = foreseen(layout, costs, paces)
+    assert costs.power is not None and costs.clocking is not None
+    if costs.clocking.mode == "performance":
+        return base
+    work, power, limits = loads(layout, costs, paces), costs.power, Limits.under(layout, costs)
+    budget = Budget.of(layout, limits, power)
     longest = step_ms(base) * (1 + _ROUNDING)
     best, least, tries = base, _joules(layout, work, base, power, longest), 0
     for time in _times(work, budget):
@@ -186,9 +243,9 @@ def _raised(clocks: Mapping[int, float], budget: Budget, floor: float) -> dict[i
 
 
 def _joules(
-    layout: Layout, work: Mapping[int, float], clocks: Mapping[int, float], power: PowerModel, step_ms: float
+    layout: Layout, work: Mapping[int, Load], clocks: Mapping[int, float], power: PowerModel, step_ms: float
 ) -> float:
     """Of all devices in a step that takes ``step_ms``."""
-    busy = {leader: load / clocks[leader] for leader, load in work.items()}
+    busy = {leader: load.at(clocks[leader]) for leader, load in work.items()}
     each = (power.joules(ms, max(step_ms - ms, 0.0), clocks[leader]) for leader, ms in busy.items())
     return layout.cell_size * sum(each)

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.choice import MOST_SIMULATED, step
 from megatron_elastic.plan.costs.cost import Costs
-from megatron_elastic.plan.work.clock import Limits, clocks
-
-MODES = ("performance", "energy")
-"""Values of ``--elastic-dvfs``."""
+from megatron_elastic.plan.work.clock import clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +23,20 @@ class ClockPlan:
     base_ms: float
 
 
-def plan_clocks(
-    layout: Layout, costs: Costs, mode: str, schedule: str, paces: Mapping[int, float],
-    highest: Mapping[int, float] | None = None,
-) -> ClockPlan:
-    """The plan for ``layout`` under ``--elastic-dvfs`` and ``--elastic-schedule``; ``costs.power`` must be known.
+def plan_clocks(layout: Layout, costs: Costs, schedule: str, paces: Mapping[int, float]) -> ClockPlan:
+    """The plan for ``layout`` under ``--elastic-schedule``; ``costs.clocking`` and ``costs.power`` must be known.
 
     ``paces``: how many times as long as usual a grain takes at the same clock, in cells where that is not once, by
-    leader. ``highest``: clocks that cells do not come above, where that is less than others. To save energy many steps
-    are simulated; where one takes long, nothing is planned.
+    leader. To save energy many steps are simulated; where one takes long, nothing is planned.
     """
-    assert costs.power is not None
+    assert costs.clocking is not None
 
     def step_ms(tried: Mapping[int, float]) -> float:
-        speeds = {leader: tried.get(leader, 1.0) / paces.get(leader, 1.0) for leader in {*tried, *paces}}
-        return step(layout, costs, [schedule], speeds)
+        return step(layout, costs, [schedule], tried, paces)
 
     base_ms = step_ms({})
-    if mode == "energy" and layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if costs.clocking.mode == "energy" and layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         return ClockPlan({}, base_ms, base_ms)
-    found = clocks(layout, costs, mode, Limits(costs.clock_steps, highest), costs.power, step_ms, paces)
+    found = clocks(layout, costs, step_ms, paces)
     others = {leader: clock for leader, clock in sorted(found.items()) if clock != 1.0}
     return ClockPlan(others, step_ms(found), base_ms)

@@ -49,18 +49,19 @@ class Order:
 
 
 def search(
-    layout: Layout, costs: Costs, clocks: Mapping[int, float], present: bytes | None, tied: bool | None = None
+    layout: Layout, costs: Costs, paces: Mapping[int, float], present: bytes | None, tied: bool | None = None
 ) -> Order | None:
     """The best order that is found for a layout; None where none is known that fits, or grains are cut.
 
-    ``clocks``: speeds of cells that are not as fast as others, by leader. ``present``: the packed program that cells
-    have now; None: the usual one. ``tied``: whether the end of the model needs the embedding, if chunks may be placed
-    otherwise; None: they stay where they are.
+    ``paces``: how many times as long as usual a grain takes, in cells where that is not once, by leader. ``present``:
+    the packed program that cells have now; None: the usual one. ``tied``: whether the end of the model needs the
+    embedding, if chunks may be placed otherwise; None: they stay where they are.
     """
     if any(cell.parts for cell in layout.cells.values()):
         return None
+    speeds = {leader: 1 / times for leader, times in paces.items()}
     try:
-        found = find(layout, costs, clocks)
+        found = find(layout, costs, speeds)
     except NotFitting:
         return None
     if present is None:
@@ -69,10 +70,10 @@ def search(
         now = Program({leader: unpack(present, leader) for leader in layout.cells})
     # The usual order has been looked at already, but with nothing recomputed.
     looked_at = present is None and not layout.recomputed
-    present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks).makespan
+    present_ms = found.usual_ms if looked_at else run(now, layout, costs, paces=paces).makespan
     placed = None
     if tied is not None and layout.pipeline_size > 1:
-        placed = elsewhere(layout, costs, clocks, tied, found.room, found.ms)
+        placed = elsewhere(layout, costs, speeds, tied, found.room, found.ms)
     return Order(
         pack(found.program), "+".join(found.names), found.ms, present_ms, found.bound_ms,
         None if placed is None else tuple(stage.units for stage in placed[0].stages),

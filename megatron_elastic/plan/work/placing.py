@@ -34,7 +34,7 @@ def ways(stages: int, blocks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def elsewhere(
-    layout: Layout, costs: Costs, clocks: Mapping[int, float], tied: bool, room: float, present_ms: float
+    layout: Layout, costs: Costs, speeds: Mapping[int, float], tied: bool, room: float, present_ms: float
 ) -> tuple[Layout, Found] | None:
     """The layout with chunks placed otherwise whose passes take least, if that is worth it, and in which order.
 
@@ -56,9 +56,9 @@ def elsewhere(
             other = recomputing(even(fill(layout, costs, graph, layout.epoch), layout.epoch), costs)
             if overflow_on_the_way(layout, other, costs) is not None:
                 continue
-            if bound_of(other, costs, clocks, room) >= limit:
+            if bound_of(other, costs, speeds, room) >= limit:
                 continue
-            found = find(other, costs, clocks, room)
+            found = find(other, costs, speeds, room)
             if found.ms < limit:
                 best, limit = (other, found), found.ms
     return best

@@ -5,8 +5,11 @@ by costs.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Profile, Wanted
@@ -16,7 +19,7 @@ from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import EXPERTS, Layout
 from megatron_elastic.plan import Costs, NoLayout, replan, reshape
 from megatron_elastic.plan import measured as costs_of
-from megatron_elastic.plan.choice import HORIZON_MS, SEARCH, best, splits
+from megatron_elastic.plan.choice import HORIZON_MS, SEARCH, Way, best, splits
 from megatron_elastic.plan.costs.recomputation import recomputing
 from megatron_elastic.plan.graph import Graph
 from megatron_elastic.plan.growth import even
@@ -64,15 +67,23 @@ def _chosen(turn: Turn, layout: Layout) -> Layout:
     found = job.policy.ways(layout, job.arrangement.costs, job.first.tied, foreseen(job.settings.schedule))
     if not found:
         return arranged(job, layout)
-    chosen = best(found)
-    if chosen.layout.stages != layout.stages:
-        turn.record("considered", chosen=chosen.name, horizon_s=HORIZON_MS / 1e3, ways=[
-            {"way": way.name, "cells": [stage.width for stage in way.layout.stages], "step_ms": round(way.step_ms, 3),
-             "moves_ms": round(way.moves_ms, 3) if math.isfinite(way.moves_ms) else None, "gain": round(way.gain, 4),
-             **({} if way.problem is None else {"problem": way.problem})}
-            for way in found
-        ])  # fmt: skip
+    chosen, unclocked = best(found), best(found, clocked=False)
+    if chosen.layout.stages != layout.stages or chosen is not unclocked:
+        turn.record("considered", chosen=chosen.name, horizon_s=HORIZON_MS / 1e3, ways=list(map(_told, found)),
+                    **({"without_clocks": unclocked.name} if chosen.clocks else {}))  # fmt: skip
     return chosen.layout
+
+
+def _told(way: Way) -> dict[str, Any]:
+    """Of a way, in a record."""
+    clocks = Counter(way.clocks.values())
+    return {
+        "way": way.name, "cells": [stage.width for stage in way.layout.stages], "step_ms": round(way.step_ms, 3),
+        "moves_ms": round(way.moves_ms, 3) if math.isfinite(way.moves_ms) else None, "gain": round(way.gain, 4),
+        **({} if way.problem is None else {"problem": way.problem}),
+        **({"base_ms": round(way.base_ms, 3), "clocks": {f"{clock:g}": clocks[clock] for clock in sorted(clocks)}}
+           if clocks else {}),
+    }  # fmt: skip
 
 
 def reshaped(turn: Turn, layout: Layout) -> Layout | None:
@@ -156,7 +167,7 @@ def adapt(turn: Turn, old: Layout, new: Layout) -> None:
     if cells is not None:
         cells = max(cells * old.cell_size // new.cell_size, new.pipeline_size)
     shape = asked.shape if asked.shape != (new.tp, new.cp, new.ep) else None
-    turn.set(arrangement=replace(asked, shape=shape, cells=cells))
+    turn.set(arrangement=replace(asked, shape=shape, cells=cells, at_clocks=Map()))
 
 
 def wanted(job: Job) -> Wanted:

@@ -24,7 +24,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.changes import arrangement, clocks, ordering, pace
-from megatron_elastic.cluster.protocol.events import Found
+from megatron_elastic.cluster.protocol.events import Found, Throttled
 from megatron_elastic.cluster.protocol.faults import suspicion
 from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
@@ -135,7 +135,9 @@ def _stay(turn: Turn, reason: str) -> None:
 
 def profiled(turn: Turn, message: Profile) -> None:
     """A rank has measured its stage."""
-    if arrangement.measured(turn, message):
+    if turn.job.settings.dvfs is not None:
+        clocks.measured(turn, message)
+    elif arrangement.measured(turn, message):
         consider(turn)
 
 
@@ -143,10 +145,22 @@ def stepped(turn: Turn) -> None:
     """A step has been committed. If cells are not as fast as was believed, work is moved; if there is none to move,
     other clocks may help.
     """
-    if pace.stepped(turn):
-        replan(turn)
-        if turn.job.change is None:
-            clocks.plan(turn)
+    known = clocks.fitted(turn)
+    if pace.stepped(turn) or known:
+        _clock(turn)
+
+
+def throttled(turn: Turn, event: Throttled) -> None:
+    """Devices are held down: work may be better off elsewhere, or other clocks help."""
+    if clocks.throttled(turn, event):
+        _clock(turn)
+
+
+def _clock(turn: Turn) -> None:
+    """Cells are not as fast as was believed: work may be better off elsewhere, and if not, other clocks may help."""
+    replan(turn)
+    if turn.job.change is None:
+        clocks.plan(turn)
 
 
 def let_back(turn: Turn, leader: int) -> None:

@@ -32,9 +32,8 @@ def consider(turn: Turn, layout: Layout) -> None:
         return
     program = present.program if same else None
     turn.set(ordering=Ordering(epoch=layout.epoch, costs=costs, program=program, searching=True))
-    clocks = {leader: 1 / times for leader, times in pace.paces(job).items()}
     assert job.first is not None
-    turn.do(Search(layout, costs, clocks, program, job.first.tied if job.settings.places else None))
+    turn.do(Search(layout, costs, pace.paces(job), program, job.first.tied if job.settings.places else None))
 
 
 def found(turn: Turn, event: Found) -> Order | None:

@@ -94,8 +94,17 @@ def _times(job: Job, stage: Stage) -> dict[int, float]:
     """What a grain would take at the base clock in cells all of whose ranks were measured, by leader: a cell is as slow
     as its slowest.
     """
-    measured, clocks = job.pace.measured, job.pace.clocks
-    return {cell.leader: max(measured[rank] * clocks.get(rank, 1.0) for rank in cell.ranks)
+    measured, clocks, costs = job.pace.measured, job.pace.clocks, job.arrangement.costs
+    layout = job.layout
+    assert layout is not None
+    index = layout.stages.index(stage)
+    units = [unit for unit in stage.units if layout.home(unit) == index]
+
+    def times(rank: int) -> float:
+        clock = clocks.get(rank, 1.0)
+        return 1 / clock if costs is None else costs.times_as_long(units, clock)
+
+    return {cell.leader: max(measured[rank] / times(rank) for rank in cell.ranks)
             for cell in stage.cells if all(rank in measured for rank in cell.ranks)}
 
 
@@ -165,20 +174,12 @@ def clocked(turn: Turn, clocks: Mapping[int, float]) -> None:
     job = turn.job
     found = Map({rank: clock for rank, clock in clocks.items() if job.ranks[rank].node not in job.pace.fixed})
     if found != job.pace.clocks:
-        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map()))
+        turn.set(pace=replace(job.pace, clocks=found, measured=Map(), told=Map(), settled=Map()))
 
 
-def held_down(turn: Turn, clocks: Mapping[int, float]) -> None:
-    """Devices of these ranks run no faster than this. What was measured meanwhile does not count."""
-    turn.set(pace=replace(turn.job.pace, highest=turn.job.pace.highest.update(clocks), measured=Map(), told=Map()))
-
-
-def highest(job: Job) -> dict[int, float]:
-    """The clocks that the present cells do not come above, by leader: those of their slowest ranks."""
-    assert job.layout is not None
-    known = job.pace.highest
-    return {leader: min(known[rank] for rank in cell.ranks if rank in known)
-            for leader, cell in job.layout.cells.items() if any(rank in known for rank in cell.ranks)}
+def forget_measured(turn: Turn) -> None:
+    """What was measured does not count: some devices were slower than they were told to be."""
+    turn.set(pace=replace(turn.job.pace, measured=Map(), told=Map(), settled=Map()))
 
 
 def refused(turn: Turn, node: int) -> None:
@@ -192,5 +193,5 @@ def forget(turn: Turn) -> None:
     job, layout = turn.job, turn.job.layout
     assert layout is not None
     gone = [rank for rank in job.pace.believed if rank not in layout.places]
-    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(),
+    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(), settled=Map(),
                           believed=without(job.pace.believed, gone)))
