@@ -122,6 +122,10 @@ def test_rounds_give_medians_and_how_far_they_are_apart(throughput: ModuleType) 
 def test_the_table_leaves_out_who_could_not_go_on(throughput: ModuleType) -> None:
     figures = {"tokens_per_s": 1.0, "share_of_undisturbed": 0.9, "share_of_limit": 0.96, "predicted_share": 0.95,
                "share_of_ceiling": 0.9, "joules_per_token": 0.1, "seconds_until": 3.0}
-    case = {"lost": 1, "where": "same", "policies": {"elastic": figures, "column": {"failed": "no room"}}}
+    case = {"lost": 1, "where": "same",
+            "limit_share": 0.9375, "limit_share_at_highest_clock": 1.1, "highest_clock": 1.2,
+            "policies": {"elastic": figures, "column": {"failed": "no room"}}}
     text = throughput.table([json.loads(json.dumps(case))])
-    assert len(text.splitlines()) == 3 and "column" not in text
+    rows, limits = text.split("\n\n")
+    assert len(rows.splitlines()) == 3 and "column" not in text
+    assert limits == "1 lost (same): the limit is 0.938 of undisturbed; at a clock of 1.2 it is 1.100"
