@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import mean
 
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.costs.cost import Costs, own
@@ -69,14 +70,17 @@ def replan(
     return fill(layout, costs, graph, epoch, dead)
 
 
-def fill(layout: Layout, costs: Costs, graph: Graph, epoch: int, lost: Collection[int] = ()) -> Layout:
+def fill(
+    layout: Layout, costs: Costs, graph: Graph, epoch: int, lost: Collection[int] = (), *, by_host: bool = False
+) -> Layout:
     """The layout of ``epoch`` with the stages of ``graph``, made of cells of ``layout`` without ranks in ``lost``.
 
-    Those stay that hold most of what they are to compute. Ranks of cells that are more than the graph has are spares.
+    Those stay that hold most of what they are to compute; ``by_host``: of those of one host, as long as there are any,
+    so that few stages send to another one. Ranks of cells that are more than the graph has are spares.
     """
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
-    staying = _staying(layout, costs, survivors, graph)
+    staying = (_by_host if by_host else _staying)(layout, costs, survivors, graph)
     new_stages = tuple(
         _stage(layout, units, cells) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
@@ -179,19 +183,12 @@ def _staying(
     layout: Layout, costs: Costs, survivors: Sequence[Sequence[Cell]], graph: Graph
 ) -> tuple[tuple[Cell, ...], ...]:
     """Cells of each new stage: as many as can stay with units that they hold already, those that share most first."""
-    old = [set(own([stage.units for stage in layout.stages], index)) for index in range(layout.pipeline_size)]
-    shared = []
-    for target in range(len(graph.widths)):
-        for source in range(len(old)):
-            common = old[source].intersection(own(graph.stage_units, target))
-            size = sum(costs.units[unit].optimizer_bytes or 1 for unit in common)
-            if size:
-                shared.append((-size, abs(source - target), source, target))
+    common = _in_common(layout, costs, graph)
     # Cells that work are kept before shadows, which have less to lose.
     left = [sorted(cells, key=lambda cell: cell.shadow) for cells in survivors]
     room = list(graph.widths)
     chosen: list[list[Cell]] = [[] for _ in room]
-    for _, _, source, target in sorted(shared):
+    for source, target in sorted(common, key=lambda pair: (-common[pair], abs(pair[0] - pair[1]), pair)):
         while left[source] and room[target]:
             chosen[target].append(left[source].pop(0))
             room[target] -= 1
@@ -201,6 +198,39 @@ def _staying(
             cells.append(pool.pop(0))
             room[target] -= 1
     return tuple(map(tuple, chosen))
+
+
+def _by_host(
+    layout: Layout, costs: Costs, survivors: Sequence[Sequence[Cell]], graph: Graph
+) -> tuple[tuple[Cell, ...], ...]:
+    """Likewise, of one host after the other, in the order in which they are along the pipeline now."""
+    common = _in_common(layout, costs, graph)
+    left: dict[int, list[tuple[int, Cell]]] = {}
+    for source, cells in enumerate(survivors):
+        for cell in sorted(cells, key=lambda cell: cell.shadow):
+            left.setdefault(layout.host_of(cell.leader), []).append((source, cell))
+    hosts = sorted(left, key=lambda host: (mean(source for source, _ in left[host]), host))
+    chosen: list[tuple[Cell, ...]] = []
+    for target, width in enumerate(graph.widths):
+        taken = []
+        for _ in range(width):
+            here = next(left[host] for host in hosts if left[host])
+            source, cell = max(here, key=lambda at: common.get((at[0], target), 0))
+            here.remove((source, cell))
+            taken.append(cell)
+        chosen.append(tuple(taken))
+    return tuple(chosen)
+
+
+def _in_common(layout: Layout, costs: Costs, graph: Graph) -> dict[tuple[int, int], int]:
+    """[stage of ``layout``, stage of ``graph``] = bytes of state of the units that both have, where there are any."""
+    old = [set(own([stage.units for stage in layout.stages], index)) for index in range(layout.pipeline_size)]
+    new = [own(graph.stage_units, index) for index in range(len(graph.widths))]
+    shared = {
+        (source, target): sum(costs.units[unit].optimizer_bytes or 1 for unit in held.intersection(units))
+        for source, held in enumerate(old) for target, units in enumerate(new)
+    }  # fmt: skip
+    return {pair: size for pair, size in shared.items() if size}
 
 
 def _stage(layout: Layout, units: tuple[int, ...], cells: Sequence[Cell]) -> Stage:
