@@ -10,7 +10,7 @@ if [[ $# -gt 0 ]]; then
 fi
 source scripts/check.sh
 echo "== pytest: jobs, one at a time"
-python -m pytest -m gate --once-more --durations 20
+python -m pytest -m gate --once-more --durations 80
 if [[ -s build/not-tested.txt ]]; then
     echo "not tested here: $(sort -u build/not-tested.txt | paste -sd ';' | sed 's/;/; /g')"
 fi

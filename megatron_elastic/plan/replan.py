@@ -76,7 +76,7 @@ def fill(
     """The layout of ``epoch`` with the stages of ``graph``, made of cells of ``layout`` without ranks in ``lost``.
 
     Those stay that hold most of what they are to compute; ``by_host``: of those of one host, as long as there are any,
-    so that few stages send to another one. Ranks of cells that are more than the graph has are spares.
+    so that few stages exchange gradients with another one. Ranks of cells that are more than the graph has are spares.
     """
     dead = {*layout.lost, *lost}
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
@@ -208,7 +208,7 @@ def _by_host(
     left: dict[int, list[tuple[int, Cell]]] = {}
     for source, cells in enumerate(survivors):
         for cell in sorted(cells, key=lambda cell: cell.shadow):
-            left.setdefault(layout.host_of(cell.leader), []).append((source, cell))
+            left.setdefault(costs.host_of(layout, cell.leader), []).append((source, cell))
     hosts = sorted(left, key=lambda host: (mean(source for source, _ in left[host]), host))
     chosen: list[tuple[Cell, ...]] = []
     for target, width in enumerate(graph.widths):

@@ -125,6 +125,10 @@ class Costs:
         """The link between hosts."""
         return Link(self.bandwidth, self.latency_ms)
 
+    def host_of(self, layout: Layout, rank: int) -> int:
+        """Index of the host that counts for a rank's links."""
+        return layout.host_of(rank) if self.exchange is None else self.exchange.host_of(layout, rank)
+
     def phases(self, layout: Layout) -> dict[int, Phases]:
         """Of each rank of ``layout``, its part in the exchange of a step; empty if that is not known."""
         if self.exchange is None:

@@ -1,0 +1,109 @@
+"""More or fewer stages after a loss, and cells of one host side by side."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from operator import ne
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elastic.layout import Holdings, Layout, gpt_units
+from megatron_elastic.pipeline.prediction import predicted
+from megatron_elastic.plan import NoLayout
+from megatron_elastic.plan.choice import WORTH, best, ways
+from megatron_elastic.plan.costs.exchange import Exchange
+from megatron_elastic.plan.graph import Planner
+from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.plan.replan import fill
+from tests.plan.test_policies import EXECUTABLE, LAYOUT, alike, make, random_job
+from tests.tiers.examples import examples
+
+ELASTIC = POLICIES["elastic"]
+ROOMY = 10**9
+"""Bytes of a device that all fits: it only has to be known for other numbers of stages to be tried."""
+
+
+def test_widths_need_not_be_even_in_a_pipeline_of_another_depth() -> None:
+    """13 cells are left, which only one or thirteen stages can share evenly."""
+    costs = replace(alike(LAYOUT), memory_bytes=ROOMY)
+    lost = [4, 5, 9]
+    interim = ELASTIC.lose(LAYOUT, lost, Holdings.of(LAYOUT).without(lost), 1, costs)
+    found = ways(interim, costs, tied=False)
+    chosen = best(found)
+    others = [way for way in found if way.name != "stages"]
+    assert chosen.name == "stages" and chosen.layout.pipeline_size != 4
+    assert chosen.cells == 13, "nobody waits"
+    assert chosen.step_ms < min(way.step_ms for way in others) * (1 - WORTH)
+
+
+def test_what_fits_has_to_be_known() -> None:
+    interim = ELASTIC.lose(LAYOUT, [5], Holdings.of(LAYOUT).without([5]), 1, alike(LAYOUT))
+    assert "stages" not in {way.name for way in ways(interim, alike(LAYOUT), tied=False)}
+
+
+def test_a_coordinator_has_only_so_much_time_to_simulate_others() -> None:
+    """The more micro-batches, the fewer graphs."""
+    counts = []
+    for grains in (32, 128, 300, 2_000):
+        units, stage_units = gpt_units(40, 4, tied=False, positions=False)
+        layout = Layout.grid(tp=1, pp=4, dp=4, stage_units=stage_units, units=units, num_grains=grains, num_slices=4,
+                             replicas=1)  # fmt: skip
+        costs = replace(alike(layout), memory_bytes=ROOMY)
+        interim = ELASTIC.lose(layout, [], Holdings.of(layout), 1, costs)
+        counts.append(sum(way.name == "stages" for way in ways(interim, costs, tied=False)))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(0, 10**9))
+def test_ours_is_never_below_any_other_that_may_change_its_depth(seed: int) -> None:
+    layout, costs, lost = random_job(random.Random(seed))
+    costs = replace(costs, memory_bytes=ROOMY)
+    step_ms = {}
+    for name in EXECUTABLE:
+        try:
+            step_ms[name] = predicted(POLICIES[name].foresee(layout, lost, costs), costs).step_ms
+        except NoLayout:
+            continue
+    least = min(step_ms.values(), default=0.0)
+    assert step_ms.get("elastic", 0.0) <= least * (1 + 2 * WORTH), (seed, lost, step_ms)
+
+
+# ---- hosts ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(0, 10**9))
+def test_each_host_has_stages_in_a_row(seed: int) -> None:
+    rng = random.Random(seed)
+    per_host, dp = rng.randint(1, 6), rng.randint(1, 4)
+    pp = rng.randint(1, 5)
+    units, stage_units = gpt_units(pp * 4, pp, tied=False, positions=False)
+    layout = Layout.grid(tp=1, pp=pp, dp=dp, stage_units=stage_units, units=units, num_grains=2 * dp, num_slices=dp,
+                         replicas=min(1, pp * dp - 1), ranks_per_host=per_host)  # fmt: skip
+    costs, cells = alike(layout), pp * dp
+    stages = rng.randint(1, min(cells, pp * 4))
+    widths = [cells // stages + (stage < cells % stages) for stage in range(stages)]
+    rng.shuffle(widths)
+    graph = Planner(layout.units, costs, False, layout.num_grains).split(widths)
+    filled = fill(layout, costs, graph, 1, by_host=True)
+    filled.validate()
+    assert [stage.width for stage in filled.stages] == widths
+    assert [stage.units for stage in filled.stages] == list(graph.stage_units)
+    order = [layout.host_of(cell.leader) for stage in filled.stages for cell in stage.cells]
+    assert sum(map(ne, order, order[1:])) == len(set(order)) - 1
+
+
+@pytest.mark.parametrize(("bandwidth", "way", "hosts"), [(1e4, "hosts", [[0], [1]]), (1e12, "reroute", [[0, 1]] * 2)])
+def test_cells_change_places_so_that_a_stage_is_on_one_host(bandwidth: float, way: str, hosts: list[list[int]]) -> None:
+    """Where gradients take long between hosts; where they do not, nobody moves."""
+    layout = replace(make(2, 4, layers=8, grains=16), hosts=((0, 1, 4, 5), (2, 3, 6, 7)))
+    exchange = Exchange(sum_bytes=4, gradient_bytes=4, weight_bytes=2, near_bandwidth=1e12)
+    costs = replace(alike(layout), exchange=exchange, bandwidth=bandwidth, latency_ms=0.0)
+    assert best(ways(layout, costs, tied=False)).name == way
+    settled = ELASTIC.settle(layout, costs)
+    assert [sorted({layout.host_of(cell.leader) for cell in stage.cells}) for stage in settled.stages] == hosts
+    assert [stage.units for stage in settled.stages] == [stage.units for stage in layout.stages]
