@@ -154,6 +154,9 @@ def predictions(found: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 def add_shares(found: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> None:
     """Of the undisturbed rate, which jobs of all cases tell, of the limit, and of the ceiling."""
     undisturbed = usual_rate(variants, [case["policies"] for case in found])
+    if not undisturbed:
+        raise JobFailed("no job without clocks went on, so there is nothing that rates could be shares of: see above "
+                        "why, and ask for a --policy that goes on")
     for case in found:
         case["undisturbed_tokens_per_s"] = undisturbed
         for _, each in _going_on(case):

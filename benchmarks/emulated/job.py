@@ -62,10 +62,11 @@ class Variant:
 
 
 def foresee(policy: Policy, layout: Layout, lost: Collection[int], costs: Costs, schedule: str) -> Layout:
-    """The layout that a job reaches: the coordinator is told of one death after the other, and then goes on as long as
-    it gets better. Raises NoLayout.
+    """The layout that a job reaches: it is in the best one that there is for all ranks when the coordinator is told of
+    one death after the other, and then goes on as long as it gets better. Raises NoLayout.
     """
     schedules = foreseen(schedule)
+    layout = policy.settle(layout, costs, schedules)
     for rank in lost:
         layout = policy.lose(layout, [rank], Holdings.of(layout).without([rank]), layout.epoch + 1, costs, schedules)
     return policy.settle(layout, costs, schedules)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_elastic.layout import Layout, Part
+from megatron_elastic.layout import Layout, Part, Position
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -127,29 +127,31 @@ def needs(layout: Layout, leader: int, stage: int, op: Op) -> Iterator[Result]:
     know how many tokens there are.
     """
     chunk, grain, way = op.chunk, op.grain, layout.way
-
-    def of(what: Literal["output", "input gradient"], position: int, part: Part) -> Iterator[Result]:
-        at = way[position]
-        for cell, _ in layout.common(at.stage, part):
-            yield Result(what, at.stage, at.chunk, grain, cell.leader)
-
     if op.kind == "backward_weight":
         yield Result("input gradient", stage, chunk, grain, leader)
         return
     part, here = layout.part(leader, grain), layout.position(stage, chunk)
     if op.kind == "forward":
         if here > 0:
-            yield from of("output", here - 1, part)
+            yield from _made(layout, "output", way[here - 1], part)
         return
     yield Result("output", stage, chunk, grain, leader)
     if here + 1 < len(way):
-        yield from of("input gradient", here + 1, part)
+        yield from _made(layout, "input gradient", way[here + 1], part)
     else:
-        yield from of("output", here, layout.whole(grain))
+        yield from _made(layout, "output", way[here], layout.whole(grain))
 
 
-def walk(program: Program, layout: Layout) -> Iterator[tuple[int, int, Op]]:
-    """(leader, stage, operation) of the whole program in an order in which it can be executed.
+def _made(
+    layout: Layout, what: Literal["output", "input gradient"], at: Position, part: Part
+) -> Iterator[Result]:
+    """By the cells that compute ``part`` there."""
+    for cell, _ in layout.common(at.stage, part):
+        yield Result(what, at.stage, at.chunk, part.grain, cell.leader)
+
+
+def walk(program: Program, layout: Layout) -> Iterator[tuple[int, int, Op, tuple[Result, ...]]]:
+    """(leader, stage, operation, what it needs) of the whole program in an order in which it can be executed.
 
     Each cell goes as far as it can before the next one. Raises ProgramError, naming what waits for what, when no cell
     can go on before all have come to their ends.
@@ -159,6 +161,7 @@ def walk(program: Program, layout: Layout) -> Iterator[tuple[int, int, Op]]:
     done: set[Result] = set()
     waiting: dict[Result, list[int]] = {}
     blocked: dict[int, Result] = {}
+    wanted: dict[int, tuple[Result, ...]] = {}
     ready = deque(program.cells)
     while ready:
         leader = ready.popleft()
@@ -166,12 +169,14 @@ def walk(program: Program, layout: Layout) -> Iterator[tuple[int, int, Op]]:
         blocked.pop(leader, None)
         while position[leader] < len(ops):
             op = ops[position[leader]]
-            missing = next((need for need in needs(layout, leader, stage, op) if need not in done), None)
+            wants = wanted.pop(leader, None) or tuple(needs(layout, leader, stage, op))
+            missing = next((need for need in wants if need not in done), None)
             if missing is not None:
+                wanted[leader] = wants
                 waiting.setdefault(missing, []).append(leader)
                 blocked[leader] = missing
                 break
-            yield leader, stage, op
+            yield leader, stage, op, wants
             position[leader] += 1
             if (made := result(leader, stage, op)) is not None:
                 done.add(made)

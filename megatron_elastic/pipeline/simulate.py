@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.pipeline.program import Op, Program, Result, live, needs, result, walk
+from megatron_elastic.pipeline.program import Op, Program, Result, live, result, walk
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from megatron_elastic.plan.costs.cost import Costs
 
@@ -63,9 +63,9 @@ def simulate(
     """
     spans: dict[int, list[Span]] = {leader: [] for leader in program.cells}
     ready: dict[Result, float] = {}
-    for leader, stage, op in walk(program, layout):
+    for leader, stage, op, needs in walk(program, layout):
         start = spans[leader][-1].end if spans[leader] else (begins or {}).get(leader, 0.0)
-        for need in needs(layout, leader, stage, op):
+        for need in needs:
             start = max(start, ready[need] + (transfer(need) if need.stage != stage else 0.0))
         end = start + duration(leader, stage, op)
         spans[leader].append(Span(op, start, end))
@@ -147,8 +147,10 @@ def run(
         return {"forward": forward, "backward": _sums(again, backward), "backward_input": _sums(again, half),
                 "backward_weight": half}  # fmt: skip
 
+    cut = any(cell.parts for cell in layout.cells.values())
+
     def fraction(leader: int, grain: int) -> float:
-        return layout.part(leader, grain).size / layout.samples
+        return layout.part(leader, grain).size / layout.samples if cut else 1.0
 
     return simulate(
         program,

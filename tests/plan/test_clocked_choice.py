@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from msgspec.structs import replace as replaced
 
 from megatron_elastic.cluster.messages import Committed, RankExited, Report, Settled, VoteResult
 from megatron_elastic.cluster.protocol.effects import WriteEvent
+from megatron_elastic.cluster.protocol.job import Settings
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.pipeline.prediction import predict
 from megatron_elastic.plan.choice import best, step, ways
@@ -126,29 +128,40 @@ def test_ways_are_weighed_at_the_best_clocks_of_each() -> None:
     assert tried >= examples(150) // 15
 
 
+def considered(told: Costs, settings: Settings) -> dict[str, Any]:
+    """The one event that tells what was weighed, in a job of two stages of two cells, one of which is lost."""
+    play = Play(((0, 1), (2,)), settings)
+    play.job = replaced(play.job, arrangement=replaced(play.job.arrangement, costs=told))
+    play.news(RankExited(rank=4, returncode=-9, time=1.0))  # who could take the lost one's place
+    play.news(RankExited(rank=0, returncode=-9, time=1.0))
+    for rank in (1, 2, 3):
+        play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None, interrupted_at=1.0))
+    play.say(Committed(rank=1, epoch=1, vote=VOTE, time=1.0, first=True))
+    events = []
+    for rank in (1, 2, 3):
+        play.say(Settled(rank=rank, epoch=1))
+        events += [each.fields for each in play.effects if isinstance(each, WriteEvent) and each.kind == "considered"]
+    (event,) = events
+    return event
+
+
+def test_the_event_tells_what_was_weighed_where_nothing_moves() -> None:
+    """The other stage has nearly all to do."""
+    told = Costs((UnitCost(0, 0, 6, 12, 1), UnitCost(0.1, 0.2, 6, 12, 1), UnitCost(2, 4, 6, 12, 1)))
+    event = considered(told, replaced(SETTINGS, schedule="1f1b"))
+    assert event["chosen"] == "reroute" and len(event["ways"]) > 1
+
+
 def test_the_event_tells_what_clocks_have_changed() -> None:
-    """A job of two stages of two cells, one of which is lost: at twice the clock the other one does what both did."""
+    """At twice the clock the cell that is left of a stage does what both did."""
     settings = replaced(SETTINGS, dvfs="performance", schedule="1f1b")
     costs_of = {"embedding": UnitCost(0, 0, 6, 12, 1), "layer.0": UnitCost(2, 4, 6, 12, 1),
                 "head": UnitCost(1, 2, 6, 12, 1)}  # fmt: skip
     for steps, chosen, boosted in (((1.0, 2.0), "reroute", 1), ((1.0, 1.1), "cells", 3)):
-        play = Play(((0, 1), (2,)), settings)
         host_w = boosted * POWER.watts(steps[-1]) + (3 - boosted) * POWER.watts(1.0)
-        told = Costs(tuple(costs_of[name] for name in play.first.units), power=replace(POWER, host_w=host_w),
-                     clock_steps=steps, clocking=Clocking("performance"))  # fmt: skip
-        play.job = replaced(play.job, arrangement=replaced(play.job.arrangement, costs=told))
-        play.news(RankExited(rank=4, returncode=-9, time=1.0))  # who could take the lost one's place
-        play.news(RankExited(rank=0, returncode=-9, time=1.0))
-        for rank in (1, 2, 3):
-            play.say(Report(rank=rank, epoch=1, member=True, step=1, vote=None, last=None, held=None,
-                            interrupted_at=1.0))  # fmt: skip
-        play.say(Committed(rank=1, epoch=1, vote=VOTE, time=1.0, first=True))
-        told_of = []
-        for rank in (1, 2, 3):
-            play.say(Settled(rank=rank, epoch=1))
-            told_of += [each.fields for each in play.effects if isinstance(each, WriteEvent)
-                        and each.kind == "considered"]  # fmt: skip
-        (event,) = told_of
+        told = Costs(tuple(costs_of.values()), power=replace(POWER, host_w=host_w), clock_steps=steps,
+                     clocking=Clocking("performance"))  # fmt: skip
+        event = considered(told, settings)
         assert event["chosen"] == chosen and event["without_clocks"] == "cells"
         stays, *_ = event["ways"]
         assert stays["clocks"] == ({"1": 2, "2": 1} if chosen == "reroute" else {"1": 2, "1.1": 1})

@@ -295,6 +295,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch and the costs by which the scale table was made last."""
     fits: bool = False
     """Whether units have been where they cost least since ranks last came or went."""
+    weighed: tuple[int, ...] = ()
+    """The ranks for which it was last written down what else there could be."""
     number: int = 0
     """How often what somebody has asked for has changed (``Wanted``)."""
 

@@ -55,20 +55,24 @@ def rearranging(turn: Turn, layout: Layout, newcomers: bool) -> Callable[[Layout
 
 
 def _chosen(turn: Turn, layout: Layout) -> Layout:
-    """The stages there should be; what was compared to choose them is written down, if they are others."""
-    job, placed = turn.job, turn.job.arrangement.placed
+    """The stages there should be. What was compared to choose them is written down once for the ranks there are, and
+    whenever something moves.
+    """
+    job, arrangement, placed = turn.job, turn.job.arrangement, turn.job.arrangement.placed
     assert job.first is not None
-    if placed is not None and len(placed) == layout.pipeline_size and job.arrangement.costs is not None:
+    if placed is not None and len(placed) == layout.pipeline_size and arrangement.costs is not None:
         graph = Graph(placed, tuple(stage.width for stage in layout.stages), 0.0)
-        placing = even(fill(layout, job.arrangement.costs, graph, layout.epoch), layout.epoch)
-        return recomputing(placing, job.arrangement.costs)
-    if job.arrangement.stages is not None:
+        placing = even(fill(layout, arrangement.costs, graph, layout.epoch), layout.epoch)
+        return recomputing(placing, arrangement.costs)
+    if arrangement.stages is not None:
         return arranged(job, layout)
-    found = job.policy.ways(layout, job.arrangement.costs, job.first.tied, foreseen(job.settings.schedule))
+    found = job.policy.ways(layout, arrangement.costs, job.first.tied, foreseen(job.settings.schedule))
     if not found:
         return arranged(job, layout)
     chosen, unclocked = best(found), best(found, clocked=False)
-    if chosen.layout.stages != layout.stages or chosen is not unclocked:
+    came_or_went = arrangement.weighed != layout.ranks
+    if came_or_went or chosen.layout.stages != layout.stages or chosen is not unclocked:
+        turn.set(arrangement=replace(arrangement, weighed=layout.ranks))
         turn.record("considered", chosen=chosen.name, horizon_s=HORIZON_MS / 1e3, ways=list(map(_told, found)),
                     **({"without_clocks": unclocked.name} if chosen.clocks else {}))  # fmt: skip
     return chosen.layout
