@@ -9,13 +9,13 @@ where a clock does as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
-from megatron_elastic.pipeline.search import nearly
+from megatron_elastic.pipeline.search import NotFitting, find, nearly
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow_on_the_way
@@ -41,6 +41,8 @@ _MOST_OTHERS = 6_000
 """Grains times stages, of all graphs together that are simulated of more or fewer stages. Of 15 losses of 16 cells (7B,
 13B, 34B) the fastest of these was 0.1 % slower at the mean than of all, 0.9 % at most.
 """
+_MOST_SEARCHED = 8
+"""Ways whose order of work is really searched, besides the first."""
 WORTH = 1e-3
 """What another way has to gain at least, as a share of what is computed: predictions are not better than that."""
 
@@ -96,20 +98,48 @@ def ways(
         if any(other.stages == way.layout.stages for way in found):
             continue
         goal = _settled(other, costs)
-        clocks = _clocks(goal, costs)
-        step_ms = base_ms = step(goal, costs, schedules, {})
-        if clocks:
-            step_ms = step(goal, costs, schedules, clocks)
         moves_ms = math.inf
         with suppress(SliceLost):
             moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
-        away = min(moves_ms / horizon_ms, 1.0)
-        first = found[0] if found else None
-        gain = away + (1 - away) * (first.step_ms / step_ms if first else 1.0)
-        base_gain = away + (1 - away) * (first.base_ms / base_ms if first else 1.0)
-        found.append(Way(name, other, step_ms, moves_ms, gain,
-                         overflow_on_the_way(layout, goal, costs, splits(schedules)), clocks, base_ms, base_gain))
-    return tuple(found)
+        problem = overflow_on_the_way(layout, goal, costs, splits(schedules))
+        way = Way(name, other, 0.0, moves_ms, 1.0, problem, _clocks(goal, costs))
+        found.append(_timed(way, goal, costs, schedules))
+    found = _weighed(found, horizon_ms)
+    return tuple(_with_orders(found, costs, schedules, horizon_ms) if SEARCH in schedules else found)
+
+
+def _with_orders(found: list[Way], costs: Costs, schedules: Collection[str], horizon_ms: float) -> list[Way]:
+    """With orders of work really searched, of the first way and of the best, until the best is one of those."""
+    searched: set[int] = set()
+    for _ in range(_MOST_SEARCHED):
+        new = {0, found.index(best(found))} - searched
+        if not new:
+            break
+        for at in new:
+            found[at] = _timed(found[at], _settled(found[at].layout, costs), costs, schedules, searched=True)
+        searched |= new
+        found = _weighed(found, horizon_ms)
+    return found
+
+
+def _timed(
+    way: Way, goal: Layout, costs: Costs, schedules: Collection[str], *, searched: bool = False
+) -> Way:
+    """With the steps that it has when its slices are where they are in ``goal``."""
+    base_ms = step(goal, costs, schedules, {}, searched=searched)
+    step_ms = step(goal, costs, schedules, way.clocks, searched=searched) if way.clocks else base_ms
+    return replace(way, step_ms=step_ms, base_ms=base_ms)
+
+
+def _weighed(found: Sequence[Way], horizon_ms: float) -> list[Way]:
+    """With what they gain over the first."""
+    first, weighed = found[0], []
+    for way in found:
+        away = min(way.moves_ms / horizon_ms, 1.0)
+        times = first.step_ms / way.step_ms, first.base_ms / way.base_ms
+        gain, base_gain = (away + (1 - away) * each for each in times)
+        weighed.append(replace(way, gain=gain, base_gain=base_gain))
+    return weighed
 
 
 def best(found: Collection[Way], clocked: bool = True) -> Way:
@@ -128,13 +158,14 @@ def best(found: Collection[Way], clocked: bool = True) -> Way:
 
 def step(
     layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None,
-    paces: Mapping[int, float] | None = None,
+    paces: Mapping[int, float] | None = None, *, searched: bool = False,
 ) -> float:
     """Milliseconds of a step under the fastest of ``schedules``.
 
     ``clocks``: of cells, by leader, 1 if not there; None: those that they would get. ``paces``: how many times as long
     as usual a grain takes at the same clock, of cells where that is not once.
-    An order is not searched for each layout that could be, as that takes too long, but only nearly so.
+    An order is not searched for each layout that could be, as that takes too long, but only nearly so, unless it is to
+    be ``searched``.
     """
     clocks = _clocks(layout, costs) if clocks is None else clocks
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
@@ -145,6 +176,11 @@ def step(
     known_ms, known = min(((Step.of(each, layout, costs, clocks, paces).ms, each) for each in programs),
                           key=lambda by: by[0])
     if SEARCH not in schedules or any(cell.parts for cell in layout.cells.values()):
+        return known_ms
+    if searched:
+        with suppress(NotFitting):
+            return Step.of(find(layout, costs, speeds(layout, costs, clocks, paces)).program, layout, costs, clocks,
+                           paces).ms  # fmt: skip
         return known_ms
     passes = run(known, layout, costs, clocks, paces=paces).makespan
     return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks, paces)))

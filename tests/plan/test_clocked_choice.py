@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -128,7 +129,7 @@ def test_ways_are_weighed_at_the_best_clocks_of_each() -> None:
     assert tried >= examples(150) // 15
 
 
-def considered(told: Costs, settings: Settings) -> dict[str, Any]:
+def considered(told: Costs, settings: Settings) -> Mapping[str, Any]:
     """The one event that tells what was weighed, in a job of two stages of two cells, one of which is lost."""
     play = Play(((0, 1), (2,)), settings)
     play.job = replaced(play.job, arrangement=replaced(play.job.arrangement, costs=told))

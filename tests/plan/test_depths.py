@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_elastic.layout import Holdings, Layout, gpt_units
 from megatron_elastic.pipeline.prediction import predicted
+from megatron_elastic.pipeline.search import find
+from megatron_elastic.pipeline.simulate import Step
 from megatron_elastic.plan import NoLayout
-from megatron_elastic.plan.choice import WORTH, best, ways
+from megatron_elastic.plan.choice import WORTH, best, step, ways
 from megatron_elastic.plan.costs.exchange import Exchange
 from megatron_elastic.plan.graph import Planner
+from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.replan import fill
 from tests.plan.test_policies import EXECUTABLE, LAYOUT, alike, make, random_job
@@ -55,6 +58,21 @@ def test_a_coordinator_has_only_so_much_time_to_simulate_others() -> None:
         interim = ELASTIC.lose(layout, [], Holdings.of(layout), 1, costs)
         counts.append(sum(way.name == "stages" for way in ways(interim, costs, tied=False)))
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
+
+
+def test_the_best_way_is_judged_by_the_order_that_a_job_will_have() -> None:
+    """What is nearly found may be too good or too bad by some percent, as it knows no exchange."""
+    schedules = ("1f1b", "split", "search")
+    exchange = Exchange(sum_bytes=4, gradient_bytes=4, weight_bytes=2, memory_bandwidth=1e3)
+    costs = replace(alike(LAYOUT), memory_bytes=ROOMY, exchange=exchange, bandwidth=1e4, latency_ms=0.0)
+    interim = ELASTIC.lose(LAYOUT, [5], Holdings.of(LAYOUT).without([5]), 1, costs)
+    found = ways(interim, costs, False, schedules)
+    for way in {found[0].name: found[0], "best": best(found)}.values():
+        goal = even(way.layout, way.layout.epoch)
+        order = find(goal, costs).program
+        assert way.step_ms == Step.of(order, goal, costs).ms
+    nearly = {way.name: step(even(way.layout, 1), costs, schedules, {}) for way in found}
+    assert any(nearly[way.name] != way.step_ms for way in (found[0], best(found)))
 
 
 @settings(max_examples=examples(60), deadline=None)
