@@ -179,7 +179,8 @@ def test_a_job_learns_how_much_of_its_units_clocks_divide(play: Play) -> None:
     later(play, 1)
     (planned,) = [each for each in play.effects if isinstance(each, PlanClocks)]
     (written,) = [each for each in play.effects if isinstance(each, WriteProfile)]
-    (event,) = [each for each in play.effects if isinstance(each, WriteEvent) and each.kind != "considered"]
+    event, weighed = [each for each in play.effects if isinstance(each, WriteEvent)]
+    assert (weighed.kind, weighed.fields["chosen"]) == ("considered", "reroute")
     assert planned.costs.units[1].clock_share == pytest.approx(0.6)
     assert [unit.forward_ms for unit in planned.costs.units] == [
         unit.forward_ms for unit in Costs.assumed(play.first.units).units], "how long it takes is what the profile says"
