@@ -10,10 +10,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_elastic.config import UsageError
 
-OLDEST, NEWEST = (2, 13), (2, 14)
-"""Those that are taken without a word; the tests run with 2.13. What is older is refused: 2.11 does not make sub-groups
-by ``new_group`` of the default group, and a job's ranks wait for each other for ever there.
-"""
+OLDEST, NEWEST = (2, 11), (2, 14)
+"""Those that are taken without a word; the tests run with 2.13."""
 _NEEDED = {"register_backend": ("name", "func", "extended_api", "devices")}
 """Of ``torch.distributed.Backend``, with parameters."""
 _PRIVATE = ("_world", "_get_default_group")

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_elastic.comm.distributed import backend
 from tests import world
+from tests.comm.single import all_gather_single, reduce_scatter_single
 from tests.world import Peer
 
 pytestmark = pytest.mark.job
@@ -93,8 +94,8 @@ def test_every_operation_on_every_type(tmp_path: Path) -> None:
             dist.broadcast(everywhere, 1)
             listed = [torch.zeros(6, dtype=dtype) for _ in range(_SIZE)]
             dist.all_gather(listed, _value(rank, dtype))
-            dist.all_gather_single(whole := torch.zeros(18, dtype=dtype), _value(rank, dtype))
-            dist.reduce_scatter_single(part := torch.zeros(2, dtype=dtype), _value(rank, dtype))
+            all_gather_single(whole := torch.zeros(18, dtype=dtype), _value(rank, dtype))
+            reduce_scatter_single(part := torch.zeros(2, dtype=dtype), _value(rank, dtype))
             dist.all_to_all_single(swapped := torch.zeros(6, dtype=dtype), _value(rank, dtype))
             message = _value(rank, dtype)
             if rank < 2:
@@ -113,13 +114,13 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     premul = dist._make_nccl_premul_sum(2.0)
     calls: dict[str, Callable[[int], Any]] = {
         "premul": lambda rank: dist.all_reduce(six.clone(), op=premul),
-        "gathered size": lambda rank: dist.all_gather_single(ones(5), six),
-        "gathered type": lambda rank: dist.all_gather_single(ones(18, dtype=torch.int64), six),
+        "gathered size": lambda rank: all_gather_single(ones(5), six),
+        "gathered type": lambda rank: all_gather_single(ones(18, dtype=torch.int64), six),
         "gathered count": lambda rank: dist.all_gather([ones(6)] * 2, six),
         "gathered sizes": lambda rank: dist.all_gather([ones(5)] * 3, six),
         "gathered types": lambda rank: dist.all_gather([ones(6, dtype=torch.int64)] * 3, six),
-        "scattered size": lambda rank: dist.reduce_scatter_single(ones(4), ones(18)),
-        "scattered type": lambda rank: dist.reduce_scatter_single(ones(6, dtype=torch.int64), ones(18)),
+        "scattered size": lambda rank: reduce_scatter_single(ones(4), ones(18)),
+        "scattered type": lambda rank: reduce_scatter_single(ones(6, dtype=torch.int64), ones(18)),
         "scattered count": lambda rank: dist.reduce_scatter(ones(4), [ones(4)]),
         "splits": lambda rank: dist.all_to_all_single(ones(6), six, [1, 1], [3, 3]),
         "sum of splits": lambda rank: dist.all_to_all_single(ones(6), six, [2] * 3, [5] * 3),
@@ -166,11 +167,11 @@ def test_coalesced(tmp_path: Path) -> None:
     def single(rank: int) -> Any:
         whole, whole_too, part, part_too = torch.zeros(18), torch.zeros(9), torch.zeros(3), torch.zeros(2)
         with dist._coalescing_manager():
-            dist.all_gather_single(whole, _value(rank))
-            dist.all_gather_single(whole_too, _value(rank, count=3))
+            all_gather_single(whole, _value(rank))
+            all_gather_single(whole_too, _value(rank, count=3))
         with dist._coalescing_manager():
-            dist.reduce_scatter_single(part, _value(rank, count=9))
-            dist.reduce_scatter_single(part_too, _value(rank, count=6))
+            reduce_scatter_single(part, _value(rank, count=9))
+            reduce_scatter_single(part_too, _value(rank, count=6))
         return whole, whole_too, part, part_too
 
     _compare(tmp_path, all_reduce, single)

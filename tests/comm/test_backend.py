@@ -18,6 +18,7 @@ from megatron_elastic.comm.device.link_store import LinkStore
 from megatron_elastic.comm.distributed import backend
 from megatron_elastic.observe.dials import DEVICE
 from tests import world
+from tests.comm.single import all_gather_single, reduce_scatter_single
 from tests.world import Peer
 
 pytestmark = pytest.mark.job
@@ -70,14 +71,14 @@ def test_collectives_of_a_device() -> None:
         given, taken = peer.transport.dials.sent[DEVICE], peer.transport.dials.received[DEVICE]
         assert (given, taken) == (large.nbytes, large.nbytes)
         gathered = torch.empty(size, 2)
-        dist.all_gather_single(gathered.view(-1), torch.full((2,), float(me)))
+        all_gather_single(gathered.view(-1), torch.full((2,), float(me)))
         assert gathered[:, 0].tolist() == [0, 1, 2, 3]
         assert (peer.transport.dials.sent[DEVICE] - given, peer.transport.dials.received[DEVICE] - taken) == (8, 32)
         listed = [torch.empty(2) for _ in range(size)]
         dist.all_gather(listed, torch.full((2,), float(me)))
         assert torch.equal(torch.stack(listed), gathered)
         part = torch.empty(2)
-        dist.reduce_scatter_single(part, torch.arange(8.0))
+        reduce_scatter_single(part, torch.arange(8.0))
         assert part.tolist() == [8.0 * me, 8.0 * me + 4]
         dist.all_to_all_single(swapped := torch.empty(size), torch.arange(4.0) + 10 * me)
         assert swapped.tolist() == [10.0 * i + me for i in range(size)]

@@ -98,9 +98,9 @@ def test_a_release_that_is_not_known_is_tried_or_refused(tmp_path: Path, monkeyp
 
 def test_which_torch_is_taken() -> None:
     """By its number, and what the backend needs of the one that is here."""
-    assert [torch_release.admit(version) for version in ("2.13.0", "2.13.0+cpu", "2.14.1")] == ["", "", ""]
+    assert [torch_release.admit(version) for version in ("2.11.0", "2.13.0+cpu", "2.14.1")] == ["", "", ""]
     assert "2.15.0 is newer than 2.14: it is tried" in torch_release.admit("2.15.0")
-    with pytest.raises(UsageError, match=r"torch 2.10.1 is older than 2.13: install one from that to 2.14"):
+    with pytest.raises(UsageError, match=r"torch 2.10.1 is older than 2.11: install one from that to 2.14"):
         torch_release.admit("2.10.1")
 
 

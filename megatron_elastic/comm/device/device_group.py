@@ -33,6 +33,15 @@ _LOOK = 1e-3
 _PATIENCE = 5.0
 """Seconds in which a fault must show that made the backend fail; then its error counts as an error of the program."""
 
+_BEFORE = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""Operations of ``dist.ProcessGroup`` -> what they were called before torch 2.13."""
+
 
 class DeviceGroup:
     """The communicator of a group on one type of device; made when it is first needed.
@@ -66,7 +75,7 @@ class DeviceGroup:
         self._issued += 1
         self._calling = True
         try:
-            work = getattr(communicator, operation)(*args)
+            work = getattr(communicator, _name_in(communicator, operation))(*args)
         except dist.DistBackendError as error:
             self._fail(error, _PATIENCE)
         except RuntimeError as error:
@@ -358,3 +367,7 @@ def _create(name: str, store: dist.Store, rank: int, size: int, timeout: timedel
     given = _DistributedBackendOptions()
     given.store, given.group_rank, given.group_size, given.timeout = store, rank, size, timeout
     return plugin.creator_fn(given, None)
+
+
+def _name_in(communicator: dist.ProcessGroup, operation: str) -> str:
+    return operation if hasattr(communicator, operation) else _BEFORE.get(operation, operation)

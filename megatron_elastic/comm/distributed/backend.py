@@ -33,10 +33,16 @@ _given: list[ElasticProcessGroup] = []
 
 
 def create(options: Any) -> ElasticProcessGroup:
-    """A group as torch asks for it: the one that ``initialize`` has prepared, or one with links of its own."""
-    rank, size = options.group_rank, options.group_size
+    """A group as torch asks for it: the one that ``initialize`` has prepared, one of members of the default group,
+    or one with links of its own.
+    """
     if _given:
         return _given.pop()
+    if options.global_ranks_in_group:  # torch before 2.13 does not know ``new_group`` of the default group
+        made = groups()[0].sub_group(options.global_ranks_in_group, options.group_id)
+        assert made is not None, "torch asks members only"
+        return made
+    rank, size = options.group_rank, options.group_size
     crowded = allowance.crowded(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     transport = Transport(rank, InterruptFlag(), options.timeout.total_seconds(), crowded)
     options.store.set(f"place/{rank}", here())

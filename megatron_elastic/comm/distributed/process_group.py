@@ -72,7 +72,6 @@ class ElasticProcessGroup(dist.ProcessGroup):
         self._devices = devices
         self._on_device: dict[str, DeviceGroup] = {}
         self._at_end = at_end
-        self._made = 0
         self._made_locally = 0
         self._name = self._description = ""
 
@@ -122,25 +121,30 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def new_group(
         self, ranks: Sequence[int], group_name: str = "", group_desc: str | None = None, **_: Any
     ) -> ElasticProcessGroup | None:
-        """Called by ``dist.new_group`` on the default group, by every rank in the same order.
-
-        With ``use_local_synchronization`` only by the members, who have a hash as the group's name; two groups that
-        share two ranks must still be made in the same order by both.
-        """
-        members, me = [self.group.ranks[rank] for rank in ranks], self.group.transport.rank
-        if group_name and not group_name.isdecimal():
-            ident = self._agree_on_ident(members)
-        else:
-            self._made += 1
-            ident = self._made
-            if ident >= _LOCAL_IDENTS:
-                raise RuntimeError(f"{NAME}.new_group: this process has made {ident - 1} groups, there can be no more")
-        if me not in members:
-            return None
-        made = ElasticProcessGroup(Group(self.group.transport, ident, members), self._devices)
-        made._set_group_name(group_name)
-        made._set_group_desc(group_desc or "undefined")
+        """Called by ``dist.new_group`` on the default group, since torch 2.13; ``create`` is asked by torch before."""
+        made = self.sub_group(ranks, group_name)
+        if made is not None:
+            made._set_group_name(group_name)
+            made._set_group_desc(group_desc or "undefined")
         return made
+
+    def sub_group(self, ranks: Sequence[int], name: str) -> ElasticProcessGroup | None:
+        """A group of some members, which are positions in this one; None if this rank is none of them.
+
+        ``name``: torch's number of it, if every rank makes all groups in the same order. Else
+        (``use_local_synchronization``) a hash, and only members call it; two groups that share two ranks must still be
+        made in the same order by both.
+        """
+        members = [self.group.ranks[rank] for rank in ranks]
+        if name.isdecimal():
+            ident = int(name)
+            if ident >= _LOCAL_IDENTS:
+                raise RuntimeError(f"{NAME}: this process has made {ident - 1} groups, there can be no more")
+        else:
+            ident = self._agree_on_ident(members)
+        if self.group.transport.rank not in members:
+            return None
+        return ElasticProcessGroup(Group(self.group.transport, ident, members), self._devices)
 
     def _agree_on_ident(self, members: Sequence[int]) -> int:
         """A number that no member has for another group, although they have made different groups so far."""
