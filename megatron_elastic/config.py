@@ -94,9 +94,6 @@ class ElasticConfig:
                     f"--elastic-{inner}-timeout ({limits[inner]:g} s) must be below --elastic-{outer}-timeout "
                     f"({limits[outer]:g} s): an outer wait may not end before the one it contains"
                 )
-        if self.dvfs is not None and self.schedule == "search":
-            raise UsageError("--elastic-dvfs does not work with --elastic-schedule search: clocks are planned for a "
-                             "known order of work; use split or 1f1b")
         if self.dvfs is not None and self.profile in (None, MEASURED):
             raise UsageError("--elastic-dvfs needs --elastic-profile FILE, with what units cost and watts of a device "
                              "(power, clock_steps): see docs/planning.md")

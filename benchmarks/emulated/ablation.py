@@ -31,9 +31,10 @@ VARIANTS = (
     Variant("no clocks", "elastic", _RESIZE),
     Variant("energy", "elastic", (*_RESIZE, "--elastic-dvfs", "energy")),
     Variant("order", "elastic", (), SEARCH),
+    Variant("order + clock", "elastic", ("--elastic-dvfs", "performance"), SEARCH),
 )
 """The first ones each add an axis to the one before; *no clocks* and *energy* are to be compared with each other. That
-the *order* of work is searched needs whole micro-batches and the base clock."""
+the *order* of work is searched needs whole micro-batches."""
 
 
 def ablate(

@@ -29,7 +29,7 @@ from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import MODES, Clocking
 from megatron_elastic.plan.policies import POLICIES, Policy
 from megatron_elastic.plan.work.clocking import plan_clocks
-from megatron_elastic.plan.work.order import foreseen
+from megatron_elastic.plan.work.order import foreseen, search
 
 SCRIPT = "benchmarks/programs/emulated_gpt.py"
 KILLED_AT = 6
@@ -108,8 +108,7 @@ def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if (needs := EXECUTABLE[each.policy].schedule) is not None and each.schedule not in (needs, SEARCH):
             parser.error(f"--schedule {options.schedule}: {each.name} needs {needs}, or search")
     if options.elastic_dvfs is not None:
-        # Clocks are planned for an order of work that is known.
-        schedule = options.schedule if options.schedule in SCHEDULES else "split"
+        schedule = _schedule("elastic", options.schedule)
         flags = (_DVFS, options.elastic_dvfs)
         options.variants.append(Variant(f"elastic+{options.elastic_dvfs}", "elastic", flags, schedule))
 
@@ -206,7 +205,8 @@ def predicted_share(profile: Profile, variant: Variant, layout: Layout, case: Ca
         costs = replace(costs, clocking=Clocking(variant.dvfs))
     reached = foresee(EXECUTABLE[variant.policy], layout, case.ranks, costs, variant.schedule)
     if variant.dvfs is not None:
-        found = plan_clocks(reached, costs, variant.schedule, {}).clocks
+        order = search(reached, costs, {}, None) if variant.schedule == SEARCH else None
+        found = plan_clocks(reached, costs, variant.schedule, {}, None if order is None else order.program).clocks
         clocks = {rank: clock for leader, clock in found.items() for rank in reached.cells[leader].ranks}
     undisturbed = forecast(layout, profile, variant.schedule).step_ms
     after = forecast(reached, profile, variant.schedule, clocks).step_ms

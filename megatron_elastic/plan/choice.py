@@ -101,7 +101,7 @@ def ways(
         with suppress(SliceLost):
             moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
         problem = overflow_on_the_way(layout, goal, costs, splits(schedules))
-        way = Way(name, other, 0.0, moves_ms, 1.0, problem, _clocks(goal, costs))
+        way = Way(name, other, 0.0, moves_ms, 1.0, problem, expected_clocks(goal, costs))
         found.append(_timed(way, goal, costs, schedules))
     found = _weighed(found, horizon_ms)
     return tuple(_with_orders(found, costs, schedules, horizon_ms) if SEARCH in schedules else found)
@@ -166,7 +166,7 @@ def step(
     An order is not searched for each layout that could be, as that takes too long, but only nearly so, unless it is to
     be ``searched``.
     """
-    clocks = _clocks(layout, costs) if clocks is None else clocks
+    clocks = expected_clocks(layout, costs) if clocks is None else clocks
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         usual = max(load.at(1.0) for load in loads(layout, costs).values())
         slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs, paces).items())
@@ -185,8 +185,13 @@ def step(
     return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks, paces)))
 
 
-def _clocks(layout: Layout, costs: Costs) -> Mapping[int, float]:
-    return {} if costs.clocking is None else foreseen(layout, costs)
+def expected_clocks(
+    layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None
+) -> Mapping[int, float]:
+    """By which a step of ``layout`` is to be predicted, by leader; none in a job that sets no clocks. ``paces`` as in
+    ``step``.
+    """
+    return {} if costs.clocking is None else foreseen(layout, costs, paces)
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:

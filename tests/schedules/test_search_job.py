@@ -67,6 +67,29 @@ def test_a_rank_dies_in_a_step_of_a_searched_order(
     assert early <= KILLED_AT and late, job.output
 
 
+def test_an_order_is_searched_for_the_clocks_of_cells(jobs: Jobs, tmp_path: Path) -> None:
+    """And clocks are planned for the order, before and after a rank has died."""
+    told = Profile.parse(json.dumps(json.loads(COSTS.text) | {"clock_steps": [1.0, 1.25]}))
+    job = jobs.run(*PP4.flags, *SEARCH, *emulate(tmp_path / "profile.json", told), "--elastic-dvfs", "performance",
+                   *inject(f"5@{KILLED_AT}:backward"))  # fmt: skip
+    assert_same_training(job, jobs.undisturbed(*PP4.flags), [5])
+    layouts = {layout.epoch: layout for layout in job.layouts()}
+    fast = {event["epoch"]: {int(leader): clock for leader, clock in event["clocks"].items()}
+            for event in job.events("clocks")}  # fmt: skip
+    ordered_in = [event["epoch"] for event in job.events("ordered")]
+    assert ordered(job) and len(ordered_in) >= 2, job.output
+    for event in job.events("ordered"):
+        layout = layouts[event["epoch"]]
+        clocks = {rank: fast[layout.epoch].get(layout.cell_of(rank).leader, 1.0) for rank in layout.ranks}
+        assert max(clocks.values()) == 1.25
+        assert event["ms"] == pytest.approx(forecast(layout, told, "search", clocks).pipeline_ms)
+    usual, searched = job.events("clocks")[0], job.events("clocks")[-1]
+    last = layouts[searched["epoch"]]
+    clocks = {rank: fast[last.epoch].get(last.cell_of(rank).leader, 1.0) for rank in last.ranks}
+    assert searched["step_ms"] == pytest.approx(forecast(last, told, "search", clocks).step_ms, rel=1e-3)
+    assert searched["step_ms"] < searched["base_ms"] and usual["step_ms"] < usual["base_ms"]
+
+
 def test_chunks_are_placed_otherwise_while_it_runs(jobs: Jobs, tmp_path: Path) -> None:
     """From one chunk a stage to those of the fastest order, as soon as that is found; a rank dies there."""
     grid = Grid(tp=1, pp=4, steps=26)

@@ -236,7 +236,7 @@ class Coordinator:
 
         def plan() -> None:
             try:
-                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.paces)
+                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.paces, effect.present)
             except Exception:
                 done = partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
             else:

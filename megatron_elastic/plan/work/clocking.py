@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan.choice import MOST_SIMULATED, step
+from megatron_elastic.pipeline.program import Program, unpack
+from megatron_elastic.pipeline.simulate import Step
+from megatron_elastic.plan.choice import MOST_SIMULATED, SCHEDULES, SEARCH, step
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.clock import clocks
 
@@ -23,19 +25,29 @@ class ClockPlan:
     base_ms: float
 
 
-def plan_clocks(layout: Layout, costs: Costs, schedule: str, paces: Mapping[int, float]) -> ClockPlan:
+def plan_clocks(
+    layout: Layout, costs: Costs, schedule: str, paces: Mapping[int, float], present: bytes | None = None
+) -> ClockPlan:
     """The plan for ``layout`` under ``--elastic-schedule``; ``costs.clocking`` and ``costs.power`` must be known.
 
     ``paces``: how many times as long as usual a grain takes at the same clock, in cells where that is not once, by
-    leader. To save energy many steps are simulated; where one takes long, nothing is planned.
+    leader. ``present``: the packed program that cells have, if its order was searched; None: the usual one. To save
+    energy many steps are simulated; where one takes long, nothing is planned.
     """
     assert costs.clocking is not None
+    large = layout.num_grains * layout.pipeline_size > MOST_SIMULATED
+    usual = SCHEDULES[0] if schedule == SEARCH else schedule
+    searched = None
+    if present is not None and not large:
+        searched = Program({leader: unpack(present, leader) for leader in layout.cells})
 
     def step_ms(tried: Mapping[int, float]) -> float:
-        return step(layout, costs, [schedule], tried, paces)
+        if searched is not None:
+            return Step.of(searched, layout, costs, tried, paces).ms
+        return step(layout, costs, [usual], tried, paces)
 
     base_ms = step_ms({})
-    if costs.clocking.mode == "energy" and layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if costs.clocking.mode == "energy" and large:
         return ClockPlan({}, base_ms, base_ms)
     found = clocks(layout, costs, step_ms, paces)
     others = {leader: clock for leader, clock in sorted(found.items()) if clock != 1.0}

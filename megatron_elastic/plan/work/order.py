@@ -13,8 +13,9 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, pack, unpack
 from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import run, scheduled
-from megatron_elastic.plan.choice import SCHEDULES, SEARCH
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work.clock import speeds as speeds_of
 from megatron_elastic.plan.work.placing import elsewhere
 
 _CHANGED = 0.2
@@ -51,7 +52,8 @@ class Order:
 def search(
     layout: Layout, costs: Costs, paces: Mapping[int, float], present: bytes | None, tied: bool | None = None
 ) -> Order | None:
-    """The best order that is found for a layout; None where none is known that fits, or grains are cut.
+    """The best order that is found for a layout at the clocks that it will get; None where none is known that fits, or
+    grains are cut.
 
     ``paces``: how many times as long as usual a grain takes, in cells where that is not once, by leader. ``present``:
     the packed program that cells have now; None: the usual one. ``tied``: whether the end of the model needs the
@@ -59,7 +61,8 @@ def search(
     """
     if any(cell.parts for cell in layout.cells.values()):
         return None
-    speeds = {leader: 1 / times for leader, times in paces.items()}
+    clocks = expected_clocks(layout, costs, paces)
+    speeds = speeds_of(layout, costs, clocks, paces)
     try:
         found = find(layout, costs, speeds)
     except NotFitting:
@@ -70,7 +73,7 @@ def search(
         now = Program({leader: unpack(present, leader) for leader in layout.cells})
     # The usual order has been looked at already, but with nothing recomputed.
     looked_at = present is None and not layout.recomputed
-    present_ms = found.usual_ms if looked_at else run(now, layout, costs, paces=paces).makespan
+    present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks, paces=paces).makespan
     placed = None
     if tied is not None and layout.pipeline_size > 1:
         placed = elsewhere(layout, costs, speeds, tied, found.room, found.ms)

@@ -241,9 +241,9 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     turn.set(change=None, goal=change.goal, told=False)
     if change.goal is None:
         arrangement.reached(turn)
-    use(turn, new)
     if change.program is not None:
         ordering.entered(turn, new.epoch, change.program)
+    use(turn, new)
     for rank in change.entrants:
         turn.set_rank(rank, standby=False, joined=True)
     for rank in new.spares:  # who leaves may have been faster than this word

@@ -32,7 +32,8 @@ def plan(turn: Turn) -> None:
             turn.tell(node, SetClocks(clocks={}, watts={}))
         pace.clocked(turn, {})
     else:
-        turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.schedule, pace.paces(job)))
+        present = job.ordering.program if job.ordering.epoch == job.layout.epoch else None
+        turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.schedule, pace.paces(job), present))
 
 
 def planned(turn: Turn, event: Clocked) -> None:
