@@ -29,7 +29,7 @@ from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import MODES, Clocking
 from megatron_elastic.plan.policies import POLICIES, Policy
 from megatron_elastic.plan.work.clocking import plan_clocks
-from megatron_elastic.plan.work.order import foreseen, search
+from megatron_elastic.plan.work.order import Order, foreseen, search
 
 SCRIPT = "benchmarks/programs/emulated_gpt.py"
 KILLED_AT = 6
@@ -177,7 +177,8 @@ def figures(
         raise JobFailed(f"{run_dir}: only {len(after)} whole steps in the last layout; give more --steps")
     reached = Layout.from_json((run_dir / "layouts" / f"{last}.json").read_text())
     step_ms = statistics.median(metrics[step]["step_ms"] for step in after)
-    expected = forecast(reached, profile, variant.schedule, clocks_of(run_dir, reached, profile))
+    order = None if variant.dvfs is None else _searched(reached, _costs(profile, layout, variant), variant)
+    expected = forecast(reached, profile, variant.schedule, clocks_of(run_dir, reached, profile), order)
     noted, scale = drawn(run_dir), profile.emulation.time_scale
     lost = min(event["time"] for event in read_events(run_dir) if event["kind"] == "injected")
     longest = max(metrics[step]["step_ms"] for step in metrics if step >= KILLED_AT)
@@ -200,17 +201,25 @@ def figures(
 
 def predicted_share(profile: Profile, variant: Variant, layout: Layout, case: Case) -> float:
     """What planners and simulation say of ``share_of_limit``, that of the base clock. Raises NoLayout."""
-    costs, clocks = profile.costs(layout.units), None
-    if variant.dvfs is not None:
-        costs = replace(costs, clocking=Clocking(variant.dvfs))
+    costs, clocks, order = _costs(profile, layout, variant), None, None
     reached = foresee(EXECUTABLE[variant.policy], layout, case.ranks, costs, variant.schedule)
     if variant.dvfs is not None:
-        order = search(reached, costs, {}, None) if variant.schedule == SEARCH else None
+        order = _searched(reached, costs, variant)
         found = plan_clocks(reached, costs, variant.schedule, {}, None if order is None else order.program).clocks
         clocks = {rank: clock for leader, clock in found.items() for rank in reached.cells[leader].ranks}
     undisturbed = forecast(layout, profile, variant.schedule).step_ms
-    after = forecast(reached, profile, variant.schedule, clocks).step_ms
+    after = forecast(reached, profile, variant.schedule, clocks, order).step_ms
     return round(undisturbed / after / case.limit_share(layout), 4)
+
+
+def _costs(profile: Profile, layout: Layout, variant: Variant) -> Costs:
+    """As planners have them."""
+    return replace(profile.costs(layout.units), clocking=None if variant.dvfs is None else Clocking(variant.dvfs))
+
+
+def _searched(layout: Layout, costs: Costs, variant: Variant) -> Order | None:
+    """The order that a job finds, if it looks for one: for clocks that it expects, which are planned for it then."""
+    return search(layout, costs, {}, None) if variant.schedule == SEARCH else None
 
 
 def undisturbed_steps(metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -13,6 +13,7 @@ from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.clock import speeds
+from megatron_elastic.plan.work.order import Order, unpacked
 
 SHARES = {"backward": 1.0, "backward_input": 0.5, "backward_weight": 0.5}
 """What each kind of operation takes of a unit's backward pass."""
@@ -32,12 +33,22 @@ class Forecast:
     joules: float
 
 
-def forecast(layout: Layout, profile: Profile, schedule: str, clocks: Mapping[int, float] | None = None) -> Forecast:
-    """A step of ``layout`` under ``--elastic-schedule``; ``clocks``: by rank, in place of the profile's."""
+def forecast(
+    layout: Layout, profile: Profile, schedule: str, clocks: Mapping[int, float] | None = None,
+    order: Order | None = None,
+) -> Forecast:
+    """A step of ``layout`` under ``--elastic-schedule``.
+
+    ``clocks``: by rank, in place of the profile's. ``order``: in which work is done; None: under ``search`` that
+    which is found for these clocks.
+    """
     costs = replace(profile.costs(layout.units), overhead_ms=0.0)  # which nothing emulates
     of_ranks = profile.clocks() if clocks is None else clocks
     clock = {leader: clock_of(layout, leader, of_ranks) for leader in layout.cells}
-    if schedule == SEARCH:
+    if order is not None:
+        layout = replace(layout, recomputed=order.recomputed)
+        program = unpacked(order.program, layout)
+    elif schedule == SEARCH:
         found = find(layout, costs, speeds(layout, costs, clock))
         layout, program = replace(layout, recomputed=found.recomputed), found.program
     else:

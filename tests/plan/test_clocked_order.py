@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.pipeline.program import Program, unpack
 from megatron_elastic.pipeline.search import find
 from megatron_elastic.pipeline.simulate import Step, run
 from megatron_elastic.plan.choice import SEARCH, expected_clocks
@@ -17,7 +16,7 @@ from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.power import Clocking, PowerModel
 from megatron_elastic.plan.work.clock import speeds
 from megatron_elastic.plan.work.clocking import plan_clocks
-from megatron_elastic.plan.work.order import search
+from megatron_elastic.plan.work.order import search, unpacked
 from tests.plan.test_policies import make
 from tests.tiers.examples import examples
 
@@ -56,7 +55,7 @@ def test_an_order_is_searched_for_the_clocks_that_cells_get() -> None:
         assert found.ms == fast < usually
         planned = plan_clocks(layout, costs, SEARCH, paces, found.program)
         assert planned.clocks == {leader: clock for leader, clock in sorted(clocks.items()) if clock != 1.0}
-        program = Program({leader: unpack(found.program, leader) for leader in layout.cells})
+        program = unpacked(found.program, layout)
         assert planned.step_ms == Step.of(program, layout, costs, planned.clocks, paces).ms
         # A search knows one speed of a cell, for units of which clocks divide more and less.
         assert found.ms == pytest.approx(run(program, layout, costs, clocks, paces=paces).makespan, rel=5e-3)
@@ -70,7 +69,7 @@ def test_energy_is_saved_where_the_searched_order_takes_no_longer() -> None:
         found = search(layout, costs, {}, None)
         assert found is not None
         planned = plan_clocks(layout, costs, SEARCH, {}, found.program)
-        program = Program({leader: unpack(found.program, leader) for leader in layout.cells})
+        program = unpacked(found.program, layout)
         usually, saving = (Step.of(program, layout, costs, each) for each in ({}, planned.clocks))
         assert planned.base_ms == usually.ms
         assert planned.step_ms == saving.ms <= usually.ms * (1 + 1e-9)

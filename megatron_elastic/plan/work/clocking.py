@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.pipeline.program import Program, unpack
-from megatron_elastic.pipeline.simulate import Step
 from megatron_elastic.plan.choice import MOST_SIMULATED, SCHEDULES, SEARCH, step
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.work import order
 from megatron_elastic.plan.work.clock import clocks
 
 
@@ -37,14 +36,11 @@ def plan_clocks(
     assert costs.clocking is not None
     large = layout.num_grains * layout.pipeline_size > MOST_SIMULATED
     usual = SCHEDULES[0] if schedule == SEARCH else schedule
-    searched = None
-    if present is not None and not large:
-        searched = Program({leader: unpack(present, leader) for leader in layout.cells})
 
     def step_ms(tried: Mapping[int, float]) -> float:
-        if searched is not None:
-            return Step.of(searched, layout, costs, tried, paces).ms
-        return step(layout, costs, [usual], tried, paces)
+        if present is None or large:
+            return step(layout, costs, [usual], tried, paces)
+        return order.step_ms(present, layout, costs, tried, paces)
 
     base_ms = step_ms({})
     if costs.clocking.mode == "energy" and large:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, pack, unpack
 from megatron_elastic.pipeline.search import NotFitting, find, fits
-from megatron_elastic.pipeline.simulate import run, scheduled
+from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.clock import speeds as speeds_of
@@ -67,10 +67,7 @@ def search(
         found = find(layout, costs, speeds)
     except NotFitting:
         return None
-    if present is None:
-        now = scheduled(SCHEDULES[0], layout)
-    else:
-        now = Program({leader: unpack(present, leader) for leader in layout.cells})
+    now = scheduled(SCHEDULES[0], layout) if present is None else unpacked(present, layout)
     # The usual order has been looked at already, but with nothing recomputed.
     looked_at = present is None and not layout.recomputed
     present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks, paces=paces).makespan
@@ -82,6 +79,18 @@ def search(
         None if placed is None else tuple(stage.units for stage in placed[0].stages),
         None if placed is None else placed[1].ms, found.recomputed, fits(now, layout, costs),
     )
+
+
+def unpacked(program: bytes, layout: Layout) -> Program:
+    """What all cells of a layout do in the order that ``search`` found."""
+    return Program({leader: unpack(program, leader) for leader in layout.cells})
+
+
+def step_ms(
+    program: bytes, layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float]
+) -> float:
+    """Milliseconds of a step in the order that ``search`` found, at other clocks maybe."""
+    return Step.of(unpacked(program, layout), layout, costs, clocks, paces).ms
 
 
 def alike(layout: Layout, costs: Costs, others: Costs) -> bool:
