@@ -275,6 +275,22 @@ def test_groups_and_meshes(tmp_path: Path) -> None:
     _compare(tmp_path, groups, subgroups, mesh, sharded, functions, wrapped)
 
 
+def test_an_elastic_group_of_a_default_group_that_is_not(tmp_path: Path) -> None:
+    def body(peer: Peer) -> None:
+        for _ in _over_each(peer, tmp_path, ("gloo",)):
+            pair = dist.new_group([0, 2], backend="elastic")
+            if peer.rank != 1:
+                assert isinstance(pair, backend.ElasticProcessGroup)
+                dist.all_reduce(tensor := torch.ones(3), group=pair)
+                assert tensor.tolist() == [2, 2, 2]
+            dist.barrier()
+            if peer.rank != 1:
+                dist.destroy_process_group(pair)
+        peer.leave()
+
+    world.run(body, size=_SIZE)
+
+
 def test_groups_that_only_their_members_make(tmp_path: Path) -> None:
     """Gloo hangs when members have made different numbers of groups before; here that is allowed."""
 

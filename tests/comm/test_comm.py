@@ -209,8 +209,10 @@ def test_groups(asked: str) -> None:
     def body(peer: Peer) -> None:
         if asked == "backend":  # torch makes them so where the default group does not know how to, as before 2.13
             del backend.ElasticProcessGroup.new_group
+            backend.adopt_sub_groups()
         me = peer.rank
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pairs = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3])]
+        assert all(isinstance(pair, backend.ElasticProcessGroup) for pair in pairs[me // 2 : me // 2 + 1])
         outer = dist.new_group([0, 3])
         mine = torch.tensor([float(me)])
         dist.all_reduce(mine, group=pairs[me // 2])

@@ -25,7 +25,9 @@ from megatron_elastic.comm.registration import NAME, register
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.device import allowance
 
-__all__ = ["NAME", "ElasticProcessGroup", "create", "edit", "groups", "initialize", "keep", "register"]
+__all__ = [
+    "NAME", "ElasticProcessGroup", "adopt_sub_groups", "create", "edit", "groups", "initialize", "keep", "register",
+]  # fmt: skip
 
 
 _given: list[ElasticProcessGroup] = []
@@ -38,8 +40,9 @@ def create(options: Any) -> ElasticProcessGroup:
     """
     if _given:
         return _given.pop()
-    if options.global_ranks_in_group:  # torch before 2.13 does not know ``new_group`` of the default group
-        made = groups()[0].sub_group(options.global_ranks_in_group, options.group_id)
+    whole = c10d._get_default_group() if options.global_ranks_in_group else None
+    if isinstance(whole, ElasticProcessGroup):  # torch before 2.13 does not ask the default group for it
+        made = whole.sub_group(options.global_ranks_in_group, options.group_id)
         assert made is not None, "torch asks members only"
         return made
     rank, size = options.group_rank, options.group_size
@@ -72,6 +75,8 @@ def initialize(
     ``backends``: type of device -> name of the backend of torch that does the collectives there.
     """
     register()
+    if not hasattr(c10d, "_register_pg_in_world"):
+        adopt_sub_groups()
     devices = Devices(transport.interrupt, timeout, backends)
     _given.append(ElasticProcessGroup(Group(transport, 0, ranks), devices, devices.close))
     # Addresses come from the coordinator, so nothing needs a store that other processes can reach.
@@ -81,6 +86,19 @@ def initialize(
     group = c10d._get_default_group()
     assert isinstance(group, ElasticProcessGroup)
     return group
+
+
+def adopt_sub_groups() -> None:
+    """Let sub-groups of an elastic default group be elastic, whatever backend is asked for, as since torch 2.13."""
+    make = c10d._new_process_group_helper
+    if make.__module__ == __name__:
+        return
+
+    def made(size: int, rank: int, ranks: Sequence[int], backend: Any, *args: Any, **others: Any) -> Any:
+        elastic = bool(ranks) and isinstance(c10d._get_default_group(), ElasticProcessGroup)
+        return make(size, rank, ranks, dist.Backend(NAME) if elastic else backend, *args, **others)
+
+    c10d._new_process_group_helper = made  # type: ignore[assignment]
 
 
 def groups() -> list[ElasticProcessGroup]:
