@@ -21,6 +21,8 @@ PP4 = Grid(tp=1, pp=4, steps=12)
 KILLED_AT = 6
 COSTS = profile_of(layer_ms=15, latency_ms=1, boundary=1_000_000, positions=True)
 SEARCH = ("--elastic-schedule", "search")
+STAY = ("--elastic-policy", "recycle")
+"""Layers do: elastic would take more stages where memory is short."""
 
 
 def ordered(job: Job) -> list[int]:
@@ -69,10 +71,11 @@ def test_a_rank_dies_in_a_step_of_a_searched_order(
 
 def test_an_order_is_searched_for_the_clocks_of_cells(jobs: Jobs, tmp_path: Path) -> None:
     """And clocks are planned for the order, before and after a rank has died."""
+    grid = Grid(tp=1, pp=4, steps=20)
     told = Profile.parse(json.dumps(json.loads(COSTS.text) | {"clock_steps": [1.0, 1.25]}))
-    job = jobs.run(*PP4.flags, *SEARCH, *emulate(tmp_path / "profile.json", told), "--elastic-dvfs", "performance",
+    job = jobs.run(*grid.flags, *SEARCH, *emulate(tmp_path / "profile.json", told), "--elastic-dvfs", "performance",
                    *inject(f"5@{KILLED_AT}:backward"))  # fmt: skip
-    assert_same_training(job, jobs.undisturbed(*PP4.flags), [5])
+    assert_same_training(job, jobs.undisturbed(*grid.flags), [5])
     layouts = {layout.epoch: layout for layout in job.layouts()}
     fast = {event["epoch"]: {int(leader): clock for leader, clock in event["clocks"].items()}
             for event in job.events("clocks")}  # fmt: skip
@@ -168,7 +171,8 @@ def test_chunks_are_recomputed_while_it_runs(
     emulated, so that dropout is drawn twice.
     """
     (tmp_path / "profile.json").write_text(profile.text)
-    job = jobs.run(*grid.flags, *flags, *SEARCH, "--elastic-profile", str(tmp_path / "profile.json"), *inject(*lost))
+    job = jobs.run(*grid.flags, *flags, *SEARCH, *STAY, "--elastic-profile", str(tmp_path / "profile.json"),
+                   *inject(*lost))  # fmt: skip
     assert_same_training(job, jobs.undisturbed(*grid.flags, *flags), [int(spec[0]) for spec in lost])
     first, *others = recomputed(job)
     assert first == [] and any(others), job.output
