@@ -21,8 +21,6 @@ PP4 = Grid(tp=1, pp=4, steps=12)
 KILLED_AT = 6
 COSTS = profile_of(layer_ms=15, latency_ms=1, boundary=1_000_000, positions=True)
 SEARCH = ("--elastic-schedule", "search")
-STAY = ("--elastic-policy", "recycle")
-"""Layers do: elastic would take more stages where memory is short."""
 
 
 def ordered(job: Job) -> list[int]:
@@ -124,8 +122,10 @@ def test_costs_have_to_be_known(jobs: Jobs) -> None:
 
 
 def short_of_memory(limit: float, experts: bool = False) -> Profile:
-    """Layers that keep 3 MB a grain, and an input of 64 kB; devices of so many MB."""
-    profile = json.loads(profile_of(layer_ms=15, latency_ms=1, boundary=64_000, positions=True,
+    """Layers that keep 3 MB a grain, and an input of 64 kB; devices of so many MB; links so slow that more stages
+    with room for it are no way out.
+    """
+    profile = json.loads(profile_of(layer_ms=15, latency_ms=60, boundary=64_000, positions=True,
                                     memory=int(limit * 1e6)).text)  # fmt: skip
     profile["units"]["layer"]["activation_bytes"] = 3_000_000
     if experts:
@@ -171,7 +171,7 @@ def test_chunks_are_recomputed_while_it_runs(
     emulated, so that dropout is drawn twice.
     """
     (tmp_path / "profile.json").write_text(profile.text)
-    job = jobs.run(*grid.flags, *flags, *SEARCH, *STAY, "--elastic-profile", str(tmp_path / "profile.json"),
+    job = jobs.run(*grid.flags, *flags, *SEARCH, "--elastic-profile", str(tmp_path / "profile.json"),
                    *inject(*lost))  # fmt: skip
     assert_same_training(job, jobs.undisturbed(*grid.flags, *flags), [int(spec[0]) for spec in lost])
     first, *others = recomputed(job)
