@@ -185,9 +185,7 @@ def step(
     return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks, paces)))
 
 
-def expected_clocks(
-    layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None
-) -> Mapping[int, float]:
+def expected_clocks(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> Mapping[int, float]:
     """By which a step of ``layout`` is to be predicted, by leader; none in a job that sets no clocks. ``paces`` as in
     ``step``.
     """

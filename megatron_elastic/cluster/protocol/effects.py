@@ -66,7 +66,7 @@ class PlanClocks(msgspec.Struct, frozen=True):
     costs: Costs
     schedule: str
     paces: Mapping[int, float]
-    present: bytes | None = None
+    present: bytes | None
 
 
 class Search(msgspec.Struct, frozen=True):

@@ -36,11 +36,12 @@ def plan_clocks(
     assert costs.clocking is not None
     large = layout.num_grains * layout.pipeline_size > MOST_SIMULATED
     usual = SCHEDULES[0] if schedule == SEARCH else schedule
+    searched = None if present is None or large else order.unpacked(present, layout)
 
     def step_ms(tried: Mapping[int, float]) -> float:
-        if present is None or large:
+        if searched is None:
             return step(layout, costs, [usual], tried, paces)
-        return order.step_ms(present, layout, costs, tried, paces)
+        return order.step_ms(searched, layout, costs, tried, paces)
 
     base_ms = step_ms({})
     if costs.clocking.mode == "energy" and large:

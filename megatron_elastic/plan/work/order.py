@@ -87,10 +87,10 @@ def unpacked(program: bytes, layout: Layout) -> Program:
 
 
 def step_ms(
-    program: bytes, layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float]
+    program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float]
 ) -> float:
     """Milliseconds of a step in the order that ``search`` found, at other clocks maybe."""
-    return Step.of(unpacked(program, layout), layout, costs, clocks, paces).ms
+    return Step.of(program, layout, costs, clocks, paces).ms
 
 
 def alike(layout: Layout, costs: Costs, others: Costs) -> bool:

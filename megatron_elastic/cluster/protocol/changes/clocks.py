@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Profile, SetClocks
-from megatron_elastic.cluster.protocol.changes import pace
+from megatron_elastic.cluster.protocol.changes import ordering, pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks, WriteProfile
 from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Throttled
 from megatron_elastic.cluster.protocol.job import Job
@@ -32,8 +32,8 @@ def plan(turn: Turn) -> None:
             turn.tell(node, SetClocks(clocks={}, watts={}))
         pace.clocked(turn, {})
     else:
-        present = job.ordering.program if job.ordering.epoch == job.layout.epoch else None
-        turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.schedule, pace.paces(job), present))
+        turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.schedule, pace.paces(job),
+                           ordering.in_force(job, job.layout)))  # fmt: skip
 
 
 def planned(turn: Turn, event: Clocked) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.protocol.changes import pace
 from megatron_elastic.cluster.protocol.effects import Search
 from megatron_elastic.cluster.protocol.events import Found
-from megatron_elastic.cluster.protocol.job import Ordering
+from megatron_elastic.cluster.protocol.job import Job, Ordering
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
 from megatron_elastic.plan.choice import SEARCH
@@ -30,10 +30,15 @@ def consider(turn: Turn, layout: Layout) -> None:
     same = present.epoch == layout.epoch
     if same and present.costs is not None and alike(layout, costs, present.costs):
         return
-    program = present.program if same else None
+    program = in_force(job, layout)
     turn.set(ordering=Ordering(epoch=layout.epoch, costs=costs, program=program, searching=True))
     assert job.first is not None
     turn.do(Search(layout, costs, pace.paces(job), program, job.first.tied if job.settings.places else None))
+
+
+def in_force(job: Job, layout: Layout) -> bytes | None:
+    """The packed program that cells work by in a layout; None: the usual order."""
+    return job.ordering.program if job.ordering.epoch == layout.epoch else None
 
 
 def found(turn: Turn, event: Found) -> Order | None:
