@@ -212,7 +212,7 @@ def test_groups(asked: str) -> None:
             backend.adopt_sub_groups()
         me = peer.rank
         pairs = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3])]
-        assert all(isinstance(pair, backend.ElasticProcessGroup) for pair in pairs[me // 2 : me // 2 + 1])
+        assert isinstance(pairs[me // 2], backend.ElasticProcessGroup)
         outer = dist.new_group([0, 3])
         mine = torch.tensor([float(me)])
         dist.all_reduce(mine, group=pairs[me // 2])

@@ -32,15 +32,14 @@ _LOOK = 1e-3
 """Seconds between looks at work that nothing announces the end of."""
 _PATIENCE = 5.0
 """Seconds in which a fault must show that made the backend fail; then its error counts as an error of the program."""
-
-_BEFORE = {
+FORMER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
-"""Operations of ``dist.ProcessGroup`` -> what they were called before torch 2.13."""
+"""Operations of ``dist.ProcessGroup`` -> what they were called before torch 2.13, and some callers still call them."""
 
 
 class DeviceGroup:
@@ -370,4 +369,4 @@ def _create(name: str, store: dist.Store, rank: int, size: int, timeout: timedel
 
 
 def _name_in(communicator: dist.ProcessGroup, operation: str) -> str:
-    return operation if hasattr(communicator, operation) else _BEFORE.get(operation, operation)
+    return operation if hasattr(communicator, operation) else FORMER.get(operation, operation)

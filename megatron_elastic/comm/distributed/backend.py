@@ -38,10 +38,12 @@ def create(options: Any) -> ElasticProcessGroup:
     """A group as torch asks for it: the one that ``initialize`` has prepared, one of members of the default group,
     or one with links of its own.
     """
+    if not hasattr(c10d, "_register_pg_in_world"):  # torch before 2.13 does not ask the default group for others
+        adopt_sub_groups()
     if _given:
         return _given.pop()
     whole = c10d._get_default_group() if options.global_ranks_in_group else None
-    if isinstance(whole, ElasticProcessGroup):  # torch before 2.13 does not ask the default group for it
+    if isinstance(whole, ElasticProcessGroup):
         made = whole.sub_group(options.global_ranks_in_group, options.group_id)
         assert made is not None, "torch asks members only"
         return made
@@ -75,8 +77,6 @@ def initialize(
     ``backends``: type of device -> name of the backend of torch that does the collectives there.
     """
     register()
-    if not hasattr(c10d, "_register_pg_in_world"):
-        adopt_sub_groups()
     devices = Devices(transport.interrupt, timeout, backends)
     _given.append(ElasticProcessGroup(Group(transport, 0, ranks), devices, devices.close))
     # Addresses come from the coordinator, so nothing needs a store that other processes can reach.

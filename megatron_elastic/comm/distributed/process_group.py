@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_elastic.comm.device.device_group import DeviceGroup
+from megatron_elastic.comm.device.device_group import FORMER, DeviceGroup
 from megatron_elastic.comm.device.devices import Devices
 from megatron_elastic.comm.distributed.work import ElasticWork, ReceivedFrom
 from megatron_elastic.comm.group import Combine, Group
@@ -320,13 +320,6 @@ class ElasticProcessGroup(dist.ProcessGroup):
         steps = [self.group.all_to_all(outs, self._split(_contiguous(tensor), in_splits, "input"))]
         return self._issue(steps, [output], opts, lambda: self._deliver([output], [buffer]))
 
-    # Names that torch used before, and some callers still do.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-
     # ---- barriers ---------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> ElasticWork:
@@ -448,6 +441,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
         if not splits and rows % n:
             raise RuntimeError(f"{NAME}.all_to_all_single: {rows} {what} rows cannot be split evenly over {n} members")
         return list(tensor.split(splits or [rows // n] * n))
+
+
+for _name, _former in FORMER.items():
+    setattr(ElasticProcessGroup, _former, getattr(ElasticProcessGroup, _name))
 
 
 def _device_of(args: Iterable[Any]) -> str:
