@@ -63,7 +63,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=usage.count, default=24, metavar="N",
                         help=f"of each job; the loss is in step {KILLED_AT} (default: %(default)s)")
     parser.add_argument("--predict", action="store_true",
-                        help="run nothing: what planners and simulation say of losses, as shares of the limit")
+                        help="run nothing: what planners and simulation say of losses, or of --slow, as shares of the "
+                        "limit")
     parser.add_argument("--rounds", type=usage.count, default=1, metavar="N",
                         help="jobs of each policy and loss, whose medians count (default: %(default)s)")
     options = parser.parse_args(argv)
@@ -71,7 +72,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     asked = (("--slow", options.slow), ("--trace", options.trace), ("--ablate", options.ablate),
              ("--predict", options.predict))
     kinds = [flag for flag, given in asked if given]
-    if len(kinds) > 1:
+    if len(kinds) > 1 and kinds != ["--slow", "--predict"]:
         parser.error(f"{' and '.join(kinds)}: one at a time")
     if options.bursts is not None and not options.slow:
         parser.error("--bursts is about --slow: give that, too")
@@ -206,6 +207,11 @@ def main(argv: Sequence[str]) -> int:
     wanted = [] if options.slow or options.trace else list(cases(layout, options.counts, options.places))
     if not (wanted or options.slow or options.trace):
         raise JobFailed(f"--lose {options.lose}: a stage of {options.layout.dp} cells has none left")
+    if options.predict and options.slow:
+        slow = [slowed.predict_case(options, profile, layout, each) for each in options.slow]
+        print(slowed.predictions(slow, [each.name for each in options.variants]), file=sys.stderr)
+        emit("throughput", argv, {"predicted": True, "cases": slow, **_common(options, profile, layout)})
+        return 0
     if options.predict:
         found = [predict_case(options, profile, layout, case) for case in wanted]
         print(predictions(found, [each.name for each in options.variants]), file=sys.stderr)

@@ -219,7 +219,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="when the program raises on a rank while it trains: recover: that rank leaves, and the "
                        "others go on, unless they raise as well; stop: the job ends (default: %(default)s)")
     group.add_argument("--elastic-slow", choices=("share", "evict", "off"), default=d.slow,
-                       help="when ranks are slower than others that do the same: share: they get fewer micro-batches; "
+                       help="when ranks are slower than others that do the same: share: they get fewer micro-batches, "
+                       "and, with --elastic-profile, layers leave their stage if that lasts; "
                        "evict: those without whom the others are faster are taken out, too; off: nothing (default: "
                        "share on nodes where every rank has a processor of its own, off on others, where it would "
                        "be noise)")

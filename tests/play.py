@@ -19,18 +19,19 @@ M = TypeVar("M", bound=Message)
 
 
 class Play:
-    """A job of two ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
+    """A job of some ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
 
     def __init__(
-        self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = SETTINGS
+        self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = SETTINGS, layers: int = 1,
+        width: int = 2,
     ) -> None:
-        size = 2 * len(stages)
+        size = width * len(stages)
         self.job = Job.new(settings, size)
         self.effects: list[Effect] = []
         """Of the last event."""
         self.first = Layout.grid(
-            tp=1, pp=len(stages), dp=2, stage_units=stages, units=["embedding", "layer.0", "head"], num_grains=4,
-            num_slices=2, replicas=1,
+            tp=1, pp=len(stages), dp=width, stage_units=stages, num_grains=4, num_slices=2, replicas=1,
+            units=["embedding", *(f"layer.{layer}" for layer in range(layers)), "head"],
         )  # fmt: skip
         self.happens(Begun(now=0.0, torch_port=1, key=b""))
         self._come(node=1, slots=size)

@@ -205,7 +205,7 @@ def predicted_share(profile: Profile, variant: Variant, layout: Layout, case: Ca
     reached = foresee(EXECUTABLE[variant.policy], layout, case.ranks, costs, variant.schedule)
     if variant.dvfs is not None:
         order = _searched(reached, costs, variant)
-        found = plan_clocks(reached, costs, variant.schedule, {}, None if order is None else order.program).clocks
+        found = plan_clocks(reached, costs, variant.schedule, None if order is None else order.program).clocks
         clocks = {rank: clock for leader, clock in found.items() for rank in reached.cells[leader].ranks}
     undisturbed = forecast(layout, profile, variant.schedule).step_ms
     after = forecast(reached, profile, variant.schedule, clocks, order).step_ms
@@ -219,7 +219,7 @@ def _costs(profile: Profile, layout: Layout, variant: Variant) -> Costs:
 
 def _searched(layout: Layout, costs: Costs, variant: Variant) -> Order | None:
     """The order that a job finds, if it looks for one: for clocks that it expects, which are planned for it then."""
-    return search(layout, costs, {}, None) if variant.schedule == SEARCH else None
+    return search(layout, costs, None) if variant.schedule == SEARCH else None
 
 
 def undisturbed_steps(metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:

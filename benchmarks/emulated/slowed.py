@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import JobFailed, progress, run_job
 
 from emulated.job import (
+    EXECUTABLE,
     KILLED_AT,
     SCRIPT,
     Variant,
@@ -23,9 +25,12 @@ from emulated.job import (
     undisturbed_steps,
     usual_rate,
 )
+from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import read_events, read_metrics
+from megatron_elastic.plan import NoLayout
+from megatron_elastic.plan.work.order import foreseen
 
 _HEEDING = ("elastic", "elastic-paused", "resihp", "chameleon")
 """Policies that do something about ranks that are slow."""
@@ -67,6 +72,36 @@ class Slow:
                 for text in ("--elastic-inject", f"slow:rank={self.rank},step={step},at=forward,factor={factor:g}")]
 
 
+def predict_case(options: argparse.Namespace, profile: Profile, layout: Layout, slow: Slow) -> dict[str, Any]:
+    """What planners and simulation say of all variants, when all that they do about it is done."""
+    found: dict[str, dict[str, Any]] = {}
+    for variant in options.variants:
+        try:
+            found[variant.name] = {"predicted_share": predicted_share(profile, variant, layout, slow)}
+        except NoLayout as error:
+            found[variant.name] = {"failed": str(error)}
+    return _case(slow, layout) | {"policies": found}
+
+
+def predicted_share(profile: Profile, variant: Variant, layout: Layout, slow: Slow) -> float | None:
+    """What planners and simulation say of ``settled_share``; None for what comes and goes, and with planned clocks.
+    Raises NoLayout.
+    """
+    if slow.bursts is not None or variant.dvfs is not None:
+        return None
+    costs, policy, schedules = profile.costs(layout.units), EXECUTABLE[variant.policy], foreseen(variant.schedule)
+    usual = policy.settle(layout, costs, schedules)
+    known = {usual.cell_of(slow.rank).leader: slow.factor} if variant.policy in _HEEDING else {}
+    reached = policy.settle(usual, replace(costs, slow=known), schedules)
+    after = forecast(reached, profile, variant.schedule, {slow.rank: 1 / slow.factor}).step_ms
+    return round(forecast(layout, profile, variant.schedule).step_ms / after / slow.limit_share(layout), 4)
+
+
+def _case(slow: Slow, layout: Layout) -> dict[str, Any]:
+    return {"slow": f"{slow.rank}:{slow.factor:g}", "bursts": slow.bursts,
+            "limit_share": round(slow.limit_share(layout), 4)}
+
+
 def run_case(
     root: Path, options: argparse.Namespace, profile: Path, layout: Layout, slow: Slow
 ) -> dict[str, Any]:
@@ -76,6 +111,7 @@ def run_case(
         try:
             run_dir = root / f"slow-{slow.rank}-{slow.factor:g}-{number}"
             found[variant.name] = _measure(run_dir, options, profile, layout, variant, slow)
+            found[variant.name]["predicted_share"] = predicted_share(Profile.read(profile), variant, layout, slow)
         except JobFailed as error:
             found[variant.name] = {"tokens_per_s": 0.0, "share_of_limit": 0.0, "failed": reason_of(str(error))}
     undisturbed = usual_rate(options.variants, [found])
@@ -84,9 +120,7 @@ def run_case(
             each["share_of_limit"] = round(each["tokens_per_s"] / undisturbed / slow.limit_share(layout), 4)
             each["settled_share"] = round(each["settled_tokens_per_s"] / undisturbed / slow.limit_share(layout), 4)
         progress(f"rank {slow.rank} {slow.factor:g} times as slow, {name}: {each}")
-    return {"slow": f"{slow.rank}:{slow.factor:g}", "bursts": slow.bursts,
-            "limit_share": round(slow.limit_share(layout), 4), "undisturbed_tokens_per_s": undisturbed,
-            "policies": found}
+    return _case(slow, layout) | {"undisturbed_tokens_per_s": undisturbed, "policies": found}
 
 
 def _measure(
@@ -121,16 +155,30 @@ def figures(run_dir: Path, profile: Profile, slow: Slow) -> dict[str, Any]:
     }
 
 
+def predictions(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """What ``predict_case`` says of cases and variants, in Markdown."""
+    lines = [f"| slow | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for case in found:
+        shares = [_share(case["policies"][name].get("predicted_share")) for name in names]
+        lines.append(f"| {case['slow']} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.3f}"
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| slow | policy | tokens/s | of the limit | at the end | alarms: right, wrong | changes |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| slow | policy | tokens/s | of the limit | at the end | predicted | alarms: right, wrong | changes |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for case in found:
         for name, each in case["policies"].items():
             if "failed" not in each:
                 values = (case["slow"] + ("" if case["bursts"] is None else f", {case['bursts']} steps in turn"), name,
                           f"{each['tokens_per_s']:.0f}", f"{each['share_of_limit']:.3f}",
-                          f"{each['settled_share']:.3f}", f"{each['alarms']['right']}, {each['alarms']['wrong']}",
+                          f"{each['settled_share']:.3f}", _share(each["predicted_share"]),
+                          f"{each['alarms']['right']}, {each['alarms']['wrong']}",
                           each["changes"])  # fmt: skip
                 lines.append(f"| {' | '.join(map(str, values))} |")
     return "\n".join(lines)

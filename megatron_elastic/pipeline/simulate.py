@@ -108,12 +108,11 @@ class Step:
     @classmethod
     def of(
         cls, program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
-        paces: Mapping[int, float] | None = None,
     ) -> Step:
-        """Of ``program``. ``clocks`` and ``paces`` as ``run`` has them."""
+        """Of ``program``. ``clocks`` as ``run`` has them."""
         phases = costs.cell_phases(layout)
         begins = {leader: each.spread_ms for leader, each in phases.items()}
-        line = run(program, layout, costs, clocks, begins, paces)
+        line = run(program, layout, costs, clocks, begins)
         ends = {leader: spans[-1].end for leader, spans in line.spans.items() if spans}
         last = max((ends.get(leader, each.spread_ms) + each.reduce_ms for leader, each in phases.items()), default=0.0)
         return cls(line, max(last, line.makespan) + costs.overhead_ms)
@@ -125,15 +124,15 @@ def _sums(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 def run(
     program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
-    begins: Mapping[int, float] | None = None, paces: Mapping[int, float] | None = None,
+    begins: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Simulate with the times that units take by ``costs``; half of a backward is for the weights' gradients, and where
     a chunk is recomputed, its forward comes before it.
 
     ``clocks``: of cells that do not run at that at which costs were measured, by leader, as a multiple of it.
-    ``begins`` as ``simulate`` has them. ``paces``: how many times as long a grain takes at the same clock, by leader.
+    ``begins`` as ``simulate`` has them.
     """
-    of_cells, slowness = clocks or {}, paces or {}
+    of_cells = clocks or {}
 
     @cache
     def times(stage: int, clock: float) -> Mapping[str, Sequence[float]]:
@@ -157,7 +156,7 @@ def run(
         layout,
         lambda leader, stage, op: (
             times(stage, of_cells.get(leader, 1.0))[op.kind][op.chunk] * fraction(leader, op.grain)
-            * slowness.get(leader, 1.0)
+            * costs.slow.get(leader, 1.0)
         ),
         lambda result: costs.transfer_ms(costs.boundary_bytes * fraction(result.leader, result.grain)),
         begins,

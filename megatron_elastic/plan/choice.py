@@ -9,12 +9,12 @@ where a clock does as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from megatron_elastic.layout import Cell, Holdings, Layout, SliceLost, Stage, transfers
+from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
 from megatron_elastic.pipeline.search import NotFitting, find, nearly
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.costs.cost import Costs
@@ -25,7 +25,7 @@ from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms
 from megatron_elastic.plan.replan import fill, replan
 from megatron_elastic.plan.work.clock import foreseen, loads, speeds
-from megatron_elastic.plan.work.dataflow import share
+from megatron_elastic.plan.work.dataflow import dealt, share
 
 HORIZON_MS = 3_600_000.0
 """Expected time until the next loss or join: at 1,000 devices a few hours, at 16,000 one or two."""
@@ -40,6 +40,8 @@ _MOST_TURNED = 5_000
 _MOST_OTHERS = 6_000
 """Grains times stages, of all graphs together that are simulated of more or fewer stages: some thirty of 16 cells with
 32 grains."""
+_MOST_DEALT = 3
+"""Ways of which another dealing of grains is tried, where cells are slow."""
 _MOST_SEARCHED = 8
 """Ways whose order of work is really searched, besides the first."""
 WORTH = 1e-3
@@ -90,21 +92,42 @@ def ways(
 ) -> tuple[Way, ...]:
     """All ways to go on with the cells of ``layout``, 'reroute' first. All state that it asks for is live."""
     found: list[Way] = []
+    split = splits(schedules)
     stay = replace(layout, stages=tuple(
-        replace(stage, cells=share(layout, stage.cells)) for stage in layout.stages
+        replace(stage, cells=share(layout, stage.cells, costs.slow)) for stage in layout.stages
     ))  # fmt: skip
-    for name, other in _candidates(layout, stay, costs, tied, schedules):
-        if any(other.stages == way.layout.stages for way in found):
-            continue
-        goal = _settled(other, costs)
-        moves_ms = math.inf
-        with suppress(SliceLost):
-            moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
-        problem = overflow_on_the_way(layout, goal, costs, splits(schedules))
-        way = Way(name, other, 0.0, moves_ms, 1.0, problem, expected_clocks(goal, costs))
-        found.append(_timed(way, goal, costs, schedules))
-    found = _weighed(found, horizon_ms)
+
+    def weigh(others: Iterable[tuple[str, Layout]]) -> None:
+        for name, other in others:
+            if any(other.stages == way.layout.stages for way in found):
+                continue
+            goal = _settled(other, costs)
+            moves_ms = math.inf
+            with suppress(SliceLost):
+                moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
+            problem = overflow_on_the_way(layout, goal, costs, split)
+            way = Way(name, other, 0.0, moves_ms, 1.0, problem, expected_clocks(goal, costs))
+            found.append(_timed(way, goal, costs, schedules))
+        found[:] = _weighed(found, horizon_ms)
+
+    weigh(_eased(_candidates(layout, stay, costs, tied, schedules), costs, tied, split))
+    if costs.slow:
+        weigh(_dealt_otherwise(found, costs))
     return tuple(_with_orders(found, costs, schedules, horizon_ms) if SEARCH in schedules else found)
+
+
+def _dealt_otherwise(found: Collection[Way], costs: Costs) -> list[tuple[str, Layout]]:
+    """The best of these, with grains dealt out as if no cell was slow, and as few as can be taken from those that are:
+    who waits for whom then no rule foretells, and it may be a tenth of a step.
+    """
+    others = []
+    for way in sorted(found, key=lambda way: -way.gain)[:_MOST_DEALT]:
+        layout = way.layout
+        stages = tuple(
+            replace(stage, cells=share(layout, dealt(layout, stage.cells), costs.slow)) for stage in layout.stages
+        )
+        others.append(("deal" if way.name == "reroute" else way.name, replace(layout, stages=stages)))
+    return others
 
 
 def _with_orders(found: list[Way], costs: Costs, schedules: Collection[str], horizon_ms: float) -> list[Way]:
@@ -156,40 +179,36 @@ def best(found: Collection[Way], clocked: bool = True) -> Way:
 
 
 def step(
-    layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None,
-    paces: Mapping[int, float] | None = None, *, searched: bool = False,
+    layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES, clocks: Mapping[int, float] | None = None, *,
+    searched: bool = False,
 ) -> float:
     """Milliseconds of a step under the fastest of ``schedules``.
 
-    ``clocks``: of cells, by leader, 1 if not there; None: those that they would get. ``paces``: how many times as long
-    as usual a grain takes at the same clock, of cells where that is not once.
-    An order is not searched for each layout that could be, as that takes too long, but only nearly so, unless it is to
-    be ``searched``.
+    ``clocks``: of cells, by leader, 1 if not there; None: those that they would get. An order is not searched for each
+    layout that could be, as that takes too long, but only nearly so, unless it is to be ``searched``.
     """
     clocks = expected_clocks(layout, costs) if clocks is None else clocks
     if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
-        usual = max(load.at(1.0) for load in loads(layout, costs).values())
-        slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs, paces).items())
+        usual = max(load.at(1.0) for load in loads(layout, replace(costs, slow={})).values())
+        slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs).items())
         return costs.pace_of(layout).step_ms * (slowest / usual if usual else 1.0)
     free = SEARCH in schedules and not any(cell.parts for cell in layout.cells.values())
     if free and searched:
         with suppress(NotFitting):
-            order = find(layout, costs, speeds(layout, costs, clocks, paces)).program
-            return Step.of(order, layout, costs, clocks, paces).ms
+            order = find(layout, costs, speeds(layout, costs, clocks)).program
+            return Step.of(order, layout, costs, clocks).ms
     programs = (scheduled(each, layout) for each in schedules if each != SEARCH)
-    known_ms, known = min(((Step.of(each, layout, costs, clocks, paces).ms, each) for each in programs),
+    known_ms, known = min(((Step.of(each, layout, costs, clocks).ms, each) for each in programs),
                           key=lambda by: by[0])
     if searched or not free:
         return known_ms
-    passes = run(known, layout, costs, clocks, paces=paces).makespan
-    return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks, paces)))
+    passes = run(known, layout, costs, clocks).makespan
+    return known_ms - passes + min(passes, nearly(layout, costs, speeds(layout, costs, clocks)))
 
 
-def expected_clocks(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> Mapping[int, float]:
-    """By which a step of ``layout`` is to be predicted, by leader; none in a job that sets no clocks. ``paces`` as in
-    ``step``.
-    """
-    return {} if costs.clocking is None else foreseen(layout, costs, paces)
+def expected_clocks(layout: Layout, costs: Costs) -> Mapping[int, float]:
+    """By which a step of ``layout`` is to be predicted, by leader; none in a job that sets no clocks."""
+    return {} if costs.clocking is None else foreseen(layout, costs)
 
 
 def _settled(layout: Layout, costs: Costs) -> Layout:
@@ -197,7 +216,7 @@ def _settled(layout: Layout, costs: Costs) -> Layout:
     matters = costs.exchange is not None or costs.memory_bytes is not None
     if not matters or layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
         return layout
-    return even(layout, layout.epoch)
+    return even(layout, layout.epoch, costs.slow)
 
 
 def _candidates(
@@ -205,7 +224,9 @@ def _candidates(
 ) -> Iterator[tuple[str, Layout]]:
     """Those that move least first."""
     yield "reroute", stay
-    yield "deal", replace(stay, stages=tuple(_dealt(layout, stage) for stage in stay.stages))
+    yield "deal", replace(stay, stages=tuple(
+        replace(stage, cells=dealt(layout, stage.cells, costs.slow)) for stage in stay.stages
+    ))  # fmt: skip
     present, split = {layout.pipeline_size}, splits(schedules)
     for name, stays in (("layers", True), ("cells", False)):
         with suppress(NoLayout):
@@ -213,18 +234,30 @@ def _candidates(
     for graph in _turned(layout, costs, tied, split):
         yield "cells", fill(layout, costs, graph, layout.epoch)
     if costs.exchange is not None and len({costs.host_of(layout, rank) for rank in layout.ranks}) > 1:
-        yield "hosts", fill(layout, costs, _graph_of(layout), layout.epoch, by_host=True)
+        yield "hosts", fill(layout, costs, Graph.of(layout), layout.epoch, by_host=True)
     for graph in _of_other_depths(layout, costs, tied, split):
         yield "stages", fill(layout, costs, graph, layout.epoch, by_host=True)
     for name, graph in _regular(layout, len(layout.cells), costs, tied, schedules):
         yield name, fill(layout, costs, graph, layout.epoch)
 
 
-def _dealt(layout: Layout, stage: Stage) -> Stage:
-    """The same, but who computes what has nothing to do with how it was before."""
-    count = stage.width
-    cells = [Cell(cell.ranks, tuple(range(at, layout.num_grains, count))) for at, cell in enumerate(stage.cells)]
-    return replace(stage, cells=share(layout, cells))
+def _eased(
+    candidates: Iterator[tuple[str, Layout]], costs: Costs, tied: bool, split: bool
+) -> Iterator[tuple[str, Layout]]:
+    """Each of them, and where cells are slow, the same with fewer units at their stages."""
+    for name, layout in candidates:
+        yield name, layout
+        if costs.slow.keys().isdisjoint(layout.cells) or layout.num_chunks > 1:
+            continue
+        planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
+        samples = [
+            layout.samples * max(layout.load(cell) * costs.slow.get(cell.leader, 1.0) for cell in stage.cells)
+            for stage in layout.stages
+        ]
+        with suppress(NoLayout):
+            graph = planner.split([stage.width for stage in layout.stages],
+                                  [set(stage.units) for stage in layout.stages], samples=samples)
+            yield ("layers" if name in ("reroute", "deal") else name), fill(layout, costs, graph, layout.epoch)
 
 
 def _turned(layout: Layout, costs: Costs, tied: bool, split: bool) -> Iterator[Graph]:
@@ -249,7 +282,7 @@ def _of_other_depths(layout: Layout, costs: Costs, tied: bool, split: bool) -> I
     simulated = 0
     # What differs by less is the same, summed in another order.
     for graph in sorted(found, key=lambda graph: round(graph.slowest_ms, 6)):
-        simulated += layout.num_grains * len(graph.widths)
+        simulated += layout.num_grains * len(graph.widths) * (2 if costs.slow else 1)  # each is eased, too
         if simulated > _MOST_OTHERS:
             return
         yield graph
@@ -280,12 +313,7 @@ def _regular(
 def whole_replicas(layout: Layout, cells: int) -> Graph:
     """As many cells at every stage as so many make, with the units as they are; none if they are too few."""
     width = min(cells // layout.pipeline_size, layout.num_grains)
-    return Graph(tuple(stage.units for stage in layout.stages), (width,) * layout.pipeline_size, 0.0)
-
-
-def _graph_of(layout: Layout) -> Graph:
-    units, widths = zip(*((stage.units, stage.width) for stage in layout.stages), strict=True)
-    return Graph(units, widths, 0.0)
+    return Graph.of(layout, (width,) * layout.pipeline_size)
 
 
 def _grid_of(layout: Layout, graph: Graph) -> Layout:

@@ -17,7 +17,7 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_elastic.layout import MTP, positions
+from megatron_elastic.layout import MTP, Layout, positions
 from megatron_elastic.plan.costs.cost import Costs, live_activations, own
 from megatron_elastic.plan.costs.keeping import Keeping
 from megatron_elastic.plan.errors import NoLayout
@@ -33,8 +33,14 @@ class Graph:
 
     stage_units: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
-    slowest_ms: float
-    """Milliseconds that the slowest stage computes in a step."""
+    slowest_ms: float = 0.0
+    """Milliseconds that the slowest stage computes in a step; 0 where nobody has asked."""
+
+    @classmethod
+    def of(cls, layout: Layout, widths: Sequence[int] | None = None) -> Graph:
+        """That of a layout, with other widths maybe."""
+        return cls(tuple(stage.units for stage in layout.stages),
+                   tuple(widths or (stage.width for stage in layout.stages)))
 
 
 class Planner:
@@ -96,16 +102,21 @@ class Planner:
             raise NoLayout(self._too_big(widths))
         return Graph(tuple(stage_units), tuple(widths), max(loads))
 
-    def split(self, widths: Sequence[int], held: Sequence[AbstractSet[int]] | None = None, slack: float = 0.0) -> Graph:
+    def split(
+        self, widths: Sequence[int], held: Sequence[AbstractSet[int]] | None = None, slack: float = 0.0,
+        samples: Sequence[float] | None = None,
+    ) -> Graph:
         """The best units for stages of the given widths: slowest stage first, then bytes that have to be moved.
 
         ``held[s]`` are the units whose state the cells of stage s have already (default: nobody has anything, and
         moving does not count). Of all graphs whose slowest stage takes at most 1 + ``slack`` times the least possible,
-        the one that moves least is taken. Raises NoLayout when the units do not fit.
+        the one that moves least is taken. ``samples``: how many, at the usual speed, take each stage as long as a step
+        does; None: an even share of all, as if no cell was slow. Raises NoLayout when the units do not fit.
         """
         stages = len(widths)
         self._check_stages(stages)
-        loads = [self._load(stages, stage, width) for stage, width in enumerate(widths)]
+        many = samples or [math.ceil(self._samples / width) for width in widths]
+        loads = [self._load(stages, stage, width, many[stage]) for stage, width in enumerate(widths)]
         best = _start(self.blocks)
         for load in loads:
             best = np.maximum(best[:, None], load).min(axis=0)
@@ -240,15 +251,15 @@ class Planner:
             fixed = fixed + self._costs.units[0].parameter_bytes
         return fixed, self._optimizer
 
-    def _load(self, stages: int, stage: int, width: int) -> _Matrix:
-        """Milliseconds of a step at a stage of blocks a to b - 1; infinite where they do not fit its memory."""
-        load = self._time * math.ceil(self._samples / width)
+    def _load(self, stages: int, stage: int, width: int, samples: float) -> _Matrix:
+        """Milliseconds of so many samples at a stage of blocks a to b - 1; infinite where its memory is too small."""
+        load = self._time * samples
         if self._costs.memory_bytes is not None:
             fixed, divided = self._memory(stages, stage)
             tight = np.full_like(load, np.inf)
             if self._recompute:
                 less, _ = self._memory(stages, stage, again=True)
-                slower = load + self._forward * math.ceil(self._samples / width)
+                slower = load + self._forward * samples
                 tight = np.where(less + divided / width > self._costs.memory_bytes, np.inf, slower)
             load = np.where(fixed + divided / width > self._costs.memory_bytes, tight, load)
         return load

@@ -17,7 +17,7 @@ from megatron_elastic.plan.costs.cost import Costs, own
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.spread import away
-from megatron_elastic.plan.work.dataflow import share
+from megatron_elastic.plan.work.dataflow import dealt, share
 
 WORTH = 0.02
 """A plan that moves more than another must make the step shorter by this fraction."""
@@ -82,11 +82,11 @@ def fill(
     survivors = [[cell for cell in stage.cells if dead.isdisjoint(cell.ranks)] for stage in layout.stages]
     staying = (_by_host if by_host else _staying)(layout, costs, survivors, graph)
     new_stages = tuple(
-        _stage(layout, units, cells) for units, cells in zip(graph.stage_units, staying, strict=True)
+        Stage(units, dealt(layout, cells, costs.slow)) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
     if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
         new_stages = tuple(
-            replace(stage, cells=tuple(replace(cell, incoming=()) for cell in stage.cells)) for stage in layout.stages
+            replace(stage, cells=share(layout, stage.cells, costs.slow)) for stage in layout.stages
         )
     waiting = {stage.units: tuple(at for at in stage.waiting if at[0] not in dead) for stage in layout.stages}
     new_stages = tuple(replace(stage, waiting=waiting.get(stage.units, ())) for stage in new_stages)
@@ -231,12 +231,6 @@ def _in_common(layout: Layout, costs: Costs, graph: Graph) -> dict[tuple[int, in
         for source, held in enumerate(old) for target, units in enumerate(new)
     }  # fmt: skip
     return {pair: size for pair, size in shared.items() if size}
-
-
-def _stage(layout: Layout, units: tuple[int, ...], cells: Sequence[Cell]) -> Stage:
-    """Grains are dealt out in turn: no state belongs to them, and so neighbouring stages are in step."""
-    dealt = [Cell(cell.ranks, tuple(range(i, layout.num_grains, len(cells)))) for i, cell in enumerate(cells)]
-    return Stage(units, share(layout, dealt))
 
 
 def _members(stages: Sequence[Stage]) -> list[tuple[tuple[int, ...], set[int]]]:

@@ -78,7 +78,7 @@ def test_a_simulated_step_is_as_long_as_memory_makes_it() -> None:
     for share, times in ((1.0, 0.5), (0.5, 0.75), (0.0, 1.0)):
         costs = shared(alike(layout), share)
         assert predict(layout, costs, fast).step_ms == pytest.approx(3 * 4 * 3 * times)
-        assert step(layout, costs, ["1f1b"], fast, {0: 1.5}) == pytest.approx(3 * 4 * 3 * times * 1.5), "a slow rank"
+        assert step(layout, replace(costs, slow={0: 1.5}), ["1f1b"], fast) == pytest.approx(3 * 4 * 3 * times * 1.5)
         times_of = Times.of(layout, 0, costs, 2.0)
         assert times_of.ms(Op("forward", 0)) == pytest.approx(4 * times)
         assert times_of.ms(Op("backward_weight", 0)) == pytest.approx(4 * times)
@@ -89,7 +89,7 @@ def test_steps_that_are_too_long_to_simulate() -> None:
     costs = shared(alike(layout), 0.5)
     usual = step(layout, costs, ["1f1b"], {})
     assert step(layout, costs, ["1f1b"], {0: 2.0, 1: 2.0}) == pytest.approx(0.75 * usual)
-    assert step(layout, costs, ["1f1b"], {0: 2.0, 1: 2.0}, {1: 4.0}) == pytest.approx(3 * usual)
+    assert step(layout, replace(costs, slow={1: 4.0}), ["1f1b"], {0: 2.0, 1: 2.0}) == pytest.approx(3 * usual)
 
 
 def test_watts_go_where_a_clock_is_of_use() -> None:

@@ -130,9 +130,9 @@ def test_a_slow_cell_gets_the_watts_of_those_who_wait_for_it() -> None:
     costs = clocked("performance", alike(LAYOUT), replace(POWER, host_w=16 * POWER.watts(1.0)))
     costs = replace(costs, clock_steps=(*STEPS, 1.2))
     slow = LAYOUT.stages[1].cells[2].leader
-    undisturbed = plan_clocks(LAYOUT, costs, "1f1b", {})
+    undisturbed = plan_clocks(LAYOUT, costs, "1f1b")
     assert undisturbed.clocks == {}, "nobody waits, and there is not enough for all"
-    found = plan_clocks(LAYOUT, costs, "1f1b", {slow: 1.5})
+    found = plan_clocks(LAYOUT, replace(costs, slow={slow: 1.5}), "1f1b")
     assert found.clocks[slow] == 1.2
     assert all(clock < 1.0 for leader, clock in found.clocks.items() if leader != slow)
     assert undisturbed.step_ms < found.step_ms < found.base_ms

@@ -127,3 +127,23 @@ def test_who_is_slow_gets_less_to_do(jobs: Jobs, tmp_path: Path) -> None:
     assert_same_training(job, jobs.undisturbed(*grid.flags, ranks=4))
     loads = {cell.leader: len(cell.grains) for cell in job.layouts()[-1].stages[0].cells}
     assert loads[2] == min(loads.values()) < max(loads.values())
+
+
+def test_layers_leave_the_stage_of_a_slow_rank(jobs: Jobs, tmp_path: Path) -> None:
+    """Each stage has one cell: what a grain takes is held against what its units should take, and layers are all that
+    can move. Four of eight are on a rank of half the speed, and end up there three.
+    """
+    grid = Grid(tp=1, pp=2, steps=26, ranks=2)
+    flags = (*grid.flags, "--num-layers", "8")
+    profile = profile_of(layer_ms=3, positions=True, clocks={"1": 0.5})
+    job = jobs.run(*flags, *emulate(tmp_path / "profile.json", profile), "--elastic-slow", "share", ranks=2)
+    assert_same_training(job, jobs.undisturbed(*flags, ranks=2))
+    assert [event["ranks"] for event in job.events("slow")] == [[1]]
+    weighed = [event for event in job.events("considered") if event.get("slow")]
+    assert [event["slow"].keys() for event in weighed] == [{"1"}] and weighed[0]["chosen"] == "layers"
+    first, last = (
+        [sum(layout.units[unit].startswith("layer.") for unit in stage.units) for stage in layout.stages]
+        for layout in (job.layouts()[0], job.layouts()[-1])
+    )
+    assert (first, last) == ([4, 4], [5, 3])
+    assert not job.events("recovered")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteE
 from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded, Throttled
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
-from megatron_elastic.layout import Stage
-from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.layout import Layout, Stage
+from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.power import Clocking, PowerModel
 from tests.jobs import Grid, Job, Jobs
 from tests.play import SETTINGS, Play
@@ -142,10 +143,10 @@ def test_cells_are_compared_once_a_step_however_many_nodes_tell(monkeypatch: pyt
     assert compared == [2], "nothing is new"
 
 
-def switch(play: Play, number: int) -> None:
+def switch(play: Play, number: int, ranks: Sequence[int] = (0, 1)) -> None:
     """The planned layout comes into force, and all that it asks for is there."""
     epoch = play.job.newest_epoch
-    play.say(Switched(rank=0, epoch=epoch, step=number), *(Settled(rank=rank, epoch=epoch) for rank in (0, 1)))
+    play.say(Switched(rank=0, epoch=epoch, step=number), *(Settled(rank=rank, epoch=epoch) for rank in ranks))
 
 
 def test_less_to_do_first_then_taken_out_then_tried_again() -> None:
@@ -185,6 +186,78 @@ def test_slow_enough_to_get_less_and_not_to_be_taken_out() -> None:
     assert not play.job.pace.evicted
 
 
+# ---- layers ----------------------------------------------------------------------------------
+
+
+def along_a_pipeline(width: int = 2) -> Play:
+    """Two stages of so many cells and three layers, of which it is known what they cost."""
+    play = Play(((0, 1, 2, 3), (4, 5, 6, 7)), layers=6, width=width)
+    play.news(RankExited(rank=2 * width, returncode=-9, time=1.0))
+    play.say(*(Settled(rank=rank, epoch=0) for rank in range(2 * width)))
+    layer, other = UnitCost(1.0, 2.0, 6, 12, 1), UnitCost(0.0, 0.0, 6, 12, 1)
+    costs = Costs(tuple(layer if name.startswith("layer") else other for name in play.first.units))
+    play.job = replace(play.job, arrangement=replace(play.job.arrangement, costs=costs, fits=True))
+    return play
+
+
+def layers(layout: Layout) -> list[int]:
+    """Of each stage."""
+    return [sum(layout.units[unit].startswith("layer") for unit in stage.units) for stage in layout.stages]
+
+
+def goal(play: Play) -> Layout:
+    """What is planned, in the end."""
+    change = play.job.change
+    assert change is not None
+    return change.goal or change.layout
+
+
+def test_layers_leave_the_stage_of_who_is_slow_for_long() -> None:
+    play = along_a_pipeline()
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    assert events(play) == ["slow"]
+    assert layers(goal(play)) == [3, 3], "grains move at once, layers do not"
+    switch(play, 2, range(4))
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    later(play, 7)
+    assert play.job.change is None
+    later(play, 1)
+    assert events(play) == ["considered"]
+    assert layers(goal(play)) == [2, 4]
+
+
+def test_who_is_alone_at_its_stage_is_compared_by_what_units_cost() -> None:
+    play = along_a_pipeline(width=1)
+    paced(play, 10.0, 11.0)
+    assert events(play) == []
+    paced(play, 10.0, 20.0)
+    assert events(play) == ["slow"] and dict(play.job.pace.believed) == {1: 2.0}
+    assert goal(play).stages == play.first.stages, "there is nobody to share grains with, only slices can be spread"
+    switch(play, 2, range(2))
+    later(play, 8)
+    assert layers(goal(play)) == [4, 2]
+    unknown = along_a_pipeline(width=1)
+    unknown.job = replace(unknown.job, arrangement=replace(unknown.job.arrangement, costs=None))
+    paced(unknown, 10.0, 20.0)
+    assert events(unknown) == []
+
+
+def test_layers_stay_where_who_is_slow_is_fast_again_before_long() -> None:
+    play = along_a_pipeline()
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    switch(play, 2, range(4))
+    paced(play, 10.0, 10.0, 10.0, 10.0)
+    later(play, 3)
+    assert events(play) == ["well"]
+    switch(play, 3, range(4))
+    for _ in range(10):
+        later(play, 1)
+        if play.job.change is not None:
+            assert layers(goal(play)) == [3, 3]
+            switch(play, 4, range(4))
+    assert play.job.layout is not None and layers(play.job.layout) == [3, 3] and play.job.pace.news is None
+
+
 # ---- clocks ----------------------------------------------------------------------------------
 
 
@@ -208,7 +281,7 @@ def run_at(play: Play, clocks: dict[int, float]) -> None:
 
 def plans(play: Play) -> list[dict[int, float]]:
     """For what paces clocks are to be planned."""
-    return [dict(effect.paces) for effect in play.effects if isinstance(effect, PlanClocks)]
+    return [dict(effect.costs.slow) for effect in play.effects if isinstance(effect, PlanClocks)]
 
 
 def test_who_runs_at_a_higher_clock_is_not_taken_for_a_faster_device(clocked: Play) -> None:

@@ -46,19 +46,19 @@ def test_an_order_is_searched_for_the_clocks_that_cells_get() -> None:
     for seed in range(examples(10)):
         layout, usual = small_job(random.Random(seed))
         costs = clocked(usual, "performance", 1.0, 1.25, 1.5)
-        paces = {layout.stages[0].cells[0].leader: 1.3}
-        found = search(layout, costs, paces, None)
+        costs = replace(costs, slow={layout.stages[0].cells[0].leader: 1.3})
+        found = search(layout, costs, None)
         assert found is not None
-        clocks = expected_clocks(layout, costs, paces)
+        clocks = expected_clocks(layout, costs)
         assert max(clocks.values()) > 1.0
-        fast, usually = (find(layout, costs, speeds(layout, costs, each, paces)).ms for each in (clocks, {}))
+        fast, usually = (find(layout, costs, speeds(layout, costs, each)).ms for each in (clocks, {}))
         assert found.ms == fast < usually
-        planned = plan_clocks(layout, costs, SEARCH, paces, found.program)
+        planned = plan_clocks(layout, costs, SEARCH, found.program)
         assert planned.clocks == {leader: clock for leader, clock in sorted(clocks.items()) if clock != 1.0}
         program = unpacked(found.program, layout)
-        assert planned.step_ms == Step.of(program, layout, costs, planned.clocks, paces).ms
+        assert planned.step_ms == Step.of(program, layout, costs, planned.clocks).ms
         # A search knows one speed of a cell, for units of which clocks divide more and less.
-        assert found.ms == pytest.approx(run(program, layout, costs, clocks, paces=paces).makespan, rel=5e-3)
+        assert found.ms == pytest.approx(run(program, layout, costs, clocks).makespan, rel=5e-3)
 
 
 def test_energy_is_saved_where_the_searched_order_takes_no_longer() -> None:
@@ -66,9 +66,9 @@ def test_energy_is_saved_where_the_searched_order_takes_no_longer() -> None:
     for seed in range(examples(10)):
         layout, usual = small_job(random.Random(seed))
         costs = clocked(usual, "energy", 0.8, 0.9, 1.0, 1.1)
-        found = search(layout, costs, {}, None)
+        found = search(layout, costs, None)
         assert found is not None
-        planned = plan_clocks(layout, costs, SEARCH, {}, found.program)
+        planned = plan_clocks(layout, costs, SEARCH, found.program)
         program = unpacked(found.program, layout)
         usually, saving = (Step.of(program, layout, costs, each) for each in ({}, planned.clocks))
         assert planned.base_ms == usually.ms

@@ -119,13 +119,13 @@ def test_a_v_is_found_where_it_pays(pp: int) -> None:
     layout = along(range(pp), [4] * pp, 1, 2 * pp, tied=False)
     free, layer = UnitCost(0, 0, 10, 10, 0), UnitCost(10, 20, 100, 100, 100)
     costs = Costs(tuple(layer if name.startswith("layer") else free for name in layout.units), latency_ms=0.0)
-    found = order.search(layout, costs, {}, None, tied=False)
+    found = order.search(layout, costs, None, tied=False)
     assert found is not None and found.stage_units is not None and found.placed_ms is not None
     assert found.placed_ms < (1 - WORTH) * found.ms < found.present_ms
     again = elsewhere(layout, costs, {}, False, find(layout, costs).room, found.ms)
     assert again is not None
     assert tuple(stage.units for stage in again[0].stages) == found.stage_units
-    stay = order.search(layout, costs, {}, None)
+    stay = order.search(layout, costs, None)
     assert stay is not None and stay.stage_units is None and stay.ms == found.ms
-    there = order.search(again[0], costs, {}, None, tied=False)
+    there = order.search(again[0], costs, None, tied=False)
     assert there is not None and there.stage_units is None, "one does not go back and forth"

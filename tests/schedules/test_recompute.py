@@ -220,7 +220,7 @@ def test_the_plan_command_shows_what_is_recomputed(tmp_path: Path, capsys: pytes
 def test_an_order_that_does_not_fit_is_left() -> None:
     """Even for a slower one, as costs that come late may tell."""
     layout, costs = a_job(399)
-    found = order.search(layout, costs, {}, None)
+    found = order.search(layout, costs, None)
     assert found is not None and not found.present_fits
-    roomy = order.search(layout, replace(costs, memory_bytes=400), {}, None)
+    roomy = order.search(layout, replace(costs, memory_bytes=400), None)
     assert roomy is not None and roomy.present_fits and roomy.recomputed == ()

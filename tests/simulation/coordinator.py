@@ -210,7 +210,7 @@ class Coordinator:
             case ReadCosts():
                 self._events.append(events.Costed(now=self.time, costs=None, problem="there is none"))
             case Search():
-                found = order.search(effect.layout, effect.costs, effect.paces, effect.present, effect.tied)
+                found = order.search(effect.layout, effect.costs, effect.present, effect.tied)
                 world.after(world.delay(0.5), self._found, effect.layout.epoch, found)
             case Record():
                 world.leadership.record(self, effect.epoch)

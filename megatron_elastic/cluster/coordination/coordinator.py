@@ -236,7 +236,7 @@ class Coordinator:
 
         def plan() -> None:
             try:
-                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.paces, effect.present)
+                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.present)
             except Exception:
                 done = partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
             else:
@@ -291,7 +291,7 @@ class Coordinator:
                 seconds=time.monotonic() - begun, problem="" if error is None else repr(error),
             ))
 
-        arguments = effect.layout, effect.costs, effect.paces, effect.present, effect.tied
+        arguments = effect.layout, effect.costs, effect.present, effect.tied
         asyncio.get_running_loop().run_in_executor(None, order.search, *arguments).add_done_callback(done)
 
     def _tabulate(self, effect: Tabulate) -> None:

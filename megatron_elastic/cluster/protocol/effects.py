@@ -65,7 +65,6 @@ class PlanClocks(msgspec.Struct, frozen=True):
     layout: Layout
     costs: Costs
     schedule: str
-    paces: Mapping[int, float]
     present: bytes | None
 
 
@@ -75,7 +74,6 @@ class Search(msgspec.Struct, frozen=True):
 
     layout: Layout
     costs: Costs
-    paces: Mapping[int, float]
     present: bytes | None
     tied: bool | None = None
 

@@ -6,6 +6,7 @@ costs what it touches, whatever the number of ranks. A map to None is a set.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -426,6 +427,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Cells that have been faster than was believed, since which step."""
     strikes: Map[int, int] = Map()
     """How often each has become slow."""
+    news: int | None = None
+    """Step at which something else was believed last, until layers have been weighed by that."""
     evicted: Map[int, int] = Map()
     """Ranks that were taken out because they are slow, with the cell of each."""
 
@@ -529,6 +532,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def policy(self) -> Policy:
         """What is made of losses and joins (``--elastic-policy``)."""
         return POLICIES[self.settings.policy]
+
+    @property
+    def slow(self) -> dict[int, float]:
+        """How many times as long as usual a grain takes in the present cells where that is not once, by leader."""
+        there = {} if self.layout is None else self.layout.cells
+        return {rank: times for rank, times in self.pace.believed.items() if rank in there}
+
+    @property
+    def costs(self) -> Costs | None:
+        """What units cost, and which cells are slow; None: it is not known."""
+        return None if self.arrangement.costs is None else dataclasses.replace(self.arrangement.costs, slow=self.slow)
 
     @property
     def alive(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from megatron_elastic.layout import MTP, Layout
@@ -21,6 +21,8 @@ _ASSUMED = {
 }  # fmt: skip
 """Parameters of units about which nothing is known, so that a plan is at least proportionate."""
 _PARAMETERS_PER_MS = 1_000_000
+_OF_A_JOB = {"clocking", "slow"}
+"""Fields of ``Costs`` that are no entries of a profile."""
 EMULATION = "emulation"
 """Entry of a profile that is not about costs: what only ``--elastic-emulate`` reads."""
 
@@ -86,6 +88,8 @@ class Costs:
         power: watts of a device; None: not known.
         clock_steps: that a device can have, ascending, as multiples of the clock at which units cost what is said.
         clocking: how a job chooses among these; None: it leaves clocks alone. No entry of a profile.
+        slow: how many times as long as usual a grain takes at the same clock, of cells where that is not once, by
+            leader. No entry of a profile.
     """
 
     units: tuple[UnitCost, ...]
@@ -98,6 +102,11 @@ class Costs:
     power: PowerModel | None = None
     clock_steps: tuple[float, ...] = (1.0,)
     clocking: Clocking | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    def stage_ms(self, layout: Layout, stage: int) -> float:
+        """Forward and backward of one grain through all units that are at home in a stage."""
+        return sum(self.units[unit].grain_ms for unit in layout.stages[stage].units if layout.home(unit) == stage)
 
     def times_as_long(self, units: Iterable[int], clock: float) -> float:
         """As at the base clock: what some units together take at another."""
@@ -167,7 +176,7 @@ class Costs:
             raise ProfileError('the profile must be an object with an object "units"')
         entries = data.pop("units")
         data.pop(EMULATION, None)
-        known = {field.name for field in fields(cls)} - {"clocking"}
+        known = {field.name for field in fields(cls)} - _OF_A_JOB
         if unknown := sorted({*data} - known):
             raise ProfileError(f"the profile has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
         if surplus := sorted(set(entries) - {*units, *(name.partition(".")[0] for name in units), "layer"}):
@@ -190,7 +199,7 @@ class Costs:
 
     def entries(self) -> dict[str, Any]:
         """What a profile says besides its units."""
-        return {name: value for name, value in asdict(self).items() if name not in ("units", "clocking")}
+        return {name: value for name, value in asdict(self).items() if name not in {"units", *_OF_A_JOB}}
 
     @classmethod
     def assumed(cls, units: Sequence[str], parameters: Mapping[str, int] | None = None) -> Costs:

@@ -76,7 +76,7 @@ class Column(Policy):
         even, over = divmod(len(layout.cells), layout.pipeline_size)
         if over or all(stage.width == even for stage in layout.stages):
             return layout
-        graph = Graph(tuple(stage.units for stage in layout.stages), (even,) * layout.pipeline_size, 0.0)
+        graph = Graph.of(layout, (even,) * layout.pipeline_size)
         return fill(layout, costs or Costs.assumed(layout.units), graph, layout.epoch)
 
 

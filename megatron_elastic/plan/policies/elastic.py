@@ -18,8 +18,8 @@ class Elastic(Policy):
     """ElasWave's axes (arXiv 2510.00606): dataflow at once, graph in the background, clocks apart
     (``plan.work.clocking``).
 
-    Where it is known what units cost, all ways to go on are compared (``plan.choice``). One may be to leave cells out,
-    for regular pipelines; they come in again when that makes the others faster.
+    Where it is known what units cost, all ways to go on are compared (``plan.choice``), with cells as slow as they are.
+    One may be to leave cells out, for regular pipelines; they come in again when that makes the others faster.
     """
 
     name = "elastic"

@@ -17,6 +17,4 @@ class Resihp(Policy):
 
     def usual_ms(self, layout: Layout, stage: int, costs: Costs | None) -> float | None:
         """By costs, if they are known."""
-        if costs is None:
-            return None
-        return sum(costs.units[unit].grain_ms for unit in layout.stages[stage].units if layout.home(unit) == stage)
+        return None if costs is None else costs.stage_ms(layout, stage)

@@ -115,11 +115,8 @@ class Load(NamedTuple):
         return self.clocked / left
 
 
-def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, Load]:
-    """What each working cell computes in a step, by leader.
-
-    ``paces``: how many times as long as usual a grain takes, of cells where that is not once.
-    """
+def loads(layout: Layout, costs: Costs) -> dict[int, Load]:
+    """What each working cell computes in a step, by leader."""
     found = {}
     for index, stage in enumerate(layout.stages):
         units = [costs.units[unit] for unit in stage.units if layout.home(unit) == index]
@@ -127,20 +124,18 @@ def loads(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None
         fixed = sum(unit.grain_ms * (1 - unit.clock_share) for unit in units)
         for cell in stage.cells:
             if not cell.shadow:
-                many = layout.load(cell) * (paces or {}).get(cell.leader, 1.0)
+                many = layout.load(cell) * costs.slow.get(cell.leader, 1.0)
                 found[cell.leader] = Load(many * clocked, many * fixed)
     return found
 
 
-def speeds(
-    layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float] | None = None
-) -> dict[int, float]:
+def speeds(layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> dict[int, float]:
     """How fast cells are, all their units together, as multiples of what is usual at the base clock; 1 if not there."""
     found = {}
-    for leader in {*clocks, *(paces or {})}:
+    for leader in {*clocks, *costs.slow}.intersection(layout.cells):
         stage = layout.stage_of(leader)
         units = [unit for unit in layout.stages[stage].units if layout.home(unit) == stage]
-        times = costs.times_as_long(units, clocks.get(leader, 1.0)) * (paces or {}).get(leader, 1.0)
+        times = costs.times_as_long(units, clocks.get(leader, 1.0)) * costs.slow.get(leader, 1.0)
         found[leader] = 1 / times
     return found
 
@@ -180,7 +175,7 @@ def _times(loads: Mapping[int, Load], budget: Budget) -> list[float]:
     return sorted({load.at(step) for load, allowed in kinds for step in allowed})
 
 
-def foreseen(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = None) -> dict[int, float]:
+def foreseen(layout: Layout, costs: Costs) -> dict[int, float]:
     """Clocks with which a step takes as long as with those that ``clocks`` finds, by leader; for comparing layouts.
 
     Under 'performance' these are those. To save energy no step gets longer, so these are the base clock, or what is
@@ -189,27 +184,24 @@ def foreseen(layout: Layout, costs: Costs, paces: Mapping[int, float] | None = N
     assert costs.power is not None and costs.clocking is not None
     budget = Budget.of(layout, Limits.under(layout, costs), costs.power)
     if costs.clocking.mode == "performance":
-        return _raised(balance(loads(layout, costs, paces), budget), budget, 1.0)
+        return _raised(balance(loads(layout, costs), budget), budget, 1.0)
     return _raised({leader: allowed[0] for leader, allowed in budget.allowed.items()}, budget, 1.0)
 
 
-def clocks(
-    layout: Layout, costs: Costs, step_ms: Callable[[Mapping[int, float]], float],
-    paces: Mapping[int, float] | None = None,
-) -> dict[int, float]:
+def clocks(layout: Layout, costs: Costs, step_ms: Callable[[Mapping[int, float]], float]) -> dict[int, float]:
     """The clock of each working cell, by leader, by the mode of ``costs.clocking``.
 
     performance: the bottleneck as fast as it may be; who waits for it stays at the base clock, so that a pipeline is
     filled no slower, unless its host's watts are needed elsewhere. energy: of all such clocks, and the same with lower
     ones for who waits, those with the least energy for which a step takes no longer than at the base clock; of the
     first few hundred, as each is a step to simulate.
-    ``step_ms``: what a step takes with some clocks. ``paces`` as in ``loads``. ``costs.power`` must be known.
+    ``step_ms``: what a step takes with some clocks. ``costs.power`` must be known.
     """
-    base = foreseen(layout, costs, paces)
+    base = foreseen(layout, costs)
     assert costs.power is not None and costs.clocking is not None
     if costs.clocking.mode == "performance":
         return base
-    work, power, limits = loads(layout, costs, paces), costs.power, Limits.under(layout, costs)
+    work, power, limits = loads(layout, costs), costs.power, Limits.under(layout, costs)
     budget = Budget.of(layout, limits, power)
     longest = step_ms(base) * (1 + _ROUNDING)
     best, least, tries = base, _joules(layout, work, base, power, longest), 0

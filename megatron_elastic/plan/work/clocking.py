@@ -24,14 +24,11 @@ class ClockPlan:
     base_ms: float
 
 
-def plan_clocks(
-    layout: Layout, costs: Costs, schedule: str, paces: Mapping[int, float], present: bytes | None = None
-) -> ClockPlan:
+def plan_clocks(layout: Layout, costs: Costs, schedule: str, present: bytes | None = None) -> ClockPlan:
     """The plan for ``layout`` under ``--elastic-schedule``; ``costs.clocking`` and ``costs.power`` must be known.
 
-    ``paces``: how many times as long as usual a grain takes at the same clock, in cells where that is not once, by
-    leader. ``present``: the packed program that cells have, if its order was searched; None: the usual one. To save
-    energy many steps are simulated; where one takes long, nothing is planned.
+    ``present``: the packed program that cells have, if its order was searched; None: the usual one. To save energy many
+    steps are simulated; where one takes long, nothing is planned.
     """
     assert costs.clocking is not None
     large = layout.num_grains * layout.pipeline_size > MOST_SIMULATED
@@ -40,12 +37,12 @@ def plan_clocks(
 
     def step_ms(tried: Mapping[int, float]) -> float:
         if searched is None:
-            return step(layout, costs, [usual], tried, paces)
-        return order.step_ms(searched, layout, costs, tried, paces)
+            return step(layout, costs, [usual], tried)
+        return order.step_ms(searched, layout, costs, tried)
 
     base_ms = step_ms({})
     if costs.clocking.mode == "energy" and large:
         return ClockPlan({}, base_ms, base_ms)
-    found = clocks(layout, costs, step_ms, paces)
+    found = clocks(layout, costs, step_ms)
     others = {leader: clock for leader, clock in sorted(found.items()) if clock != 1.0}
     return ClockPlan(others, step_ms(found), base_ms)

@@ -10,6 +10,7 @@ stay what they were either way.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from megatron_elastic.layout import Cell, Layout, Part
@@ -31,6 +32,19 @@ def share(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | No
         return tuple(_given(cell, whole, ()) for cell, whole in zip(cells, grains, strict=True))
     shares = resize(held, layout.num_grains, layout.samples, slow)
     return tuple(_given(cell, whole, parts) for cell, (whole, parts) in zip(cells, shares, strict=True))
+
+
+def dealt(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | None = None) -> tuple[Cell, ...]:
+    """Likewise, but who computes what has nothing to do with how it was before: grains are dealt out in turn, to slower
+    cells less often. No state belongs to them, and so neighbouring stages are in step.
+    """
+    hands: list[list[int]] = [[] for _ in cells]
+    due = sorted(((paces or {}).get(cell.leader, 1.0) / 2, at) for at, cell in enumerate(cells))
+    for grain in range(layout.num_grains):
+        middle, at = due[0]
+        hands[at].append(grain)
+        heapq.heapreplace(due, (middle + (paces or {}).get(cells[at].leader, 1.0), at))
+    return share(layout, [Cell(cell.ranks, tuple(hand)) for cell, hand in zip(cells, hands, strict=True)], paces)
 
 
 def _given(cell: Cell, whole: tuple[int, ...], parts: tuple[Part, ...]) -> Cell:

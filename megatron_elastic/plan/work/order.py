@@ -49,20 +49,17 @@ class Order:
     present_fits: bool = True
 
 
-def search(
-    layout: Layout, costs: Costs, paces: Mapping[int, float], present: bytes | None, tied: bool | None = None
-) -> Order | None:
+def search(layout: Layout, costs: Costs, present: bytes | None, tied: bool | None = None) -> Order | None:
     """The best order that is found for a layout at the clocks that it will get; None where none is known that fits, or
     grains are cut.
 
-    ``paces``: how many times as long as usual a grain takes, in cells where that is not once, by leader. ``present``:
-    the packed program that cells have now; None: the usual one. ``tied``: whether the end of the model needs the
-    embedding, if chunks may be placed otherwise; None: they stay where they are.
+    ``present``: the packed program that cells have now; None: the usual one. ``tied``: whether the end of the model
+    needs the embedding, if chunks may be placed otherwise; None: they stay where they are.
     """
     if any(cell.parts for cell in layout.cells.values()):
         return None
-    clocks = expected_clocks(layout, costs, paces)
-    speeds = speeds_of(layout, costs, clocks, paces)
+    clocks = expected_clocks(layout, costs)
+    speeds = speeds_of(layout, costs, clocks)
     try:
         found = find(layout, costs, speeds)
     except NotFitting:
@@ -70,7 +67,7 @@ def search(
     now = scheduled(SCHEDULES[0], layout) if present is None else unpacked(present, layout)
     # The usual order has been looked at already, but with nothing recomputed.
     looked_at = present is None and not layout.recomputed
-    present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks, paces=paces).makespan
+    present_ms = found.usual_ms if looked_at else run(now, layout, costs, clocks).makespan
     placed = None
     if tied is not None and layout.pipeline_size > 1:
         placed = elsewhere(layout, costs, speeds, tied, found.room, found.ms)
@@ -86,26 +83,15 @@ def unpacked(program: bytes, layout: Layout) -> Program:
     return Program({leader: unpack(program, leader) for leader in layout.cells})
 
 
-def step_ms(
-    program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float], paces: Mapping[int, float]
-) -> float:
+def step_ms(program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> float:
     """Milliseconds of a step in the order that ``search`` found, at other clocks maybe."""
-    return Step.of(program, layout, costs, clocks, paces).ms
+    return Step.of(program, layout, costs, clocks).ms
 
 
 def alike(layout: Layout, costs: Costs, others: Costs) -> bool:
-    """Whether stages take about as long by either costs."""
-    return all(
-        abs(a - b) <= _CHANGED * max(a, b)
-        for a, b in zip(_by_stage(layout, costs), _by_stage(layout, others), strict=True)
-    )
-
-
-def _by_stage(layout: Layout, costs: Costs) -> list[float]:
-    return [
-        sum(costs.units[unit].grain_ms for unit in stage.units if layout.home(unit) == index)
-        for index, stage in enumerate(layout.stages)
-    ]
+    """Whether stages take about as long by either costs, and the same cells are as slow."""
+    stages = ((costs.stage_ms(layout, stage), others.stage_ms(layout, stage)) for stage in range(layout.pipeline_size))
+    return costs.slow == others.slow and all(abs(a - b) <= _CHANGED * max(a, b) for a, b in stages)
 
 
 def foreseen(schedule: str) -> Collection[str]:

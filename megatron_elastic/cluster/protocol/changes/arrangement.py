@@ -60,13 +60,13 @@ def _chosen(turn: Turn, layout: Layout) -> Layout:
     """
     job, arrangement, placed = turn.job, turn.job.arrangement, turn.job.arrangement.placed
     assert job.first is not None
-    if placed is not None and len(placed) == layout.pipeline_size and arrangement.costs is not None:
-        graph = Graph(placed, tuple(stage.width for stage in layout.stages), 0.0)
-        placing = even(fill(layout, arrangement.costs, graph, layout.epoch), layout.epoch)
-        return recomputing(placing, arrangement.costs)
+    if placed is not None and len(placed) == layout.pipeline_size and job.costs is not None:
+        graph = Graph(placed, tuple(stage.width for stage in layout.stages))
+        placing = even(fill(layout, job.costs, graph, layout.epoch), layout.epoch, job.slow)
+        return recomputing(placing, job.costs)
     if arrangement.stages is not None:
         return arranged(job, layout)
-    found = job.policy.ways(layout, arrangement.costs, job.first.tied, foreseen(job.settings.schedule))
+    found = job.policy.ways(layout, job.costs, job.first.tied, foreseen(job.settings.schedule))
     if not found:
         return arranged(job, layout)
     chosen, unclocked = best(found), best(found, clocked=False)
@@ -74,8 +74,14 @@ def _chosen(turn: Turn, layout: Layout) -> Layout:
     if came_or_went or chosen.layout.stages != layout.stages or chosen is not unclocked:
         turn.set(arrangement=replace(arrangement, weighed=layout.ranks))
         turn.record("considered", chosen=chosen.name, horizon_s=HORIZON_MS / 1e3, ways=list(map(_told, found)),
-                    **({"without_clocks": unclocked.name} if chosen.clocks else {}))  # fmt: skip
+                    **({"without_clocks": unclocked.name} if chosen.clocks else {}),
+                    **({"slow": _rounded(job.slow)} if job.slow else {}))  # fmt: skip
     return chosen.layout
+
+
+def _rounded(slow: Mapping[int, float]) -> dict[str, float]:
+    """In a record."""
+    return {str(leader): round(times, 3) for leader, times in sorted(slow.items())}
 
 
 def _told(way: Way) -> dict[str, Any]:
@@ -228,13 +234,13 @@ def tabulate(turn: Turn, layout: Layout) -> None:
 def arranged(job: Job, layout: Layout) -> Layout:
     """The stages there should be. Raises NoLayout if the cells cannot make the number that was asked for."""
     assert job.first is not None
-    stages, costs, tied = job.arrangement.stages, job.arrangement.costs, job.first.tied
+    stages, costs, tied = job.arrangement.stages, job.costs, job.first.tied
     if stages is None:
         return job.policy.arrange(layout, costs, tied, foreseen(job.settings.schedule))
     costs, searched = costs or Costs.assumed(layout.units), job.settings.schedule == SEARCH
     found = replan(layout, costs, layout.epoch, stages={stages}, tied=tied,
                    split=splits(foreseen(job.settings.schedule)), recompute=searched)  # fmt: skip
-    return recomputing(even(found, layout.epoch), costs) if searched else found
+    return recomputing(even(found, layout.epoch, job.slow), costs) if searched else found
 
 
 def cells(job: Job, layout: Layout, newcomers: Collection[int], leaving: Collection[int]) -> int | None:
@@ -248,6 +254,6 @@ def cells(job: Job, layout: Layout, newcomers: Collection[int], leaving: Collect
     taken = {*leaving, *(rank for cell in whole for rank in cell.ranks)}
     there = len(whole) + len({*layout.ranks, *layout.spares, *newcomers} - taken) // layout.cell_size
     there = there if asked is None else min(asked, there)
-    most = job.policy.cells(layout, there, job.arrangement.costs, foreseen(job.settings.schedule))
+    most = job.policy.cells(layout, there, job.costs, foreseen(job.settings.schedule))
     # A limit stays in the layout, also for a later coordinator, which may not know the costs.
     return None if most == there and asked is None and layout.most_cells is None else most

@@ -62,7 +62,7 @@ def consider(turn: Turn) -> None:
         arrangement.tabulate(turn, layout)
         if not job.told:
             turn.set(told=True)
-            what = "slices are even, and grains shared by speed," if pace.paces(job) else "slices and grains are even"
+            what = "slices are even, and grains shared by speed," if job.slow else "slices and grains are even"
             turn.say(f"{what} over {len(layout.ranks)} ranks, and all copies are there")
         return
     new, goal = better
@@ -110,11 +110,11 @@ def leaving(job: Job) -> set[int]:
 
 
 def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Layout, Layout | None] | None:
-    epoch, gone, paces = turn.job.newest_epoch + 1, leaving(turn.job), pace.paces(turn.job)
+    epoch, gone, slow = turn.job.newest_epoch + 1, leaving(turn.job), turn.job.slow
     rearrange = arrangement.rearranging(turn, layout, bool(newcomers))
     try:
         cells = arrangement.cells(turn.job, layout, newcomers, gone)
-        return improve(layout, newcomers, epoch, turn.job.goal, rearrange, gone, paces, cells)
+        return improve(layout, newcomers, epoch, turn.job.goal, rearrange, gone, slow, cells)
     except NoLayout as error:
         if not gone.isdisjoint(layout.ranks):
             _stay(turn, str(error))
@@ -123,7 +123,7 @@ def _improve(turn: Turn, layout: Layout, newcomers: dict[int, int]) -> tuple[Lay
         turn.record("refused", reason=str(error))
         turn.say(f"the number of stages stays as it is: {error}", "refused")
         turn.set(arrangement=replace(turn.job.arrangement, stages=None, placed=None))
-        return improve(layout, newcomers, epoch, turn.job.goal, None, gone, paces, turn.job.arrangement.cells)
+        return improve(layout, newcomers, epoch, turn.job.goal, None, gone, slow, turn.job.arrangement.cells)
 
 
 def _stay(turn: Turn, reason: str) -> None:

@@ -27,13 +27,12 @@ def plan(turn: Turn) -> None:
     job = turn.job
     if job.settings.dvfs is None or job.layout is None:
         return
-    if job.arrangement.costs is None:
+    if job.costs is None:
         for node in sorted(job.nodes):
             turn.tell(node, SetClocks(clocks={}, watts={}))
         pace.clocked(turn, {})
     else:
-        turn.do(PlanClocks(job.layout, job.arrangement.costs, job.settings.schedule, pace.paces(job),
-                           ordering.in_force(job, job.layout)))  # fmt: skip
+        turn.do(PlanClocks(job.layout, job.costs, job.settings.schedule, ordering.in_force(job, job.layout)))
 
 
 def planned(turn: Turn, event: Clocked) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.protocol.changes import pace
 from megatron_elastic.cluster.protocol.effects import Search
 from megatron_elastic.cluster.protocol.events import Found
 from megatron_elastic.cluster.protocol.job import Job, Ordering
@@ -24,7 +23,7 @@ _WORTH = 0.01
 
 def consider(turn: Turn, layout: Layout) -> None:
     """Have a better order looked for, if that has not been done for what the costs are now."""
-    job, present, costs = turn.job, turn.job.ordering, turn.job.arrangement.costs
+    job, present, costs = turn.job, turn.job.ordering, turn.job.costs
     if job.settings.schedule != SEARCH or costs is None or present.searching:
         return
     same = present.epoch == layout.epoch
@@ -33,7 +32,7 @@ def consider(turn: Turn, layout: Layout) -> None:
     program = in_force(job, layout)
     turn.set(ordering=Ordering(epoch=layout.epoch, costs=costs, program=program, searching=True))
     assert job.first is not None
-    turn.do(Search(layout, costs, pace.paces(job), program, job.first.tied if job.settings.places else None))
+    turn.do(Search(layout, costs, program, job.first.tied if job.settings.places else None))
 
 
 def in_force(job: Job, layout: Layout) -> bytes | None:

@@ -1,9 +1,11 @@
 """Pace: which cells are slower than others of their stage, and what is done about it (``--elastic-slow``).
 
-Only cells of one stage are compared, at the same clock: they do the same. One that is slower gets fewer grains
+Cells of one stage are compared, at the same clock: they do the same. Where a stage has one cell, and what units cost is
+known, it is compared with others by what each should take. One that is slower gets fewer grains
 (``plan.work.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a
 while. That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often
-it was slow before. So work moves soon, and does not move to and fro.
+it was slow before. So work moves soon, and does not move to and fro. Layers are worth moving only for what lasts: they
+are weighed anew when nothing else has been believed for some steps.
 """
 
 from __future__ import annotations
@@ -24,20 +26,14 @@ _SAME = 1.25
 """How many times as long a grain may take as it is believed to take: what differs by less is noise."""
 _STEPS = 3
 """For which a cell has to be faster than was believed, the first time; twice as many after each time it was slow."""
+_LASTS = 8
+"""Steps after which what is believed is taken to last."""
 _WORTH = 0.95
 """What a stage has to take without a cell, of what it takes with it, for the cell to be taken out."""
 _AGAIN = 30.0
 """Seconds after which a cell that was taken out is tried again, the first time; twice as many after each."""
 _OFTEN = 8
 """Times that count, at most."""
-
-
-def paces(job: Job) -> dict[int, float]:
-    """How many times as long as usual a grain takes at the same clock in the present cells where that is not once, by
-    leader.
-    """
-    assert job.layout is not None
-    return {rank: times for rank, times in job.pace.believed.items() if rank in job.layout.cells}
 
 
 def paced(turn: Turn, event: Paced) -> None:
@@ -60,7 +56,18 @@ def stepped(turn: Turn) -> bool:
     stages = {layout.stage_of(rank) for rank in pending if rank in layout.cells}
     stages |= {layout.stage_of(rank) for rank in job.pace.told}
     turn.set(pace=replace(job.pace, told=Map()))
-    return _judge(turn, stages)
+    judged = _judge(turn, stages)
+    return _lasting(turn) or judged
+
+
+def _lasting(turn: Turn) -> bool:
+    """Whether what was believed for some steps is now to be reason enough to move layers."""
+    pace, ledger = turn.job.pace, turn.job.ledger
+    assert ledger is not None
+    if pace.news is None or ledger.written - pace.news < _LASTS:
+        return False
+    turn.set(pace=replace(pace, news=None), arrangement=replace(turn.job.arrangement, fits=False))
+    return True
 
 
 def let_back(turn: Turn, rank: int) -> None:
@@ -77,10 +84,9 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
     changed = False
     for index in sorted(stages):
         took = _times(job, layout.stages[index])
-        usual = job.policy.usual_ms(layout, index, job.arrangement.costs)
-        if usual is None and len(took) < 2:
+        usual = _usual_ms(job, index, took)
+        if usual is None:
             continue
-        usual = usual or median_low(took.values())
         for cell in layout.stages[index].cells:
             if cell.leader in took:
                 changed |= _believe(turn, index, cell, took[cell.leader] / usual)
@@ -88,6 +94,22 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
         if job.settings.slow == "evict" and job.idle and not job.unsettled and not changed:
             changed |= _evict(turn, index, layout.stages[index])
     return changed
+
+
+def _usual_ms(job: Job, index: int, took: Mapping[int, float]) -> float | None:
+    """What a grain should take in a cell of a stage; None if nobody can say. ``took``: as ``_times`` has it."""
+    layout, costs = job.layout, job.arrangement.costs
+    assert layout is not None
+    if (usual := job.policy.usual_ms(layout, index, costs)) is not None:
+        return usual
+    if len(took) > 1:
+        return median_low(took.values())
+    # There is nobody who does the same: others may be as fast for what their units should take.
+    if costs is None or not job.policy.arranges(costs) or not (should := costs.stage_ms(layout, index)):
+        return None
+    each = [ms / costs.stage_ms(layout, stage) for stage in range(layout.pipeline_size) if costs.stage_ms(layout, stage)
+            for ms in _times(job, layout.stages[stage]).values()]  # fmt: skip
+    return should * median_low(each) if len(each) > 1 else None
 
 
 def _times(job: Job, stage: Stage) -> dict[int, float]:
@@ -129,11 +151,12 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
         pace, better=without(pace.better, [leader]),
         believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
         strikes=pace.strikes.set(leader, strikes + 1) if slower and before <= 1.0 else pace.strikes,
+        news=step,
     ))  # fmt: skip
     kind = "slow" if slower else "well"
     turn.record(kind, ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
     turn.say(f"ranks {list(cell.ranks)} have become {'slower' if slower else 'faster'}: a micro-batch takes {now:.1f} "
-             f"times as long as on others of stage {stage}; they get {'fewer' if slower else 'more'}", kind)
+             f"times as long as it should at stage {stage}; they get {'less' if slower else 'more'} to do", kind)
     return True
 
 

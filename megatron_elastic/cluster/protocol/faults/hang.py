@@ -122,7 +122,7 @@ def _stay(job: Job, standing: Collection[int]) -> bool:
     known = {*layout.ranks, *layout.spares, *layout.lost}
     try:
         lost = [rank for rank in (*job.lost, *standing) if rank in known]
-        job.policy.lose(layout, lost, Holdings.of(layout), layout.epoch + 1, job.arrangement.costs,
+        job.policy.lose(layout, lost, Holdings.of(layout), layout.epoch + 1, job.costs,
                         foreseen(job.settings.schedule))  # fmt: skip
     except StateLost:
         return not job.trust.newest_save

@@ -225,7 +225,7 @@ def _plan(turn: Turn, old: Layout, at_work: Collection[Report]) -> tuple[Decided
     job = turn.job
     decided, held = _with_state(turn, _first_choice(job, at_work), at_work)
     known = {*old.ranks, *old.spares, *old.lost}
-    lost, costs = [rank for rank in job.lost if rank in known], job.arrangement.costs
+    lost, costs = [rank for rank in job.lost if rank in known], job.costs
     if job.policy.restarts and job.trust.newest_save and decided.decision != "reload" and set(lost) - set(old.lost):
         decided = _fall_back(turn, decided, f"policy {job.policy.name} begins again from the newest checkpoint")
     if decided.decision != "reload":

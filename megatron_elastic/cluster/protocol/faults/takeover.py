@@ -126,7 +126,7 @@ def _enough(job: Job, known: Gathering, layout: Layout) -> bool:
     """Whether those who have come have all state that the layout asks for, and can go on."""
     missing = [rank for rank in layout.ranks if rank in known.missing]
     try:
-        job.policy.lose(layout, missing, Holdings.of(layout), layout.epoch, job.arrangement.costs,
+        job.policy.lose(layout, missing, Holdings.of(layout), layout.epoch, job.costs,
                         foreseen(job.settings.schedule))  # fmt: skip
     except NoLayout:
         return False
