@@ -14,6 +14,7 @@ from megatron_elastic.layout import Cell, Layout, Stage, gpt_units, joined, way
 from megatron_elastic.pipeline.program import Op, Program, ProgramError, check
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, rounds, split_backward, usual
 from megatron_elastic.pipeline.simulate import Timeline, fastest, simulate
+from megatron_elastic.pipeline.simulate import run as simulate_costs
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.keeping import Keeping
 from tests import placements
@@ -209,6 +210,36 @@ def test_the_simulator_refuses_a_cycle() -> None:
     layout = grid(2, 1, 2)
     with pytest.raises(ProgramError, match="cycle"):
         simulate(Program.parse("0: F0 B0 F1 B1\n1: F1 F0 B1 B0"), layout, lambda leader, stage, op: 1.0)
+
+
+    with pytest.raises(ProgramError, match="cell 0 cannot do B0 before the input gradient of grain 0 at stage 1"):
+        simulate_costs(Program.parse("0: F0 B0 F1 B1\n1: F1 F0 B1 B0"), layout, Costs.assumed(layout.units))
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 1, 2]), st.booleans(), st.integers(0, 10**9),
+)
+def test_whole_grains_are_simulated_as_all_others(pp: int, wide: int, chunks: int, split: bool, seed: int) -> None:
+    """By numbers in place of names, to the last bit."""
+    rng = random.Random(seed)
+    layout = uneven(rng.randint(4, 9), [rng.randint(1, wide) for _ in range(pp)], rng, chunks if pp > 1 else 1)
+    units = tuple(UnitCost(rng.uniform(0, 2), rng.uniform(0, 4), 6, 12, 1) for _ in layout.units)
+    slow = {leader: rng.uniform(1, 3) for leader in layout.cells if rng.random() < 0.3}
+    costs = Costs(units, boundary_bytes=rng.choice((0, 10**6)), bandwidth=1e9, slow=slow)
+    clocks = {leader: rng.choice((0.5, 1.5)) for leader in layout.cells if rng.random() < 0.3}
+    begins = {leader: rng.uniform(0, 5) for leader in layout.cells}
+    program = split_backward(usual(layout), layout) if split else usual(layout)
+
+    def ms(leader: int, stage: int, op: Op) -> float:
+        held = [costs.units[unit].at(clocks.get(leader, 1.0)) for unit in layout.chunks(stage)[op.chunk]
+                if layout.home(unit) == stage]  # fmt: skip
+        forward, backward = sum(unit.forward_ms for unit in held), sum(unit.backward_ms for unit in held)
+        usual_ms = {"forward": forward, "backward": backward}.get(op.kind, backward / 2)
+        return usual_ms * slow.get(leader, 1.0)
+
+    expected = simulate(program, layout, ms, lambda _: costs.boundary_ms, begins)
+    assert simulate_costs(program, layout, costs, clocks, begins) == expected
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])

@@ -38,13 +38,22 @@ def dealt(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | No
     """Likewise, but who computes what has nothing to do with how it was before: grains are dealt out in turn, to slower
     cells less often. No state belongs to them, and so neighbouring stages are in step.
     """
-    hands: list[list[int]] = [[] for _ in cells]
-    due = sorted(((paces or {}).get(cell.leader, 1.0) / 2, at) for at, cell in enumerate(cells))
-    for grain in range(layout.num_grains):
-        middle, at = due[0]
-        hands[at].append(grain)
-        heapq.heapreplace(due, (middle + (paces or {}).get(cells[at].leader, 1.0), at))
+    times = [(paces or {}).get(cell.leader, 1.0) for cell in cells]
+    hands = _in_turn(layout.num_grains, times)
     return share(layout, [Cell(cell.ranks, tuple(hand)) for cell, hand in zip(cells, hands, strict=True)], paces)
+
+
+def _in_turn(grains: int, times: Sequence[float]) -> Sequence[Sequence[int]]:
+    """Of each cell, the grains in whose turn it is half way through one, if all begin at once."""
+    if len(set(times)) == 1:
+        return [range(at, grains, len(times)) for at in range(len(times))]
+    hands: list[list[int]] = [[] for _ in times]
+    halves = sorted((each / 2, at) for at, each in enumerate(times))
+    for grain in range(grains):
+        half, at = halves[0]
+        hands[at].append(grain)
+        heapq.heapreplace(halves, (half + times[at], at))
+    return hands
 
 
 def _given(cell: Cell, whole: tuple[int, ...], parts: tuple[Part, ...]) -> Cell:
