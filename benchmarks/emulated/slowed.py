@@ -91,7 +91,8 @@ def predicted_share(profile: Profile, variant: Variant, layout: Layout, slow: Sl
         return None
     costs, policy, schedules = profile.costs(layout.units), EXECUTABLE[variant.policy], foreseen(variant.schedule)
     usual = policy.settle(layout, costs, schedules)
-    known = {usual.cell_of(slow.rank).leader: slow.factor} if variant.policy in _HEEDING else {}
+    heeded = variant.policy in _HEEDING and slow.rank in usual.ranks
+    known = {usual.cell_of(slow.rank).leader: slow.factor} if heeded else {}
     reached = policy.settle(usual, replace(costs, slow=known), schedules)
     after = forecast(reached, profile, variant.schedule, {slow.rank: 1 / slow.factor}).step_ms
     return round(forecast(layout, profile, variant.schedule).step_ms / after / slow.limit_share(layout), 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
@@ -16,7 +16,8 @@ from megatron_elastic.plan.work.dataflow import share
 
 
 def lose(
-    layout: Layout, lost: Collection[int], held: Holdings, epoch: int, leaving: Collection[int] = ()
+    layout: Layout, lost: Collection[int], held: Holdings, epoch: int, leaving: Collection[int] = (),
+    slow: Mapping[int, float] | None = None,
 ) -> Layout:
     """The layout of ``epoch``, after the ranks in ``lost`` died under ``layout``.
 
@@ -25,7 +26,8 @@ def lose(
     promoted, else another cell takes over; replicas that went are placed anew. Shadows stay shadows, and units that
     were about to move stay. A stage that has no working cell left is dissolved: its units go to the others. ``lost``
     may name spares, and ranks already known to be dead. Cells with ranks that are ``leaving`` go as well, and those
-    ranks are spares; but they stay if a stage would have no working cell without them. Raises NoLayout when no working
+    ranks are spares; but they stay if a stage would have no working cell without them. ``slow``: as ``Costs`` has it;
+    who is slow gets less of what the lost ones had. Raises NoLayout when no working
     cell is left or the others cannot take the units, StateLost when nobody alive holds some part of a slice,
     LayoutError when ``lost`` names a rank that never was in the layout.
     """
@@ -43,7 +45,7 @@ def lose(
     gone = dead.union(leaving)
     if not all(_working(stage, gone) for stage in layout.stages):
         gone = dead
-    stages = tuple(_without(layout, index, gone, dead) for index in range(layout.pipeline_size))
+    stages = tuple(_without(layout, index, gone, dead, slow) for index in range(layout.pipeline_size))
     in_cells = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
     if leaving:
         unsure = live.without(set(layout.ranks) - in_cells).unsure(layout)
@@ -107,14 +109,16 @@ def at_home(layout: Layout) -> Layout:
     ))  # fmt: skip
 
 
-def _without(layout: Layout, index: int, gone: Set[int], dead: Set[int]) -> Stage:
+def _without(
+    layout: Layout, index: int, gone: Set[int], dead: Set[int], slow: Mapping[int, float] | None = None
+) -> Stage:
     """A stage without the cells that have a rank that is ``gone``, all grains spread over those that work and stay.
 
     Ranks of the others wait with the places that they had, but for the ``dead``.
     """
     stage = layout.stages[index]
     stay = [cell for cell in stage.cells if gone.isdisjoint(cell.ranks)]
-    given = {cell.leader: cell for cell in share(layout, _working(stage, gone))}
+    given = {cell.leader: cell for cell in share(layout, _working(stage, gone), slow)}
     left = [
         (rank, place)
         for cell in stage.cells

@@ -70,6 +70,18 @@ def test_where_there_is_nobody_to_share_with_layers_are_all_that_can_move() -> N
     assert step(moved, costs, ["1f1b"]) < 2 / 3 * step(layout, costs, ["1f1b"])
 
 
+@pytest.mark.parametrize("name", ["elastic", "recycle", "resihp"])
+def test_who_is_slow_gets_less_of_what_a_lost_cell_had(name: str) -> None:
+    """And what the others have stays where it is: eight grains of rank 4, of which rank 6 would get a third."""
+    slow = {SLOW: 3.0}
+    shared = even(LAYOUT, 1, slow)
+    held = Holdings.of(shared).without([4])
+    left = POLICIES[name].lose(shared, [4], held, 2, replace(alike(LAYOUT), slow=slow))
+    given = {cell.leader: set(cell.grains) for cell in left.stages[1].cells}
+    assert [len(given[leader]) for leader in (5, SLOW, 7)] == [14, 4, 14]
+    assert all(given[cell.leader].issuperset(cell.grains) for cell in shared.stages[1].cells if cell.leader in given)
+
+
 def test_a_stage_takes_what_its_slowest_cell_takes() -> None:
     """Exact: of all cuts of the layers there is none with a faster slowest stage."""
     rng = random.Random(0)

@@ -49,7 +49,7 @@ class Column(Policy):
         staying = {cell.leader for column in whole(layout, {*lost, *layout.lost}) for cell in column}
         leaving = [rank for leader, cell in layout.cells.items() if leader not in staying and not cell.shadow
                    for rank in cell.ranks]  # fmt: skip
-        return lose(layout, lost, held, epoch, leaving)
+        return lose(layout, lost, held, epoch, leaving, None if costs is None else costs.slow)
 
     def cells(
         self, layout: Layout, there: int, costs: Costs | None, schedules: Collection[str] = SCHEDULES

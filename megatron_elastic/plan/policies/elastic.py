@@ -10,7 +10,6 @@ from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, WORTH, Way, best
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
-from megatron_elastic.plan.loss import lose
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
 
@@ -33,7 +32,7 @@ class Elastic(Policy):
         they are spread evenly, and there may be no room for what a better way needs to have copied on the side. Then
         the best way is gone at once that devices have room for, if training has waited for that before long.
         """
-        stay, split = lose(layout, lost, held, epoch), splits(schedules)
+        stay, split = super().lose(layout, lost, held, epoch, costs, schedules), splits(schedules)
         if costs is None or costs.memory_bytes is None:
             return stay
         roomy = replace(costs, memory_bytes=costs.memory_bytes // 2)
@@ -48,7 +47,7 @@ class Elastic(Policy):
         for way in found:
             waited = (1 - min(way.moves_ms / HORIZON_MS, 1.0)) * found[0].step_ms / way.step_ms
             if waited > gain and (way.problem is not None or not fits):
-                spread = even(way.layout, epoch)
+                spread = even(way.layout, epoch, costs.slow)
                 if overflow(spread, spread.ranks, costs, split) is None:
                     chosen, gain = spread, waited
         return chosen

@@ -64,7 +64,7 @@ class Policy:
         schedules: Collection[str] = SCHEDULES,
     ) -> Layout:
         """The layout of ``epoch`` that goes on at once after ranks in ``lost`` died; raises what ``plan.lose`` does."""
-        return lose(layout, lost, held, epoch)
+        return lose(layout, lost, held, epoch, slow=None if costs is None else costs.slow)
 
     def uses_all(self, costs: Costs | None) -> bool:
         """Whether there are to be as many cells as can be made."""
