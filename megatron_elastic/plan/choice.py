@@ -247,7 +247,7 @@ def _eased(
     """Each of them, and where cells are slow, the same with fewer units at their stages."""
     for name, layout in candidates:
         yield name, layout
-        if costs.slow.keys().isdisjoint(layout.cells) or layout.num_chunks > 1:
+        if costs.slow.keys().isdisjoint(layout.cells):
             continue
         planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
         samples = [
@@ -255,8 +255,10 @@ def _eased(
             for stage in layout.stages
         ]
         with suppress(NoLayout):
-            graph = planner.split([stage.width for stage in layout.stages],
-                                  [set(stage.units) for stage in layout.stages], samples=samples)
+            graph = planner.interleave(
+                [stage.width for stage in layout.stages], [position.stage for position in layout.way],
+                [set(stage.units) for stage in layout.stages], samples,
+            )
             yield ("layers" if name in ("reroute", "deal") else name), fill(layout, costs, graph, layout.epoch)
 
 

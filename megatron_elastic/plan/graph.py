@@ -115,7 +115,7 @@ class Planner:
         """
         stages = len(widths)
         self._check_stages(stages)
-        many = samples or [math.ceil(self._samples / width) for width in widths]
+        many = self._shares(widths) if samples is None else samples
         loads = [self._load(stages, stage, width, many[stage]) for stage, width in enumerate(widths)]
         best = _start(self.blocks)
         for load in loads:
@@ -139,30 +139,32 @@ class Planner:
         return Graph(self._units(cuts), tuple(widths), taken)
 
     def interleave(
-        self, widths: Sequence[int], through: Sequence[int], held: Sequence[AbstractSet[int]] | None = None
+        self, widths: Sequence[int], through: Sequence[int], held: Sequence[AbstractSet[int]] | None = None,
+        samples: Sequence[float] | None = None,
     ) -> Graph:
         """Good units for stages of the given widths, which a grain passes as ``through`` says, some several times.
 
         If none comes twice, this is ``split``. Else first the slowest chunk is as fast as it can be; then cuts are
-        moved as long as of the two stages beside one the slower gets faster. ``held`` as for ``split``. Raises NoLayout
-        when the units do not fit, or are too few.
+        moved as long as of the two stages beside one the slower gets faster. ``held`` and ``samples`` as for ``split``.
+        Raises NoLayout when the units do not fit, or are too few.
         """
         if len(through) == len(widths):
-            return self.split(widths, held)
+            return self.split(widths, held, samples=samples)
+        many = self._shares(widths) if samples is None else samples
         graph = self.split(
-            [widths[stage] for stage in through], None if held is None else [held[stage] for stage in through]
+            [widths[stage] for stage in through], None if held is None else [held[stage] for stage in through],
+            samples=[many[stage] for stage in through],
         )
-        cuts = self._balanced(self._cuts(graph.stage_units), widths, through)
+        cuts = self._balanced(self._cuts(graph.stage_units), many, through)
         units: list[set[int]] = [set() for _ in widths]
         for stage, part in zip(through, self._units(cuts), strict=True):
             units[stage].update(part)
         return self.keep([tuple(sorted(each)) for each in units], widths)
 
-    def _balanced(self, cuts: Sequence[int], widths: Sequence[int], through: Sequence[int]) -> list[int]:
-        """These cuts between chunks, moved one block at a time."""
+    def _balanced(self, cuts: Sequence[int], times: Sequence[float], through: Sequence[int]) -> list[int]:
+        """These cuts between chunks, moved one block at a time. ``times``: as many samples each stage computes."""
         cuts = list(cuts)
-        times = [math.ceil(self._samples / width) for width in widths]
-        loads = [0.0] * len(widths)
+        loads = [0.0] * len(times)
         for stage, (a, b) in zip(through, pairwise(cuts), strict=True):
             loads[stage] += float(self._time[a, b]) * times[stage]
         moved = True
@@ -230,6 +232,10 @@ class Planner:
             spread[at] += 1
             heapq.heapreplace(slowest, (-each[at] * math.ceil(self._samples / spread[at]), at))
         return tuple(spread)
+
+    def _shares(self, widths: Sequence[int]) -> list[float]:
+        """Samples of the fullest cell of each stage, where none is slow."""
+        return [math.ceil(self._samples / width) for width in widths]
 
     # ---- matrices over (first block, block after the last) ----------------------------------
 

@@ -242,6 +242,17 @@ def test_who_is_alone_at_its_stage_is_compared_by_what_units_cost() -> None:
     assert events(unknown) == []
 
 
+def test_layers_move_later_each_time_for_who_is_slow_now_and_then() -> None:
+    play = along_a_pipeline(width=1)
+    for number, patience in enumerate((8, 16, 32)):
+        paced(play, 10.0, 20.0)
+        assert events(play) == ["slow"] and play.job.ledger is not None
+        assert play.job.pace.lasts_at == play.job.ledger.written + patience
+        paced(play, 10.0, 10.0)
+        later(play, 3 << number)
+        assert events(play)[0] == "well"
+
+
 def test_layers_stay_where_who_is_slow_is_fast_again_before_long() -> None:
     play = along_a_pipeline()
     paced(play, 10.0, 40.0, 10.0, 10.0)
@@ -255,7 +266,7 @@ def test_layers_stay_where_who_is_slow_is_fast_again_before_long() -> None:
         if play.job.change is not None:
             assert layers(goal(play)) == [3, 3]
             switch(play, 4, range(4))
-    assert play.job.layout is not None and layers(play.job.layout) == [3, 3] and play.job.pace.news is None
+    assert play.job.layout is not None and layers(play.job.layout) == [3, 3] and play.job.pace.lasts_at is None
 
 
 # ---- clocks ----------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elastic.layout import Holdings, Layout
+from megatron_elastic.layout import Holdings, Layout, joined, way
 from megatron_elastic.plan import NoLayout, StateLost
 from megatron_elastic.plan.choice import WORTH, best, step, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies import POLICIES
+from tests.placements import along
 from tests.plan.test_policies import LAYOUT, alike, make, random_job
 from tests.tiers.examples import examples
 
@@ -59,6 +60,17 @@ def test_layers_come_back_when_it_is_as_fast_as_the_others() -> None:
     moved = settled(LAYOUT, replace(costs, slow={SLOW: 3.0}))
     back = settled(moved, costs)
     assert layers(moved) != layers(back) == layers(LAYOUT)
+
+
+def test_layers_of_several_chunks_leave_too() -> None:
+    """Each stage keeps as many chunks as it has."""
+    layout = along(joined(way("loop", 4, 2)), [4] * 8, 2, 16, tied=False)
+    slow = {layout.stages[1].cells[0].leader: 3.0}
+    costs = alike(layout)
+    moved = settled(layout, replace(costs, slow=slow))
+    assert layers(moved)[1] < layers(layout)[1] == 8
+    assert [position.stage for position in moved.way] == [position.stage for position in layout.way]
+    assert share(even(layout, 1, slow), costs, slow) < share(moved, costs, slow)
 
 
 def test_where_there_is_nobody_to_share_with_layers_are_all_that_can_move() -> None:

@@ -427,8 +427,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Cells that have been faster than was believed, since which step."""
     strikes: Map[int, int] = Map()
     """How often each has become slow."""
-    news: int | None = None
-    """Step at which something else was believed last, until layers have been weighed by that."""
+    lasts_at: int | None = None
+    """Step at which layers are to be weighed by what is believed now, if that has not been done."""
     evicted: Map[int, int] = Map()
     """Ranks that were taken out because they are slow, with the cell of each."""
 

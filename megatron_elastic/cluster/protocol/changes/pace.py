@@ -5,7 +5,8 @@ known, it is compared with others by what each should take. One that is slower g
 (``plan.work.quotas``); with ``evict`` it is taken out if the others are faster without it, and tried again after a
 while. That a cell is slow is believed at once; that it has recovered, after some steps, the more of them the more often
 it was slow before. So work moves soon, and does not move to and fro. Layers are worth moving only for what lasts: they
-are weighed anew when nothing else has been believed for some steps.
+are weighed anew when nothing else has been believed for some steps, again the more of them the more often a cell was
+slow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SAME = 1.25
 _STEPS = 3
 """For which a cell has to be faster than was believed, the first time; twice as many after each time it was slow."""
 _LASTS = 8
-"""Steps after which what is believed is taken to last."""
+"""Steps after which what is believed is taken to last, the first time; twice as many each time a cell is slow again."""
 _WORTH = 0.95
 """What a stage has to take without a cell, of what it takes with it, for the cell to be taken out."""
 _AGAIN = 30.0
@@ -64,9 +65,9 @@ def _lasting(turn: Turn) -> bool:
     """Whether what was believed for some steps is now to be reason enough to move layers."""
     pace, ledger = turn.job.pace, turn.job.ledger
     assert ledger is not None
-    if pace.news is None or ledger.written - pace.news < _LASTS:
+    if pace.lasts_at is None or ledger.written < pace.lasts_at:
         return False
-    turn.set(pace=replace(pace, news=None), arrangement=replace(turn.job.arrangement, fits=False))
+    turn.set(pace=replace(pace, lasts_at=None), arrangement=replace(turn.job.arrangement, fits=False))
     return True
 
 
@@ -147,11 +148,13 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
             return False
     now = 1.0 if 1 / _SAME <= times <= _SAME else times
     slower = now > before
+    if slower and before <= 1.0:
+        strikes += 1
     turn.set(pace=replace(
         pace, better=without(pace.better, [leader]),
         believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
-        strikes=pace.strikes.set(leader, strikes + 1) if slower and before <= 1.0 else pace.strikes,
-        news=step,
+        strikes=pace.strikes.set(leader, strikes) if strikes else pace.strikes,
+        lasts_at=step + (_LASTS << min(max(strikes, 1), _OFTEN) - 1),
     ))  # fmt: skip
     kind = "slow" if slower else "well"
     turn.record(kind, ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
