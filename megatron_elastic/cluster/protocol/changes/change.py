@@ -68,7 +68,8 @@ def consider(turn: Turn) -> None:
     new, goal = better
     turn.new_epoch()
     entrants = frozenset(new.ranks) - frozenset(layout.ranks)
-    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants))
+    program = ordering.kept(job, new)
+    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, program=program))
     if entrants:
         invite = Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes), key=job.key)
         turn.send(invite, sorted(entrants))
@@ -238,6 +239,7 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     job = turn.job
     assert job.layout is not None
     new, stages = change.layout, job.layout.pipeline_size
+    ordered = change.program is not None and change.program != ordering.in_force(job, job.layout)
     turn.set(change=None, goal=change.goal, told=False)
     if change.goal is None:
         arrangement.reached(turn)
@@ -254,7 +256,7 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     shadows = [rank for stage in new.stages for cell in stage.cells if cell.shadow for rank in cell.ranks]
     turn.record("switched", step=step, entered=sorted(change.entrants), shadows=shadows,
                 world_size=len(new.ranks))
-    if change.program is not None:
+    if ordered:
         turn.say(f"work is done in a better order from step {step} on", "switched")
     elif change.entrants:
         turn.say(f"ranks {sorted(change.entrants)} follow from step {step} on, and will take part when they "

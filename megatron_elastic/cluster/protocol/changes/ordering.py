@@ -2,7 +2,8 @@
 
 A layout begins with the usual order, so that nothing waits for a search. When all that it asks for is live, and costs
 are known, a better one is looked for beside the protocol; it comes into force between two steps as a planned layout
-does, which is the same but for its epoch. Whatever overtakes it, the next layout begins with the usual order again.
+does, which is the same but for its epoch. Where cells do the same in the next layout, as while copies are under way,
+they keep it; any other layout begins with the usual order again.
 """
 
 from __future__ import annotations
@@ -40,12 +41,28 @@ def in_force(job: Job, layout: Layout) -> bytes | None:
     return job.ordering.program if job.ordering.epoch == layout.epoch else None
 
 
+def kept(job: Job, new: Layout) -> bytes | None:
+    """The packed program that cells have now, if they do the same in a planned layout; None: they begin with the usual
+    one there.
+    """
+    layout = job.layout
+    assert layout is not None
+    return in_force(job, layout) if _work(new) == _work(layout) else None
+
+
+def _work(layout: Layout) -> object:
+    """What cells do in a step, whatever else they are sent meanwhile."""
+    return layout.recomputed, [
+        (stage.units, [(cell.ranks, cell.grains, cell.parts) for cell in stage.cells]) for stage in layout.stages
+    ]
+
+
 def found(turn: Turn, event: Found) -> Order | None:
     """The order that is to be changed to, if any; or chunks are to be placed otherwise, and then searched anew."""
     job, present, order = turn.job, turn.job.ordering, event.order
     current = job.layout is not None and event.epoch == job.layout.epoch
     # Whoever coordinates since may not have asked, and another layout is to be searched for by itself.
-    turn.set(ordering=replace(present, searching=False) if current else Ordering())
+    turn.set(ordering=replace(present, searching=False, costs=present.costs if current else None))
     if event.problem:
         turn.say(f"work stays in its order: {event.problem}")
     if order is None or not current:
