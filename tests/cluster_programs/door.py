@@ -1,8 +1,8 @@
 """A coordinator's door and nothing behind it: each guest that says Scale is answered with the number it said.
 
-``door.py FILES [--elastic-tls-... FILE]``: at most FILES files may be open, 0 for as many as there may be
-anyway. Prints its port, then what the door says; ends with its standard input, and says how many guests it had. An
-error that reaches the event loop, which ends a job, is printed as ERROR.
+``door.py FILES PATIENCE [--elastic-tls-... FILE]``: at most FILES files may be open, 0 for as many as there may be
+anyway; who knocks has PATIENCE seconds. Prints its port, then what the door says; ends with its standard input, and
+says how many guests it had. An error that reaches the event loop, which ends a job, is printed as ERROR.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-async def main(files: int, flags: list[str]) -> None:
+async def main(files: int, patience: float, flags: list[str]) -> None:
     guests = 0
 
     async def serve(wire: AsyncWire[AnyMessage]) -> None:
@@ -45,7 +45,7 @@ async def main(files: int, flags: list[str]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files // 2, files))
     config = ElasticConfig.from_args(add_elastic_arguments(argparse.ArgumentParser()).parse_args(flags))
     credentials = Credentials(given_token(os.environ), certificates_of(config))
-    door = Door(credentials, any_message, serve, silence=10, say=say)
+    door = Door(credentials, any_message, serve, silence=10, say=say, patience=patience)
     say(str(door.open("127.0.0.1", 0)))
     over = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), over.set)
@@ -54,4 +54,4 @@ async def main(files: int, flags: list[str]) -> None:
     say(f"{guests} guests")
 
 
-asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))
+asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -47,9 +47,9 @@ CHALLENGE = 4 + 32
 class DoorProcess:
     """A process with a door, and what it says."""
 
-    def __init__(self, files: int = 0, certificates: Certificates | None = None) -> None:
+    def __init__(self, files: int = 0, certificates: Certificates | None = None, patience: float = 5.0) -> None:
         tls = () if certificates is None else flags(certificates)
-        command = [sys.executable, str(PROGRAMS / "door.py"), str(files), *tls]
+        command = [sys.executable, str(PROGRAMS / "door.py"), str(files), str(patience), *tls]
         env = {**os.environ, wire.TOKEN_VARIABLE: TOKEN, "PYTHONPATH": str(PROGRAMS.parents[1])}
         self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, text=True)
@@ -77,8 +77,10 @@ class DoorProcess:
 
 
 @contextlib.contextmanager
-def open_door(files: int = 0, certificates: Certificates | None = None) -> Iterator[DoorProcess]:
-    process = DoorProcess(files, certificates)
+def open_door(
+    files: int = 0, certificates: Certificates | None = None, patience: float = 5.0
+) -> Iterator[DoorProcess]:
+    process = DoorProcess(files, certificates, patience)
     try:
         yield process
     finally:
@@ -88,6 +90,13 @@ def open_door(files: int = 0, certificates: Certificates | None = None) -> Itera
 @pytest.fixture
 def door() -> Iterator[DoorProcess]:
     with open_door() as process:
+        yield process
+
+
+@pytest.fixture
+def hasty() -> Iterator[DoorProcess]:
+    """A door that soon sends away who does not come to the point."""
+    with open_door(patience=2.0) as process:
         yield process
 
 
@@ -222,12 +231,12 @@ def test_a_client_waits_for_a_door_that_opens_later() -> None:
 # ---- strangers -----------------------------------------------------------------------------
 
 
-def test_who_says_nothing_is_told_nothing_but_a_challenge(door: DoorProcess) -> None:
-    with door.stranger() as plain, door.stranger() as silent:
+def test_who_says_nothing_is_told_nothing_but_a_challenge(hasty: DoorProcess) -> None:
+    with hasty.stranger() as plain, hasty.stranger() as silent:
         with encrypted(plain) as sock:
             assert len(drain(sock)) == CHALLENGE
         assert drain(silent) == b""
-    assert door.end().rstrip().endswith("0 guests")
+    assert hasty.end().rstrip().endswith("0 guests")
 
 
 def test_a_wrong_token_is_refused(door: DoorProcess) -> None:
@@ -346,31 +355,31 @@ def hello() -> bytes:
     ids=["garbage", "http", "zeros", "longest", "almost", "newline"],
 )
 @pytest.mark.parametrize("in_tls", [False, True], ids=["plain", "tls"])
-def test_garbage(door: DoorProcess, said: bytes, in_tls: bool) -> None:
-    with door.connect() as guest:
-        with door.stranger() as plain, encrypted(plain) if in_tls else plain as sock:
+def test_garbage(hasty: DoorProcess, said: bytes, in_tls: bool) -> None:
+    with hasty.connect() as guest:
+        with hasty.stranger() as plain, encrypted(plain) if in_tls else plain as sock:
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 sock.sendall(said)
             assert len(drain(sock)) < 60
         assert ask(guest, 1) == "1"
-    assert "1 guests" in door.end()
+    assert "1 guests" in hasty.end()
 
 
 @pytest.mark.parametrize("pieces", [[hello()[:60]], [hello()], [hello()[i : i + 1] for i in range(200)]],
                          ids=["half a greeting", "half a handshake", "byte by byte"])
-def test_who_does_not_come_to_the_point_is_sent_away(door: DoorProcess, pieces: Sequence[bytes]) -> None:
-    with door.connect() as guest, door.stranger() as stranger:
+def test_who_does_not_come_to_the_point_is_sent_away(hasty: DoorProcess, pieces: Sequence[bytes]) -> None:
+    with hasty.connect() as guest, hasty.stranger() as stranger:
         sent = 0
         for piece in pieces:
             if select.select([stranger], [], [], 0.1)[0]:  # the fault itself: it takes its time
                 break
             stranger.sendall(piece)
             sent += 1
-        assert sent < 100
+        assert sent < 60
         drain(stranger)  # ends when the door has closed
         assert ask(guest, 1) == "1"
-    output = door.end()
-    assert "had not proven that it knows the job token within 5 s" in output
+    output = hasty.end()
+    assert "had not proven that it knows the job token within 2 s" in output
     assert "1 guests" in output
 
 

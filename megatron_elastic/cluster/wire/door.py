@@ -19,7 +19,7 @@ from megatron_elastic.cluster.wire.tls import Credentials, server_side, server_s
 
 STRANGERS = 32
 """Connections at a time that have not proven the token; fewer where the process may open few files."""
-_LIMIT = 5.0
+_PATIENCE = 5.0
 """Seconds that a stranger has to prove it."""
 _SILENT, _SPEAKING = 0.1, 1.0
 """Seconds that nobody is sent away for others, before and after the first byte.
@@ -28,7 +28,6 @@ A client speaks at once. Whoever fails keeps its place for as long, so that nobo
 handshakes a second, while those who know the token are let in as fast as we can.
 """
 _BACKLOG = 1024
-_LATE = f"it had not proven that it knows the job token within {_LIMIT:g} s"
 
 T = TypeVar("T")
 
@@ -44,16 +43,19 @@ class Door(Generic[T]):
         serve: looks after one connection until that ends.
         silence: seconds after which a machine that does not answer counts as gone.
         say: prints one line for people.
+        patience: seconds that a client has to prove that it knows the token.
     """
 
     def __init__(self, credentials: Credentials, decoder: msgspec.msgpack.Decoder[T],
-                 serve: Callable[[AsyncWire[T]], Awaitable[None]], silence: float, say: Callable[[str], None]) -> None:
+                 serve: Callable[[AsyncWire[T]], Awaitable[None]], silence: float, say: Callable[[str], None],
+                 patience: float = _PATIENCE) -> None:
         given = credentials.certificates
         self._side = server_side_of(self_signed()) if given is None else server_side(given)
         self._token = credentials.token
         self._decoder = decoder
         self._serve = serve
         self._silence = silence
+        self._patience = patience
         self._tally = Tally(say, "connections of strangers were closed")
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -126,7 +128,8 @@ class Door(Generic[T]):
                              "others came")
             return
         except Exception as error:  # whatever a stranger may provoke, it ends with the stranger
-            self._tally.note(f"closed a connection from {peer}: {str(error) or _LATE}")
+            late = f"it had not proven that it knows the job token within {self._patience:g} s"
+            self._tally.note(f"closed a connection from {peer}: {str(error) or late}")
             await self._keep_place(task)
             return
         self._leave(task)
@@ -144,7 +147,7 @@ class Door(Generic[T]):
             await wire.closed()
 
     async def _let_in(self, sock: socket.socket, task: asyncio.Task[None]) -> AsyncWire[T]:
-        async with asyncio.timeout(_LIMIT):
+        async with asyncio.timeout(self._patience):
             try:
                 await _readable(sock)
             except BaseException:
