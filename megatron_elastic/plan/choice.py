@@ -25,7 +25,7 @@ from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms
 from megatron_elastic.plan.replan import fill, replan
 from megatron_elastic.plan.work.clock import foreseen, loads, speeds
-from megatron_elastic.plan.work.dataflow import dealt, share
+from megatron_elastic.plan.work.dataflow import dealt_anew, shared
 
 HORIZON_MS = 3_600_000.0
 """Expected time until the next loss or join: at 1,000 devices a few hours, at 16,000 one or two."""
@@ -93,9 +93,7 @@ def ways(
     """All ways to go on with the cells of ``layout``, 'reroute' first. All state that it asks for is live."""
     found: list[Way] = []
     split = splits(schedules)
-    stay = replace(layout, stages=tuple(
-        replace(stage, cells=share(layout, stage.cells, costs.slow)) for stage in layout.stages
-    ))  # fmt: skip
+    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
 
     def weigh(others: Iterable[tuple[str, Layout]]) -> None:
         for name, other in others:
@@ -110,7 +108,7 @@ def ways(
             found.append(_timed(way, goal, costs, schedules))
         found[:] = _weighed(found, horizon_ms)
 
-    weigh(_eased(_candidates(layout, stay, costs, tied, schedules), costs, tied, split))
+    weigh(_eased(_candidates(layout, costs, planner, tied, schedules), costs, planner))
     if costs.slow:
         weigh(_dealt_otherwise(found, costs))
     return tuple(_with_orders(found, costs, schedules, horizon_ms) if SEARCH in schedules else found)
@@ -120,14 +118,8 @@ def _dealt_otherwise(found: Collection[Way], costs: Costs) -> list[tuple[str, La
     """The best of these, with grains dealt out as if no cell was slow, and as few as can be taken from those that are:
     who waits for whom then no rule foretells, and it may be a tenth of a step.
     """
-    others = []
-    for way in sorted(found, key=lambda way: -way.gain)[:_MOST_DEALT]:
-        layout = way.layout
-        stages = tuple(
-            replace(stage, cells=share(layout, dealt(layout, stage.cells), costs.slow)) for stage in layout.stages
-        )
-        others.append(("deal" if way.name == "reroute" else way.name, replace(layout, stages=stages)))
-    return others
+    best = sorted(found, key=lambda way: -way.gain)[:_MOST_DEALT]
+    return [("deal" if way.name == "reroute" else way.name, shared(dealt_anew(way.layout), costs.slow)) for way in best]
 
 
 def _with_orders(found: list[Way], costs: Costs, schedules: Collection[str], horizon_ms: float) -> list[Way]:
@@ -220,36 +212,33 @@ def _settled(layout: Layout, costs: Costs) -> Layout:
 
 
 def _candidates(
-    layout: Layout, stay: Layout, costs: Costs, tied: bool, schedules: Collection[str]
+    layout: Layout, costs: Costs, planner: Planner, tied: bool, schedules: Collection[str]
 ) -> Iterator[tuple[str, Layout]]:
     """Those that move least first."""
-    yield "reroute", stay
-    yield "deal", replace(stay, stages=tuple(
-        replace(stage, cells=dealt(layout, stage.cells, costs.slow)) for stage in stay.stages
-    ))  # fmt: skip
+    yield "reroute", shared(layout, costs.slow)
+    yield "deal", dealt_anew(layout, costs.slow)
     present, split = {layout.pipeline_size}, splits(schedules)
     for name, stays in (("layers", True), ("cells", False)):
         with suppress(NoLayout):
             yield name, replan(layout, costs, layout.epoch, stages=present, tied=tied, cells_stay=stays, split=split)
-    for graph in _turned(layout, costs, tied, split):
+    for graph in _turned(layout, planner):
         yield "cells", fill(layout, costs, graph, layout.epoch)
     if costs.exchange is not None and len({costs.host_of(layout, rank) for rank in layout.ranks}) > 1:
         yield "hosts", fill(layout, costs, Graph.of(layout), layout.epoch, by_host=True)
-    for graph in _of_other_depths(layout, costs, tied, split):
+    for graph in _of_other_depths(layout, costs, planner):
         yield "stages", fill(layout, costs, graph, layout.epoch, by_host=True)
     for name, graph in _regular(layout, len(layout.cells), costs, tied, schedules):
         yield name, fill(layout, costs, graph, layout.epoch)
 
 
 def _eased(
-    candidates: Iterator[tuple[str, Layout]], costs: Costs, tied: bool, split: bool
+    candidates: Iterator[tuple[str, Layout]], costs: Costs, planner: Planner
 ) -> Iterator[tuple[str, Layout]]:
     """Each of them, and where cells are slow, the same with fewer units at their stages."""
     for name, layout in candidates:
         yield name, layout
         if costs.slow.keys().isdisjoint(layout.cells):
             continue
-        planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
         samples = [
             layout.samples * max(layout.load(cell) * costs.slow.get(cell.leader, 1.0) for cell in stage.cells)
             for stage in layout.stages
@@ -262,20 +251,18 @@ def _eased(
             yield ("layers" if name in ("reroute", "deal") else name), fill(layout, costs, graph, layout.epoch)
 
 
-def _turned(layout: Layout, costs: Costs, tied: bool, split: bool) -> Iterator[Graph]:
+def _turned(layout: Layout, planner: Planner) -> Iterator[Graph]:
     """Graphs of the present number of stages, of widths that are as even as can be: where the narrower ones are makes a
     difference.
     """
     if len(layout.cells) % layout.pipeline_size:
-        planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
         yield from _of_depth(layout, layout.pipeline_size, planner)
 
 
-def _of_other_depths(layout: Layout, costs: Costs, tied: bool, split: bool) -> Iterator[Graph]:
+def _of_other_depths(layout: Layout, costs: Costs, planner: Planner) -> Iterator[Graph]:
     """Likewise with more or fewer stages, where it is known what fits: first those whose slowest stages are fastest, of
     these the shortest. With as many cells at every stage they are among the regular ones.
     """
-    planner = Planner(layout.units, costs, tied, layout.num_grains, layout.samples, split)
     cells = len(layout.cells)
     depths = [] if costs.memory_bytes is None else range(1, min(cells, planner.blocks) + 1)
     found = chain.from_iterable(

@@ -19,7 +19,7 @@ from itertools import chain, takewhile
 from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.loss import release
 from megatron_elastic.plan.spread import away
-from megatron_elastic.plan.work.dataflow import share
+from megatron_elastic.plan.work.dataflow import shared
 
 
 def admit(layout: Layout, newcomers: Mapping[int, int], epoch: int, leaving: Collection[int] = ()) -> Layout:
@@ -105,8 +105,7 @@ def even(layout: Layout, epoch: int, paces: Mapping[int, float] | None = None) -
     even stays as it is.
     """
     goal = _goal(layout)
-    stages = tuple(replace(stage, cells=share(layout, stage.cells, paces)) for stage in layout.stages)
-    new = replace(layout, epoch=epoch, stages=stages, owners=goal.owners, replicas=goal.replicas)
+    new = replace(shared(layout, paces), epoch=epoch, owners=goal.owners, replicas=goal.replicas)
     new.validate()
     return new
 

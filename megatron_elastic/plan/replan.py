@@ -17,7 +17,7 @@ from megatron_elastic.plan.costs.cost import Costs, own
 from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.spread import away
-from megatron_elastic.plan.work.dataflow import dealt, share
+from megatron_elastic.plan.work.dataflow import dealt, shared
 
 WORTH = 0.02
 """A plan that moves more than another must make the step shorter by this fraction."""
@@ -85,9 +85,7 @@ def fill(
         Stage(units, dealt(layout, cells, costs.slow)) for units, cells in zip(graph.stage_units, staying, strict=True)
     )
     if _members(new_stages) == _members(layout.stages) and not any(c.shadow for s in layout.stages for c in s.cells):
-        new_stages = tuple(
-            replace(stage, cells=share(layout, stage.cells, costs.slow)) for stage in layout.stages
-        )
+        new_stages = shared(layout, costs.slow).stages
     waiting = {stage.units: tuple(at for at in stage.waiting if at[0] not in dead) for stage in layout.stages}
     new_stages = tuple(replace(stage, waiting=waiting.get(stage.units, ())) for stage in new_stages)
     owners, replicas = _slices(layout, new_stages)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_elastic.layout import Cell, Layout, Part
 from megatron_elastic.plan.work.quotas import quotas
@@ -41,6 +42,20 @@ def dealt(layout: Layout, cells: Sequence[Cell], paces: Mapping[int, float] | No
     times = [(paces or {}).get(cell.leader, 1.0) for cell in cells]
     hands = _in_turn(layout.num_grains, times)
     return share(layout, [Cell(cell.ranks, tuple(hand)) for cell, hand in zip(cells, hands, strict=True)], paces)
+
+
+def shared(layout: Layout, paces: Mapping[int, float] | None = None) -> Layout:
+    """``layout`` with the grains of each stage shared as ``share`` does it."""
+    return replace(layout, stages=tuple(
+        replace(stage, cells=share(layout, stage.cells, paces)) for stage in layout.stages
+    ))  # fmt: skip
+
+
+def dealt_anew(layout: Layout, paces: Mapping[int, float] | None = None) -> Layout:
+    """``layout`` with the grains of each stage dealt out as ``dealt`` does it."""
+    return replace(layout, stages=tuple(
+        replace(stage, cells=dealt(layout, stage.cells, paces)) for stage in layout.stages
+    ))  # fmt: skip
 
 
 def _in_turn(grains: int, times: Sequence[float]) -> Sequence[Sequence[int]]:

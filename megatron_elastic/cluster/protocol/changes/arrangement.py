@@ -58,15 +58,16 @@ def _chosen(turn: Turn, layout: Layout) -> Layout:
     """The stages there should be. What was compared to choose them is written down once for the ranks there are, and
     whenever something moves.
     """
-    job, arrangement, placed = turn.job, turn.job.arrangement, turn.job.arrangement.placed
+    job, arrangement, costs = turn.job, turn.job.arrangement, turn.job.costs
+    placed = arrangement.placed
     assert job.first is not None
-    if placed is not None and len(placed) == layout.pipeline_size and job.costs is not None:
+    if placed is not None and len(placed) == layout.pipeline_size and costs is not None:
         graph = Graph(placed, tuple(stage.width for stage in layout.stages))
-        placing = even(fill(layout, job.costs, graph, layout.epoch), layout.epoch, job.slow)
-        return recomputing(placing, job.costs)
+        placing = even(fill(layout, costs, graph, layout.epoch), layout.epoch, costs.slow)
+        return recomputing(placing, costs)
     if arrangement.stages is not None:
         return arranged(job, layout)
-    found = job.policy.ways(layout, job.costs, job.first.tied, foreseen(job.settings.schedule))
+    found = job.policy.ways(layout, costs, job.first.tied, foreseen(job.settings.schedule))
     if not found:
         return arranged(job, layout)
     chosen, unclocked = best(found), best(found, clocked=False)

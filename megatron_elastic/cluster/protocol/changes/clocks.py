@@ -24,15 +24,15 @@ def plan(turn: Turn) -> None:
     """A layout has come into force, or some cells are not as fast as was believed: clocks are planned meanwhile. Where
     it is not known what units cost, as after another coordinator, devices run as they do by themselves.
     """
-    job = turn.job
+    job, costs = turn.job, turn.job.costs
     if job.settings.dvfs is None or job.layout is None:
         return
-    if job.costs is None:
+    if costs is None:
         for node in sorted(job.nodes):
             turn.tell(node, SetClocks(clocks={}, watts={}))
         pace.clocked(turn, {})
     else:
-        turn.do(PlanClocks(job.layout, job.costs, job.settings.schedule, ordering.in_force(job, job.layout)))
+        turn.do(PlanClocks(job.layout, costs, job.settings.schedule, ordering.in_force(job, job.layout)))
 
 
 def planned(turn: Turn, event: Clocked) -> None:

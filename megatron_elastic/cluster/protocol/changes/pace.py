@@ -82,11 +82,17 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
     """Compare the cells of these stages."""
     job, layout = turn.job, turn.job.layout
     assert layout is not None
-    changed = False
-    for index in sorted(stages):
-        took = _times(job, layout.stages[index])
-        usual = _usual_ms(job, index, took)
-        if usual is None:
+    changed, costs = False, job.arrangement.costs
+    took_in = {index: _times(job, layout.stages[index]) for index in sorted(stages)}
+    # Where there is nobody who does the same, others may be as fast for what their units should take.
+    times = _of_what_it_should(job) if any(len(took) == 1 for took in took_in.values()) else None
+    for index, took in took_in.items():
+        usual = job.policy.usual_ms(layout, index, costs)
+        if usual is None and len(took) > 1:
+            usual = median_low(took.values())
+        elif usual is None and costs is not None and times is not None:
+            usual = times * costs.stage_ms(layout, index)
+        if not usual:
             continue
         for cell in layout.stages[index].cells:
             if cell.leader in took:
@@ -97,20 +103,18 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
     return changed
 
 
-def _usual_ms(job: Job, index: int, took: Mapping[int, float]) -> float | None:
-    """What a grain should take in a cell of a stage; None if nobody can say. ``took``: as ``_times`` has it."""
+def _of_what_it_should(job: Job) -> float | None:
+    """How many times as long as its units should a grain takes in cells of any stage; None if nobody can say, or it
+    would change nothing.
+    """
     layout, costs = job.layout, job.arrangement.costs
     assert layout is not None
-    if (usual := job.policy.usual_ms(layout, index, costs)) is not None:
-        return usual
-    if len(took) > 1:
-        return median_low(took.values())
-    # There is nobody who does the same: others may be as fast for what their units should take.
-    if costs is None or not job.policy.arranges(costs) or not (should := costs.stage_ms(layout, index)):
+    if costs is None or not job.policy.arranges(costs):
         return None
-    each = [ms / costs.stage_ms(layout, stage) for stage in range(layout.pipeline_size) if costs.stage_ms(layout, stage)
-            for ms in _times(job, layout.stages[stage]).values()]  # fmt: skip
-    return should * median_low(each) if len(each) > 1 else None
+    should = [costs.stage_ms(layout, index) for index in range(layout.pipeline_size)]
+    each = [took / ms for stage, ms in zip(layout.stages, should, strict=True) if ms
+            for took in _times(job, stage).values()]  # fmt: skip
+    return median_low(each) if len(each) > 1 else None
 
 
 def _times(job: Job, stage: Stage) -> dict[int, float]:
@@ -143,7 +147,7 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
     strikes = pace.strikes.get(leader, 0)
     if times < before:
         since = pace.better.get(leader, step)
-        if step - since < _STEPS << min(max(strikes, 1), _OFTEN) - 1:
+        if step - since < _patience(_STEPS, strikes):
             turn.set(pace=replace(pace, better=pace.better.set(leader, since)))
             return False
     now = 1.0 if 1 / _SAME <= times <= _SAME else times
@@ -154,13 +158,18 @@ def _believe(turn: Turn, stage: int, cell: Cell, times: float) -> bool:
         pace, better=without(pace.better, [leader]),
         believed=without(pace.believed, [leader]) if now == 1.0 else pace.believed.set(leader, now),
         strikes=pace.strikes.set(leader, strikes) if strikes else pace.strikes,
-        lasts_at=step + (_LASTS << min(max(strikes, 1), _OFTEN) - 1),
+        lasts_at=step + _patience(_LASTS, strikes),
     ))  # fmt: skip
     kind = "slow" if slower else "well"
     turn.record(kind, ranks=list(cell.ranks), stage=stage, step=step, times=round(now, 3))
     turn.say(f"ranks {list(cell.ranks)} have become {'slower' if slower else 'faster'}: a micro-batch takes {now:.1f} "
              f"times as long as it should at stage {stage}; they get {'less' if slower else 'more'} to do", kind)
     return True
+
+
+def _patience(first: int, strikes: int) -> int:
+    """Steps to wait: ``first`` of them, and twice as many each time that a cell is slow again."""
+    return first << min(max(strikes, 1), _OFTEN) - 1
 
 
 def _evict(turn: Turn, index: int, stage: Stage) -> bool:
