@@ -268,6 +268,18 @@ def test_work_stays_in_its_order_while_layers_are_copied() -> None:
     assert play.sent(Plan)[0].program is None
 
 
+def test_a_stage_whose_units_cost_nothing_is_compared_all_the_same() -> None:
+    """Nobody can say what they should take, only what others of the stage do."""
+    play = along_a_pipeline()
+    assert play.job.arrangement.costs is not None
+    free = tuple(UnitCost(0.0, 0.0, 6, 12, 1) for _ in play.first.units)
+    costs = dataclasses.replace(play.job.arrangement.costs, units=free)
+    play.job = replace(play.job, settings=replace(play.job.settings, policy="resihp"),
+                       arrangement=replace(play.job.arrangement, costs=costs))  # fmt: skip
+    paced(play, 10.0, 20.0, 10.0, 10.0)
+    assert dict(play.job.pace.believed) == {1: 2.0}
+
+
 def test_layers_move_later_each_time_for_who_is_slow_now_and_then() -> None:
     play = along_a_pipeline(width=1)
     for number, patience in enumerate((8, 16, 32)):

@@ -88,9 +88,9 @@ def _judge(turn: Turn, stages: set[int]) -> bool:
     times = _of_what_it_should(job) if any(len(took) == 1 for took in took_in.values()) else None
     for index, took in took_in.items():
         usual = job.policy.usual_ms(layout, index, costs)
-        if usual is None and len(took) > 1:
+        if not usual and len(took) > 1:
             usual = median_low(took.values())
-        elif usual is None and costs is not None and times is not None:
+        elif not usual and costs is not None and times is not None:
             usual = times * costs.stage_ms(layout, index)
         if not usual:
             continue
