@@ -103,6 +103,8 @@ def _switched(event: Event) -> str:
         text += f"; {ranks(event['entered'])} came in"
     if event["shadows"]:
         text += f"; following for now: {ranks(event['shadows'])}"
+    if event.get("ordered"):
+        text += "; work is done in the order that was found"
     return text
 
 

@@ -11,18 +11,17 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic import cli
-from megatron_elastic.cluster.messages import Invite, Plan, RankExited, Settled, Switched
+from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
 from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.cluster.protocol import advance
 from megatron_elastic.cluster.protocol.changes import change, pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteEvent
-from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Found, Paced, Recorded, Throttled
+from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded, Throttled
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.faults.odometer import Effort, Odometer, Odometers
 from megatron_elastic.layout import Layout, Stage
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.power import Clocking, PowerModel
-from megatron_elastic.plan.work.order import search
 from tests.jobs import Grid, Job, Jobs
 from tests.play import SETTINGS, Play
 
@@ -241,31 +240,6 @@ def test_who_is_alone_at_its_stage_is_compared_by_what_units_cost() -> None:
     unknown.job = replace(unknown.job, arrangement=replace(unknown.job.arrangement, costs=None))
     paced(unknown, 10.0, 20.0)
     assert events(unknown) == []
-
-
-def test_work_stays_in_its_order_while_layers_are_copied() -> None:
-    """And begins with the usual one where cells do something else."""
-    play = along_a_pipeline(width=1)
-    play.job = replace(play.job, settings=replace(play.job.settings, schedule="search"))
-    later(play, 1)
-    if play.job.change is not None:
-        switch(play, 2, range(2))
-    layout, costs = play.job.layout, play.job.costs
-    assert layout is not None and costs is not None
-    found = search(layout, costs, None)
-    assert found is not None
-    better = dataclasses.replace(found, ms=found.ms / 2)
-    play.happens(Found(now=1.0, epoch=layout.epoch, order=better, seconds=0.1))
-    assert play.sent(Plan)[0].program == found.program
-    switch(play, 3, range(2))
-    paced(play, 10.0, 20.0)
-    later(play, 8)
-    assert layers(goal(play)) == [4, 2]
-    assert play.job.change is not None and layers(play.job.change.layout) == [3, 3]
-    assert play.sent(Plan)[0].program == found.program, "layers are only copied"
-    switch(play, 12, range(2))
-    assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
-    assert play.sent(Plan)[0].program is None
 
 
 def test_a_stage_whose_units_cost_nothing_is_compared_all_the_same() -> None:

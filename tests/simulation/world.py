@@ -320,7 +320,7 @@ class World:
         settings = replace(_SETTINGS, respawn=self.scenario.respawn, replay=self.scenario.replay,
                            slow=("share", "evict")[self.scenario.seed % 2], policy=self.scenario.policy,
                            schedule="search" if self.scenario.searches else "1f1b",
-                           places=self.scenario.searches)
+                           places=self.scenario.searches and self.scenario.seed % 3 == 0)
         return Job.new(settings, self.scenario.size)
 
     def disk(self, place: Agent | None) -> Disk:

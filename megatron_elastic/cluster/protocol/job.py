@@ -34,6 +34,7 @@ from megatron_elastic.observe.progress import Progress
 from megatron_elastic.plan import Costs, Sample
 from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.plan.policies import POLICIES, Policy
+from megatron_elastic.plan.work.order import Order
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -306,13 +307,19 @@ class Ordering(msgspec.Struct, frozen=True, kw_only=True):
     """In what order cells do their work (``protocol.ordering``)."""
 
     epoch: int = -1
-    """Of the layout that was last searched for, or begun with what was found."""
+    """Of the layout that was begun in the order of ``program``; all others were in the usual one."""
+    program: bytes | None = None
+    """Packed; None: the usual one."""
+    sought: Layout | None = None
+    """The layout for which an order was looked for last; what cells do in it counts, not its epoch."""
     costs: Costs | None = None
     """By which."""
-    program: bytes | None = None
-    """The order in the layout of ``epoch``, packed; None: the usual one."""
+    before: bytes | None = None
+    """The order that cells had, or would have there."""
     searching: bool = False
-    """Whether one is being looked for."""
+    """Whether it is being looked for."""
+    better: Order | None = None
+    """What was found, if it is better than that."""
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):

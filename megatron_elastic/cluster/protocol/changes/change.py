@@ -58,6 +58,12 @@ def consider(turn: Turn) -> None:
         return
     if better is None:
         arrangement.reached(turn)
+        if (order := ordering.due(job, layout)) is not None:
+            changed = dataclasses.replace(layout, epoch=turn.new_epoch(), recomputed=order.recomputed)
+            turn.set(change=Change(layout=changed, goal=None, entrants=frozenset(), missing=frozenset(),
+                                   program=order.program))  # fmt: skip
+            announce_if_ready(turn)
+            return
         ordering.consider(turn, layout)
         arrangement.tabulate(turn, layout)
         if not job.told:
@@ -68,7 +74,7 @@ def consider(turn: Turn) -> None:
     new, goal = better
     turn.new_epoch()
     entrants = frozenset(new.ranks) - frozenset(layout.ranks)
-    program = ordering.kept(job, new)
+    new, program = ordering.planned(job, new)
     turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, program=program))
     if entrants:
         invite = Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes), key=job.key)
@@ -79,18 +85,10 @@ def consider(turn: Turn) -> None:
 
 def found(turn: Turn, event: Found) -> None:
     """An order of work has been looked for. If it is better, it comes into force like a layout."""
-    job, layout = turn.job, turn.job.layout
-    better = ordering.found(turn, event)
-    if turn.job.arrangement.placed is not None:
-        consider(turn)
-        return
-    if better is None or layout is None or not job.idle or job.unsettled:
-        return
-    epoch = turn.new_epoch()
-    changed = dataclasses.replace(layout, epoch=epoch, recomputed=better.recomputed)
-    turn.set(change=Change(layout=changed, goal=None, entrants=frozenset(), missing=frozenset(),
-                           program=better.program))
-    announce_if_ready(turn)
+    ordering.found(turn, event)
+    if turn.job.goal is not None:
+        ordering.consider(turn, turn.job.goal)
+    consider(turn)
 
 
 def newcomers(job: Job) -> dict[int, int]:
@@ -246,6 +244,8 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     if change.program is not None:
         ordering.entered(turn, new.epoch, change.program)
     use(turn, new)
+    if change.goal is not None:
+        ordering.consider(turn, change.goal)
     for rank in change.entrants:
         turn.set_rank(rank, standby=False, joined=True)
     for rank in new.spares:  # who leaves may have been faster than this word
@@ -255,10 +255,8 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     turn.send(enter, sorted(to))
     shadows = [rank for stage in new.stages for cell in stage.cells if cell.shadow for rank in cell.ranks]
     turn.record("switched", step=step, entered=sorted(change.entrants), shadows=shadows,
-                world_size=len(new.ranks))
-    if ordered:
-        turn.say(f"work is done in a better order from step {step} on", "switched")
-    elif change.entrants:
+                world_size=len(new.ranks), **({"ordered": True} if ordered else {}))
+    if change.entrants:
         turn.say(f"ranks {sorted(change.entrants)} follow from step {step} on, and will take part when they "
                  "have caught up", "switched")
     elif change.goal is not None:
@@ -268,6 +266,8 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     elif change.reshapes:
         turn.say(f"cells are {arrangement.described(new)} from step {step} on, instead of "
                  f"{arrangement.described(job.layout)}", "switched")
+    elif ordered:
+        turn.say(f"work is done in a better order from step {step} on", "switched")
     consider(turn)
 
 

@@ -1,18 +1,20 @@
 """Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
 
-A layout begins with the usual order, so that nothing waits for a search. When all that it asks for is live, and costs
-are known, a better one is looked for beside the protocol; it comes into force between two steps as a planned layout
-does, which is the same but for its epoch. Where cells do the same in the next layout, as while copies are under way,
-they keep it; any other layout begins with the usual order again.
+A layout that nobody foresaw begins with the usual order, so that nothing waits for a search. When all that it asks for
+is live, and costs are known, a better one is looked for beside the protocol; it comes into force between two steps as a
+planned layout does, which is the same but for its epoch. While copies are under way cells do what they did, in the
+order that they had, and an order is looked for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.protocol.effects import Search
 from megatron_elastic.cluster.protocol.events import Found
-from megatron_elastic.cluster.protocol.job import Job, Ordering
+from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
 from megatron_elastic.plan.choice import SEARCH
@@ -23,15 +25,21 @@ _WORTH = 0.01
 
 
 def consider(turn: Turn, layout: Layout) -> None:
-    """Have a better order looked for, if that has not been done for what the costs are now."""
-    job, present, costs = turn.job, turn.job.ordering, turn.job.costs
-    if job.settings.schedule != SEARCH or costs is None or present.searching:
+    """Have a better order looked for, if that has not been done for what cells do in ``layout`` and what costs are now.
+
+    ``layout``: the present one, or that to which it leads.
+    """
+    job, last, costs = turn.job, turn.job.ordering, turn.job.costs
+    if job.settings.schedule != SEARCH or costs is None or last.searching:
         return
-    same = present.epoch == layout.epoch
-    if same and present.costs is not None and alike(layout, costs, present.costs):
+    present = _is_for(job.layout, layout)
+    if not present and job.settings.places:
+        return  # where chunks should be is found out of layouts that are there
+    program = in_force(job, layout) if present else None
+    known = last.better is not None or last.before == program
+    if known and _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs):
         return
-    program = in_force(job, layout)
-    turn.set(ordering=Ordering(epoch=layout.epoch, costs=costs, program=program, searching=True))
+    turn.set(ordering=replace(last, sought=layout, costs=costs, before=program, searching=True, better=None))
     assert job.first is not None
     turn.do(Search(layout, costs, program, job.first.tied if job.settings.places else None))
 
@@ -41,43 +49,58 @@ def in_force(job: Job, layout: Layout) -> bytes | None:
     return job.ordering.program if job.ordering.epoch == layout.epoch else None
 
 
-def kept(job: Job, new: Layout) -> bytes | None:
-    """The packed program that cells have now, if they do the same in a planned layout; None: they begin with the usual
-    one there.
+def planned(job: Job, new: Layout) -> tuple[Layout, bytes | None]:
+    """A planned layout, with what is recomputed in it, and the packed program that cells begin with there: that which
+    they have, if they do the same; what was found for it meanwhile; or None, the usual one.
     """
-    layout = job.layout
+    layout, better = job.layout, job.ordering.better
     assert layout is not None
-    return in_force(job, layout) if _work(new) == _work(layout) else None
+    if _is_for(layout, new) and layout.recomputed == new.recomputed:
+        return new, in_force(job, layout)
+    if better is not None and _is_for(job.ordering.sought, new):
+        return dataclasses.replace(new, recomputed=better.recomputed), better.program
+    return new, None
+
+
+def due(job: Job, layout: Layout) -> Order | None:
+    """The order that cells are to change to in the present layout, if any."""
+    better = job.ordering.better
+    if better is None or not _is_for(job.ordering.sought, layout) or better.program == in_force(job, layout):
+        return None
+    return better
+
+
+def _is_for(one: Layout | None, other: Layout) -> bool:
+    """Whether cells do the same in a step of two layouts, whatever else they are sent meanwhile."""
+    return one is not None and _work(one) == _work(other)
 
 
 def _work(layout: Layout) -> object:
-    """What cells do in a step, whatever else they are sent meanwhile."""
-    return layout.recomputed, [
-        (stage.units, [(cell.ranks, cell.grains, cell.parts) for cell in stage.cells]) for stage in layout.stages
-    ]
+    return [(stage.units, [(cell.ranks, cell.grains, cell.parts) for cell in stage.cells]) for stage in layout.stages]
 
 
-def found(turn: Turn, event: Found) -> Order | None:
-    """The order that is to be changed to, if any; or chunks are to be placed otherwise, and then searched anew."""
-    job, present, order = turn.job, turn.job.ordering, event.order
-    current = job.layout is not None and event.epoch == job.layout.epoch
-    # Whoever coordinates since may not have asked, and another layout is to be searched for by itself.
-    turn.set(ordering=replace(present, searching=False, costs=present.costs if current else None))
+def found(turn: Turn, event: Found) -> None:
+    """An order has been looked for; or chunks are to be placed otherwise, and then it is searched anew."""
+    job, last, order = turn.job, turn.job.ordering, event.order
+    turn.set(ordering=replace(last, searching=False))
     if event.problem:
         turn.say(f"work stays in its order: {event.problem}")
-    if order is None or not current:
-        return None
+    # Whoever coordinates since may not have asked.
+    if order is None or last.sought is None or job.layout is None:
+        return
+    present = _is_for(last.sought, job.layout)
     turn.record("ordered", name=order.name, ms=round(order.ms, 3), present_ms=round(order.present_ms, 3),
                 bound_ms=round(order.bound_ms, 3), seconds=round(event.seconds, 3),
+                **({} if present else {"ahead": True}),
                 **({"recomputed": list(order.recomputed)} if order.recomputed else {}),
                 **({} if order.stage_units is None or order.placed_ms is None else {
                     "placed_ms": round(order.placed_ms, 3),
                     "through": [position.stage for position in positions(order.stage_units)],
                 }))  # fmt: skip
     if order.stage_units is not None:
-        turn.set(arrangement=replace(job.arrangement, placed=order.stage_units))
-        return None
-    return order if not order.present_fits or order.ms < order.present_ms * (1 - _WORTH) else None
+        turn.set(arrangement=replace(job.arrangement, placed=order.stage_units if present else None))
+    elif not order.present_fits or order.ms < order.present_ms * (1 - _WORTH):
+        turn.set(ordering=replace(turn.job.ordering, better=order))
 
 
 def entered(turn: Turn, epoch: int, program: bytes) -> None:

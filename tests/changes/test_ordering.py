@@ -1,0 +1,169 @@
+"""Orders of work that are looked for while training goes on: when, for which layout, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from megatron_elastic.cluster.messages import Plan, Settled, Switched
+from megatron_elastic.cluster.protocol.changes import change
+from megatron_elastic.cluster.protocol.effects import Search, WriteEvent
+from megatron_elastic.cluster.protocol.events import Found
+from megatron_elastic.cluster.protocol.turn import Turn
+from megatron_elastic.layout import Layout
+from megatron_elastic.plan.work.order import Order, search
+from tests.faults.test_slow import along_a_pipeline, goal, later, layers, paced, switch
+from tests.play import Play
+
+
+def searching(*, places: bool = False) -> Play:
+    """A pipeline of two stages of one cell each, whose first order is being looked for."""
+    play = along_a_pipeline(width=1)
+    settings = replace(play.job.settings, schedule="search", places=places)
+    play.job = replace(play.job, settings=settings)
+    turn = Turn(play.job, 1.0)
+    change.consider(turn)
+    play.job, play.effects = turn.job, turn.effects
+    if play.job.change is not None:
+        switch(play, 2, range(2))
+    return play
+
+
+def sought(play: Play) -> list[Layout]:
+    """The layouts for which an order is to be looked for, by what was just done."""
+    return [effect.layout for effect in play.effects if isinstance(effect, Search)]
+
+
+def found(play: Play, gain: float = 0.5) -> Order:
+    """What was looked for is found, and takes so much less than the order that there is."""
+    layout, costs = play.job.ordering.sought, play.job.ordering.costs
+    assert layout is not None and costs is not None and play.job.ordering.searching
+    order = search(layout, costs, None)
+    assert order is not None
+    order = dataclasses.replace(order, ms=order.present_ms * (1 - gain))
+    play.happens(Found(now=1.0, epoch=layout.epoch, order=order, seconds=0.1))
+    return order
+
+
+def copying(play: Play, number: int) -> None:
+    """The planned layout comes into force; what it asks for is on its way."""
+    play.say(Switched(rank=0, epoch=play.job.newest_epoch, step=number))
+
+
+def there(play: Play, ranks: Sequence[int] = (0, 1)) -> None:
+    """All copies are there."""
+    epoch = play.job.epoch
+    play.say(*(Settled(rank=rank, epoch=epoch) for rank in ranks))
+
+
+def a_slow_rank(play: Play) -> None:
+    """A rank has been slow for so long that layers are to leave its stage; no order is better for that before."""
+    paced(play, 10.0, 20.0)
+    if not play.job.ordering.searching:
+        later(play, 1)
+    found(play, gain=0.0)
+    later(play, 8)
+    assert layers(goal(play)) == [4, 2]
+    assert play.job.change is not None and layers(play.job.change.layout) == [3, 3]
+
+
+def test_a_better_order_comes_into_force_like_a_layout() -> None:
+    play = searching()
+    assert sought(play) == [play.job.layout]
+    order = found(play)
+    assert play.sent(Plan)[0].program == order.program
+    copying(play, 3)
+    switched = [each for each in play.effects if isinstance(each, WriteEvent) and each.kind == "switched"]
+    assert [each.fields.get("ordered") for each in switched] == [True]
+    there(play)
+    assert sought(play) == [] and play.job.idle, "it has been looked for"
+
+
+def test_an_order_that_gains_next_to_nothing_is_left() -> None:
+    play = searching()
+    found(play, gain=0.005)
+    assert play.job.change is None
+    later(play, 1)
+    assert sought(play) == []
+
+
+def test_work_stays_in_its_order_while_layers_are_copied() -> None:
+    """And begins with the usual one where cells do something else, if no better one has been found by then."""
+    play = searching()
+    order = found(play)
+    switch(play, 3, range(2))
+    a_slow_rank(play)
+    assert play.sent(Plan)[0].program == order.program, "layers are only copied"
+    copying(play, 12)
+    assert [layers(layout) for layout in sought(play)] == [[4, 2]]
+    there(play)
+    assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
+    assert play.sent(Plan)[0].program is None
+    switch(play, 13, range(2))
+    late = found(play)
+    assert play.sent(Plan)[0].program == late.program, "it was looked for already"
+
+
+def test_an_order_is_found_while_layers_are_copied() -> None:
+    play = searching()
+    switch_to(play, found(play), 3)
+    a_slow_rank(play)
+    copying(play, 12)
+    order = found(play)
+    assert play.job.change is None, "copies are under way"
+    there(play)
+    assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
+    assert play.sent(Plan)[0].program == order.program
+    switch(play, 13, range(2))
+    assert sought(play) == [] and play.job.idle
+
+
+def test_what_is_found_while_something_else_is_planned_waits() -> None:
+    """Layers are to move when the first order comes: that of the goal is looked for next."""
+    play = searching()
+    a_slow_rank(play)
+    # As if costs had changed a moment before.
+    play.job = replace(play.job, ordering=replace(play.job.ordering, searching=True))
+    copying(play, 12)
+    assert sought(play) == [], "one at a time"
+    found(play)
+    assert play.job.change is None
+    assert [layers(layout) for layout in sought(play)] == [[4, 2]]
+    order = found(play)
+    there(play)
+    assert play.sent(Plan)[0].program == order.program
+
+
+def test_where_chunks_may_lie_elsewhere_orders_are_looked_for_when_layers_are_there() -> None:
+    play = searching(places=True)
+    switch_to(play, found(play), 3)
+    a_slow_rank(play)
+    copying(play, 12)
+    assert sought(play) == []
+    there(play)
+    assert play.sent(Plan)[0].program is None
+    switch(play, 13, range(2))
+    assert [layers(layout) for layout in sought(play)] == [[4, 2]]
+
+
+def test_after_a_loss_that_leaves_no_cell_without_work_the_order_comes_back() -> None:
+    """A recovered layout begins with the usual order, although cells may do the same as before."""
+    play = searching()
+    order = found(play)
+    switch(play, 3, range(2))
+    assert play.job.layout is not None
+    # As after an interrupted step: the same work, another epoch.
+    again = dataclasses.replace(play.job.layout, epoch=play.job.epoch + 1)
+    play.job = replace(play.job, layout=again, epoch=again.epoch, newest_epoch=again.epoch)
+    later(play, 1)
+    turn = Turn(play.job, 1.0)
+    change.replan(turn)
+    assert turn.job.change is not None and turn.job.change.program == order.program
+
+
+def switch_to(play: Play, order: Order, number: int) -> None:
+    """The order comes into force."""
+    assert play.job.change is not None and play.job.change.program == order.program
+    switch(play, number, range(2))
