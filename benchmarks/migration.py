@@ -154,7 +154,7 @@ def contiguous(before: Layout, between: Layout, after: Layout, parameters: Seque
 def _shards(layout: Layout, unit: int, parameters: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Which part of a unit, from 0 to 1, is in whose contiguous shard."""
     home = layout.home(unit)
-    units = [each for each in layout.stages[home].units if layout.home(each) == home]
+    units = layout.at_home(home)
     total, start = sum(parameters[each] for each in units), sum(parameters[each] for each in units if each < unit)
     cells = layout.stages[home].cells
     found = {}

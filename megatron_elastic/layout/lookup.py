@@ -79,6 +79,12 @@ class Lookup:
         return found
 
     @cached_property
+    def at_home(self) -> list[tuple[int, ...]]:
+        """[stage] = the units that have their home there."""
+        return [tuple(unit for unit in stage.units if self.homes[unit] == index)
+                for index, stage in enumerate(self._stages)]  # fmt: skip
+
+    @cached_property
     def chunks(self) -> list[tuple[tuple[int, ...], ...]]:
         """[stage] = the units of each of its chunks."""
         found: list[list[tuple[int, ...]]] = [[] for _ in self._stages]

@@ -231,6 +231,10 @@ class Tables:
         except KeyError:
             raise LayoutError(f"no stage holds unit {unit} at epoch {self.epoch}") from None
 
+    def at_home(self, stage: int) -> tuple[int, ...]:
+        """The units of a stage that have their home there: all but a tied embedding that comes first elsewhere."""
+        return self._index().at_home[stage]
+
     def holders(self, unit: int) -> tuple[Cell, ...]:
         """Cells that hold ``unit``'s parameters: of its stages (a tied embedding has two), then those it moves to."""
         return self._index().holders[unit]

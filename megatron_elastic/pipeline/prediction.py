@@ -112,8 +112,7 @@ def _redundant(layout: Layout, costs: Costs, line: Timeline) -> float:
     """Milliseconds by which the forwards of the next stage, the first being the last one's, do not fit where cells
     wait."""
     forward = [
-        sum(costs.units[unit].forward_ms for unit in stage.units if layout.home(unit) == index)
-        for index, stage in enumerate(layout.stages)
+        sum(costs.units[unit].forward_ms for unit in layout.at_home(stage)) for stage in range(layout.pipeline_size)
     ]
     return max(
         max(layout.load(cell) * forward[(index + 1) % layout.pipeline_size] - line.idle(cell.leader), 0.0)

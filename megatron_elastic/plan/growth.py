@@ -96,16 +96,16 @@ def _whole(size: int, there: Mapping[int, int], free: dict[int, bool], host_of: 
     return tuple(places[place] for place in range(size))
 
 
-def even(layout: Layout, epoch: int, paces: Mapping[int, float] | None = None) -> Layout:
+def even(layout: Layout, epoch: int, slow: Mapping[int, float] | None = None) -> Layout:
     """The layout of ``epoch`` in which the cells share the grains and slices of their stage evenly, shadows too; grains
-    by ``paces``, as ``dataflow.share`` has them.
+    by ``slow``, as ``dataflow.share`` has them.
 
     A replica is in another cell of its unit's home stage, or of any stage where that one has too few, or all of its
     cells are on one host and others are not: then one replica of each slice is on another. Few things move; what is
     even stays as it is.
     """
     goal = _goal(layout)
-    new = replace(shared(layout, paces), epoch=epoch, owners=goal.owners, replicas=goal.replicas)
+    new = replace(shared(layout, slow), epoch=epoch, owners=goal.owners, replicas=goal.replicas)
     new.validate()
     return new
 
@@ -148,7 +148,7 @@ def improve(
     goal: Layout | None = None,
     rearrange: Callable[[Layout], Layout] | None = None,
     leaving: Collection[int] = (),
-    paces: Mapping[int, float] | None = None,
+    slow: Mapping[int, float] | None = None,
     most_cells: int | None = None,
 ) -> tuple[Layout, Layout | None] | None:
     """The layout of ``epoch`` that is next on the way to a good one over all ranks there are; None if this one is.
@@ -156,7 +156,7 @@ def improve(
     All that ``layout`` asks for must be live. The second result is the goal if it is not reached with the first: it has
     to be given back the next time. ``rearrange`` chooses stages; without it they stay. Newcomers that cannot form a
     cell wait for more. Ranks that are ``leaving`` go first, and are not let in again; so do those of cells that are
-    more than ``most_cells``, which may come again: None is as many as so far. ``paces`` as in ``even``. Raises NoLayout
+    more than ``most_cells``, which may come again: None is as many as so far. ``slow`` as in ``even``. Raises NoLayout
     if they cannot, and if stages cannot be as they are to be.
     """
     present = layout
@@ -172,7 +172,7 @@ def improve(
         grown = admit(layout, newcomers, epoch, leaving)
         if grown.ranks != layout.ranks:
             layout = grown
-        goal = even(layout if rearrange is None else rearrange(layout), epoch, paces)
+        goal = even(layout if rearrange is None else rearrange(layout), epoch, slow)
         on_the_way = approach(layout, goal, epoch)
         if layout is grown or _differs(on_the_way, present):
             return on_the_way, goal if _differs(goal, on_the_way) else None
@@ -212,7 +212,7 @@ def _goal(layout: Layout) -> _Goal:
     owners = [list(row) for row in layout.owners]
     replicas = [[list(copies[: layout.num_replicas]) for copies in row] for row in layout.replicas]
     for index, stage in enumerate(layout.stages):
-        slices = [(unit, k) for unit in stage.units if layout.home(unit) == index for k in range(layout.num_slices)]
+        slices = [(unit, k) for unit in layout.at_home(index) for k in range(layout.num_slices)]
         leaders = [cell.leader for cell in stage.cells]
         if len(leaders) > layout.num_replicas:
             fit = {*leaders, *away(layout, leaders, layout.cells)}

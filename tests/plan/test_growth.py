@@ -83,7 +83,7 @@ def check_even(layout: Layout) -> None:
     assert not any(cell.incoming for cell in cells)
     for index, stage in enumerate(layout.stages):
         leaders = [cell.leader for cell in stage.cells]
-        slices = [(u, k) for u in stage.units if layout.home(u) == index for k in range(layout.num_slices)]
+        slices = [(u, k) for u in layout.at_home(index) for k in range(layout.num_slices)]
         counts = [sum(layout.owners[u][k] == leader for u, k in slices) for leader in leaders]
         assert max(counts) - min(counts) <= 1
         grains = [len(cell.grains) for cell in stage.cells]

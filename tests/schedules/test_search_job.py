@@ -77,8 +77,8 @@ def test_an_order_is_searched_for_the_clocks_of_cells(jobs: Jobs, tmp_path: Path
     found = job.events("ordered")
     assert ordered(job) and len(found) >= 2, job.output
     for event in found:
-        layout = layouts[min(epoch for epoch in layouts if epoch > event["epoch"] or not event.get("ahead")
-                             and epoch == event["epoch"])]  # fmt: skip
+        later = min((epoch for epoch in layouts if epoch > event["epoch"]), default=None)
+        layout = layouts[later if later is not None and event.get("ahead") else event["epoch"]]
         clocks = {rank: fast[layout.epoch].get(layout.cell_of(rank).leader, 1.0) for rank in layout.ranks}
         assert max(clocks.values()) == 1.25
         assert event["ms"] == pytest.approx(forecast(layout, told, "search", clocks).pipeline_ms)

@@ -186,10 +186,8 @@ def fill(store: StateStore, units: Mapping[int, UnitBuffer], states: FlatStates,
 
 def _homed(layout: Layout, rank: int, units: Mapping[int, UnitBuffer]) -> Iterator[tuple[int, UnitBuffer]]:
     """Units whose home is the stage of ``rank``."""
-    stage = layout.stage_of(rank)
-    for unit in layout.stages[stage].units:
-        if layout.home(unit) == stage:
-            yield unit, units[unit]
+    for unit in layout.at_home(layout.stage_of(rank)):
+        yield unit, units[unit]
 
 
 def _views(

@@ -28,17 +28,16 @@ def of_stage(
     ``boundary``: bytes of a grain's activation, and its ms to the next stage. ``moments``: how many tensors the
     optimizer keeps for each weight besides the master weights.
     """
-    stage, costs = layout.stage_of(rank), {}
+    costs = {}
     nothing = Measured(0.0, 0.0, 0)
-    for unit in layout.stages[stage].units:
-        if layout.home(unit) == stage:
-            ms, buffer = times.get(layout.units[unit], nothing), units[unit]
-            costs[unit] = UnitCost(
-                forward_ms=ms.forward_ms,
-                backward_ms=ms.backward_ms,
-                parameter_bytes=buffer.params.nbytes + buffer.sums.nbytes,
-                optimizer_bytes=buffer.params.numel() * _STATE_BYTES * (1 + moments),
-                activation_bytes=ms.activation_bytes,
-                late_bytes=ms.late_bytes,
-            )
+    for unit in layout.at_home(layout.stage_of(rank)):
+        ms, buffer = times.get(layout.units[unit], nothing), units[unit]
+        costs[unit] = UnitCost(
+            forward_ms=ms.forward_ms,
+            backward_ms=ms.backward_ms,
+            parameter_bytes=buffer.params.nbytes + buffer.sums.nbytes,
+            optimizer_bytes=buffer.params.numel() * _STATE_BYTES * (1 + moments),
+            activation_bytes=ms.activation_bytes,
+            late_bytes=ms.late_bytes,
+        )
     return Sample(costs, boundary[0], boundary[1], overhead_ms)

@@ -106,7 +106,7 @@ class Costs:
 
     def stage_ms(self, layout: Layout, stage: int) -> float:
         """Forward and backward of one grain through all units that are at home in a stage."""
-        return sum(self.units[unit].grain_ms for unit in layout.stages[stage].units if layout.home(unit) == stage)
+        return sum(self.units[unit].grain_ms for unit in layout.at_home(stage))
 
     def times_as_long(self, units: Iterable[int], clock: float) -> float:
         """As at the base clock: what some units together take at another."""

@@ -125,7 +125,7 @@ class Policy:
             found = improve(
                 layout, {}, layout.epoch + 1, goal,
                 (lambda present: self.arrange(present, costs, tied, schedules)) if self.arranges(costs) else None,
-                paces=None if costs is None else costs.slow,
+                slow=None if costs is None else costs.slow,
                 most_cells=None if self.uses_all(costs) else self.cells(layout, there, costs, schedules),
             )  # fmt: skip
             if found is None:

@@ -119,7 +119,7 @@ def loads(layout: Layout, costs: Costs) -> dict[int, Load]:
     """What each working cell computes in a step, by leader."""
     found = {}
     for index, stage in enumerate(layout.stages):
-        units = [costs.units[unit] for unit in stage.units if layout.home(unit) == index]
+        units = [costs.units[unit] for unit in layout.at_home(index)]
         clocked = sum(unit.grain_ms * unit.clock_share for unit in units)
         fixed = sum(unit.grain_ms * (1 - unit.clock_share) for unit in units)
         for cell in stage.cells:
@@ -133,8 +133,7 @@ def speeds(layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> dict[in
     """How fast cells are, all their units together, as multiples of what is usual at the base clock; 1 if not there."""
     found = {}
     for leader in {*clocks, *costs.slow}.intersection(layout.cells):
-        stage = layout.stage_of(leader)
-        units = [unit for unit in layout.stages[stage].units if layout.home(unit) == stage]
+        units = layout.at_home(layout.stage_of(leader))
         times = costs.times_as_long(units, clocks.get(leader, 1.0)) * costs.slow.get(leader, 1.0)
         found[leader] = 1 / times
     return found

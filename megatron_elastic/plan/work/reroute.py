@@ -9,14 +9,14 @@ from megatron_elastic.plan.work.quotas import quotas
 
 
 def reroute(
-    grains: Sequence[Sequence[int]], num_grains: int, paces: Sequence[float] | None = None
+    grains: Sequence[Sequence[int]], num_grains: int, times: Sequence[float] | None = None
 ) -> list[tuple[int, ...]]:
     """All grains 0..num_grains-1 over the cells of a stage, balanced to within one, ascending in each.
 
-    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must. ``paces``: what a
+    ``grains``: what each cell computes now, empty for a new one. A grain moves only where it must. ``times``: what a
     grain takes in each cell; without it they are equally fast.
     """
-    room = quotas(num_grains, paces or [1.0] * len(grains), [len(share) for share in grains])
+    room = quotas(num_grains, times or [1.0] * len(grains), [len(share) for share in grains])
     return deal(grains, room, num_grains)[0]
 
 

@@ -172,6 +172,6 @@ def _note_copies(rank: Rank, tenure: Tenure) -> None:
 def _tell_times(rank: Rank, tenure: Tenure) -> None:
     layout, stage = tenure.layout, tenure.layout.stage_of(rank.rank)
     units = {unit: UnitCost(rank.world.rng.choice((1.0, 1.0, 4.0)), 2.0, 6, 12, 0)
-             for unit in layout.stages[stage].units if layout.home(unit) == stage}
+             for unit in layout.at_home(stage)}
     sample = Sample(units, 10, None if stage == layout.pipeline_size - 1 else 0.01, 0.0)
     rank.control.send(Profile(rank=rank.rank, epoch=layout.epoch, sample=sample))

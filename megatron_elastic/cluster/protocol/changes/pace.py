@@ -124,8 +124,7 @@ def _times(job: Job, stage: Stage) -> dict[int, float]:
     measured, clocks, costs = job.pace.measured, job.pace.clocks, job.arrangement.costs
     layout = job.layout
     assert layout is not None
-    index = layout.stages.index(stage)
-    units = [unit for unit in stage.units if layout.home(unit) == index]
+    units = layout.at_home(layout.stages.index(stage))
 
     def times(rank: int) -> float:
         clock = clocks.get(rank, 1.0)
