@@ -5,8 +5,9 @@ Ranks emulate accelerators (``--elastic-emulate``): a published model on named d
 runtime. Cells are lost at once, in one stage or in different ones; every job has as many replicas of each slice as the
 largest case needs, in order not to lose state. When a policy has done all that it does about that,
 tokens a second count, as a share of what is left to compute with (``share_of_limit``), beside what its planner
-predicted, and energy. All are figures of the real devices; only ``step_ms`` are emulated milliseconds. ``ceiling`` is
-what no layout can pass, as a share of the limit, and as a multiple of what recycle and column are predicted to come to.
+predicted, and energy; ``share_of_limit_since`` is that of all the time since the loss, transitions counted. All are
+figures of the real devices; only ``step_ms`` are emulated milliseconds. ``ceiling`` is what no layout can pass, as a
+share of the limit, and as a multiple of what recycle and column are predicted to come to.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ def add_shares(found: Sequence[dict[str, Any]], variants: Sequence[Variant]) -> 
         for _, each in _going_on(case):
             each["share_of_undisturbed"] = round(each["tokens_per_s"] / undisturbed, 4)
             each["share_of_limit"] = round(each["share_of_undisturbed"] / case["limit_share"], 4)
+            each["share_of_limit_since"] = round(each["tokens_per_s_since"] / undisturbed / case["limit_share"], 4)
             each["share_of_ceiling"] = round(each["share_of_limit"] / case["ceiling"]["share_of_limit"], 4)
 
 
@@ -180,12 +182,13 @@ def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
     lines = ["| lost | stage | policy | tokens/s | of undisturbed | of the limit | predicted | of the ceiling | "
-             "J a token | after, s |", "|---|---|---|---|---|---|---|---|---|---|"]
+             "since the loss | J a token | after, s |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for case in found:
         for name, each in _going_on(case):
             values = (case["lost"], case["where"], name, f"{each['tokens_per_s']:.0f}",
                       f"{each['share_of_undisturbed']:.3f}", f"{each['share_of_limit']:.3f}",
                       f"{each['predicted_share']:.3f}", f"{each['share_of_ceiling']:.3f}",
+                      f"{each['share_of_limit_since']:.3f}",
                       f"{each['joules_per_token']:.3g}", f"{each['seconds_until']:.1f}")
             lines.append(f"| {' | '.join(map(str, values))} |")
     lines.append("")
@@ -207,15 +210,16 @@ def main(argv: Sequence[str]) -> int:
     wanted = [] if options.slow or options.trace else list(cases(layout, options.counts, options.places))
     if not (wanted or options.slow or options.trace):
         raise JobFailed(f"--lose {options.lose}: a stage of {options.layout.dp} cells has none left")
-    if options.predict and options.slow:
-        slow = [slowed.predict_case(options, profile, layout, each) for each in options.slow]
-        print(slowed.predictions(slow, [each.name for each in options.variants]), file=sys.stderr)
-        emit("throughput", argv, {"predicted": True, "cases": slow, **_common(options, profile, layout)})
-        return 0
     if options.predict:
-        found = [predict_case(options, profile, layout, case) for case in wanted]
-        print(predictions(found, [each.name for each in options.variants]), file=sys.stderr)
-        emit("throughput", argv, {"predicted": True, "cases": found, **_common(options, profile, layout)})
+        names = [each.name for each in options.variants]
+        if options.slow:
+            foreseen = [slowed.predict_case(options, profile, layout, each) for each in options.slow]
+            text = slowed.predictions(foreseen, names)
+        else:
+            foreseen = [predict_case(options, profile, layout, case) for case in wanted]
+            text = predictions(foreseen, names)
+        print(text, file=sys.stderr)
+        emit("throughput", argv, {"predicted": True, "cases": foreseen, **_common(options, profile, layout)})
         return 0
     with run_root() as root:
         path = root / "profile.json"

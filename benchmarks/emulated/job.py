@@ -184,10 +184,11 @@ def figures(
     longest = max(metrics[step]["step_ms"] for step in metrics if step >= KILLED_AT)
     return {
         "tokens_per_s": round(rate(metrics, profile, after), 1),
+        "tokens_per_s_since": round(rate_since(metrics, profile, noted, KILLED_AT), 1),
         "undisturbed_tokens_per_s": round(rate(metrics, profile, before), 1),
         "predicted_share": predicted_share(profile, variant, layout, case),
-        "joules_per_token": round(_joules(metrics, profile, noted, after), 5),
-        "undisturbed_joules_per_token": round(_joules(metrics, profile, noted, before), 5),
+        "joules_per_token": round(joules(metrics, profile, noted, after), 5),
+        "undisturbed_joules_per_token": round(joules(metrics, profile, noted, before), 5),
         "step_ms": round(step_ms, 1),
         "forecast_step_ms": round(expected.step_ms, 1),
         "forecast_error": round(expected.step_ms / step_ms - 1, 4),
@@ -239,7 +240,7 @@ def usual_rate(variants: Sequence[Variant], cases: Sequence[Mapping[str, Mapping
     return statistics.median(known) if known else 0.0
 
 
-def _joules(
+def joules(
     metrics: Mapping[int, Mapping[str, Any]], profile: Profile, noted: Noted, steps: Sequence[int]
 ) -> float:
     """Of a token."""
@@ -264,6 +265,15 @@ def rate(metrics: Mapping[int, Mapping[str, Any]], profile: Profile, steps: Sequ
     scale = 1e3 * profile.emulation.time_scale
     rates = [_tokens(metrics, profile, step) * scale / metrics[step]["step_ms"] for step in steps]
     return float(statistics.median(rates))
+
+
+def rate_since(
+    metrics: Mapping[int, Mapping[str, Any]], profile: Profile, noted: Noted, first: int
+) -> float:
+    """Tokens a second of the real devices from the begin of a step to the end of the job, whatever it waited for."""
+    steps = [step for step in metrics if step >= first]
+    tokens = sum(_tokens(metrics, profile, step) for step in steps)
+    return tokens * profile.emulation.time_scale / (noted.ended[max(steps)] - noted.ended[first - 1])
 
 
 class Noted(NamedTuple):

@@ -20,7 +20,9 @@ from emulated.job import (
     drawn,
     flags_of_job,
     flags_under,
+    joules,
     rate,
+    rate_since,
     reason_of,
     undisturbed_steps,
     usual_rate,
@@ -139,17 +141,13 @@ def figures(run_dir: Path, profile: Profile, slow: Slow) -> dict[str, Any]:
     """
     metrics, noted = read_metrics(run_dir), drawn(run_dir)
     after = [step for step in metrics if step >= KILLED_AT]
-    size = profile.emulation
-    samples = metrics[after[-1]]["consumed_samples"] - metrics[after[0] - 1]["consumed_samples"]
-    tokens = samples * size.tokens / size.samples
-    seconds = (noted.ended[after[-1]] - noted.ended[after[0] - 1]) / size.time_scale
     alarms = Counter("right" if slow.rank in event["ranks"] else "wrong" for event in read_events(run_dir)
                      if event["kind"] == "slow")  # fmt: skip
     return {
-        "tokens_per_s": round(tokens / seconds, 1),
+        "tokens_per_s": round(rate_since(metrics, profile, noted, KILLED_AT), 1),
         "settled_tokens_per_s": round(rate(metrics, profile, after[len(after) // 2 :]), 1),
         "undisturbed_tokens_per_s": round(rate(metrics, profile, undisturbed_steps(metrics)), 1),
-        "joules_per_token": round(sum(noted.joules[step] for step in after) / tokens, 5),
+        "joules_per_token": round(joules(metrics, profile, noted, after), 5),
         "alarms": {"right": alarms["right"], "wrong": alarms["wrong"]},
         "changes": sum(event["kind"] == "switched" for event in read_events(run_dir)),
         "late_ms": round(statistics.median(noted.late_ms[step] for step in after), 1),

@@ -104,12 +104,14 @@ def test_shares_are_of_what_all_cases_do_undisturbed(throughput: ModuleType) -> 
     """One of three was measured while the machine was busy."""
     variants = throughput.parse_args(["--policy", "recycle"]).variants
     cases: list[dict[str, Any]] = [{"limit_share": 0.8, "ceiling": {"share_of_limit": 1.25}, "policies": {
-        "recycle": {"tokens_per_s": 64.0, "undisturbed_tokens_per_s": rate}}} for rate in (100.0, 70.0, 100.0)]
+        "recycle": {"tokens_per_s": 64.0, "tokens_per_s_since": 48.0, "undisturbed_tokens_per_s": rate}}}
+        for rate in (100.0, 70.0, 100.0)]  # fmt: skip
     throughput.add_shares([*cases, {"limit_share": 0.7, "ceiling": {}, "policies": {"recycle": {"failed": ""}}}],
                           variants)  # fmt: skip
     for case in cases:
         each = case["policies"]["recycle"]
         assert (each["share_of_undisturbed"], each["share_of_limit"], each["share_of_ceiling"]) == (0.64, 0.8, 0.64)
+        assert each["share_of_limit_since"] == 0.6
 
 
 def test_rounds_give_medians_and_how_far_they_are_apart(throughput: ModuleType) -> None:
@@ -121,7 +123,7 @@ def test_rounds_give_medians_and_how_far_they_are_apart(throughput: ModuleType) 
 
 def test_the_table_leaves_out_who_could_not_go_on(throughput: ModuleType) -> None:
     figures = {"tokens_per_s": 1.0, "share_of_undisturbed": 0.9, "share_of_limit": 0.96, "predicted_share": 0.95,
-               "share_of_ceiling": 0.9, "joules_per_token": 0.1, "seconds_until": 3.0}
+               "share_of_ceiling": 0.9, "share_of_limit_since": 0.8, "joules_per_token": 0.1, "seconds_until": 3.0}
     case = {"lost": 1, "where": "same",
             "limit_share": 0.9375, "limit_share_at_highest_clock": 1.1, "highest_clock": 1.2,
             "policies": {"elastic": figures, "column": {"failed": "no room"}}}
