@@ -12,7 +12,7 @@ WHERE = ("same", "different")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``lost`` cells, of one stage or of ``different`` ones; ``ranks``: the first rank of each, which is killed."""
+    """``lost`` cells, of one stage or of ``different`` ones; ``ranks``: all of theirs, which are killed."""
 
     lost: int
     where: str
@@ -40,4 +40,5 @@ def cases(layout: Layout, counts: Sequence[int], where: Sequence[str]) -> Iterat
             if len(cells) == count and all(
                 any(cell.leader not in cells for cell in stage.cells) for stage in layout.stages
             ):
-                yield Case(count, place, tuple(cells))
+                ranks = (rank for leader in cells for rank in layout.cells[leader].ranks)
+                yield Case(count, place, tuple(ranks))

@@ -23,7 +23,8 @@ from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.observe.records import read_events, read_metrics
-from megatron_elastic.plan.choice import SCHEDULES, SEARCH
+from megatron_elastic.plan import NoLayout
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH, splits
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import MODES, Clocking
@@ -63,13 +64,21 @@ class Variant:
 
 def foresee(policy: Policy, layout: Layout, lost: Collection[int], costs: Costs, schedule: str) -> Layout:
     """The layout that a job reaches: it is in the best one that there is for all ranks when the coordinator is told of
-    one death after the other, and then goes on as long as it gets better. Raises NoLayout.
+    one death after the other, and then goes on as long as it gets better. Raises NoLayout, also where the memory of
+    devices is not enough for a step on the way, as that ends the job.
     """
     schedules = foreseen(schedule)
+
+    def fitting(layout: Layout) -> Layout:
+        if problem := overflow(layout, layout.ranks, costs, splits(schedules)):
+            raise NoLayout(problem)
+        return layout
+
     layout = policy.settle(layout, costs, schedules)
     for rank in lost:
-        layout = policy.lose(layout, [rank], Holdings.of(layout).without([rank]), layout.epoch + 1, costs, schedules)
-    return policy.settle(layout, costs, schedules)
+        held = Holdings.of(layout).without([rank])
+        layout = policy.lose(layout, [rank], held, layout.epoch + 1, costs, schedules)
+    return fitting(policy.settle(fitting(layout), costs, schedules))
 
 
 def asked_for(options: argparse.Namespace) -> tuple[Profile, Layout]:

@@ -50,15 +50,15 @@ def in_force(job: Job, layout: Layout) -> bytes | None:
 
 
 def planned(job: Job, new: Layout) -> tuple[Layout, bytes | None]:
-    """A planned layout, with what is recomputed in it, and the packed program that cells begin with there: that which
-    they have, if they do the same; what was found for it meanwhile; or None, the usual one.
+    """A planned layout, with what is recomputed in it, and the packed program that cells begin with there: what was
+    found for it; that which they have, if they do the same; or None, the usual one.
     """
     layout, better = job.layout, job.ordering.better
     assert layout is not None
-    if _is_for(layout, new) and layout.recomputed == new.recomputed:
-        return new, in_force(job, layout)
     if better is not None and _is_for(job.ordering.sought, new):
         return dataclasses.replace(new, recomputed=better.recomputed), better.program
+    if _is_for(layout, new) and layout.recomputed == new.recomputed:
+        return new, in_force(job, layout)
     return new, None
 
 
