@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,8 +216,11 @@ def _patches_for(checkout: Checkout) -> list[Patch]:
     known = find_patches()
     tag = _fitting(checkout, known)
     if tag is None:
+        maybe = "".join(f". If it is {alike}, whose number is another one, somebody edited "
+                        f"{', '.join(patch.path for patch in known[alike])}: get the released one back"
+                        for alike in _alike(checkout, known))  # fmt: skip
         raise UsageError(f"{checkout.root} is Megatron-LM {checkout.tag}; there are patches for "
-                         f"{', '.join(known)} only: check one of these out")
+                         f"{', '.join(known)} only: check one of these out{maybe}")
     return known[tag]
 
 
@@ -225,9 +228,13 @@ def _fitting(checkout: Checkout, known: Mapping[str, Sequence[Patch]]) -> str | 
     """The tag whose patches are for a checkout: its own, or one of the same two numbers whose files it has."""
     if checkout.tag in known:
         return checkout.tag
-    alike = (tag for tag in known if tag.split(".")[:2] == checkout.tag.split(".")[:2])
-    return next((tag for tag in alike
+    return next((tag for tag in _alike(checkout, known)
                  if {checkout.state(patch) for patch in known[tag]} <= {"clean", "applied"}), None)  # fmt: skip
+
+
+def _alike(checkout: Checkout, known: Iterable[str]) -> list[str]:
+    """The tags of the same two numbers: not all releases have the number that their tag says."""
+    return [tag for tag in known if tag.split(".")[:2] == checkout.tag.split(".")[:2]]
 
 
 def _states(checkout: Checkout, patches: Sequence[Patch]) -> dict[str, str]:

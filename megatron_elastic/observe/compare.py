@@ -15,6 +15,9 @@ from megatron_elastic.observe.records import RecordsError, read_digest, read_met
 _COMPARED = (("loss", "loss"), ("grad_norm", "gradient norm"))
 """Fields of a metrics line that must agree by their ``_hex``, and what people call them."""
 
+_OF_SLICES = (" (states are hashed by slices, of which there are by default as many as cells of a stage: give both "
+              "jobs the same --elastic-slices)")  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -71,7 +74,8 @@ def _compare_digests(a: Path, b: Path) -> Difference | None:
     ours, theirs = read_digest(a), read_digest(b)
     for field in ("step", "slices"):
         if ours.get(field) != theirs.get(field):
-            return Difference("digest", f"{field} differs", str(ours.get(field)), str(theirs.get(field)))
+            hint = _OF_SLICES if field == "slices" else ""
+            return Difference("digest", f"{field} differs{hint}", str(ours.get(field)), str(theirs.get(field)))
     units = ours.get("units", {}), theirs.get("units", {})
     for name in [*units[0], *(name for name in units[1] if name not in units[0])]:
         if units[0].get(name) != units[1].get(name):
@@ -104,7 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-elastic compare",
         description="Compare every step's loss and gradient norm, and the final state of all slices, bit for bit.",
-        epilog="Exit status: 0 identical, 1 different (the first difference is printed), 2 records missing or damaged."
+        epilog="Exit status: 0 identical, 1 different (the first difference is printed; a step or file that only one "
+        "has is one, too), 2 no run directory, or damaged records."
         "\n\nexample:\n  megatron-elastic compare runs/undisturbed runs/disturbed",
         formatter_class=usage.Formatter,
     )

@@ -14,11 +14,13 @@ from tests.faults.test_elastic import assert_continued
 from tests.jobs import ROOT, Grid, Job, Jobs, assert_same_training, inject
 from tests.models.test_experts import EVERYTHING, EXPERTS
 from tests.models.test_mtp import FURTHER
+from tests.models.test_sequence_parallel import MODERN
 
 NEXT = os.environ.get("MEGATRON_LM_NEXT_PATH", "")
 pytestmark = [
     pytest.mark.job,
-    pytest.mark.skipif(not NEXT, reason="a later Megatron-LM checkout: MEGATRON_LM_NEXT_PATH names none (core_v0.19.0)"),
+    pytest.mark.skipif(not NEXT, reason="a later Megatron-LM checkout: MEGATRON_LM_NEXT_PATH names none "
+                                        "(core_v0.19.0)"),
 ]
 
 
@@ -42,10 +44,10 @@ def later(jobs: Jobs, tmp_path: Path) -> LaterJobs:
 
 @pytest.mark.parametrize(("grid", "extra", "kills"), [
     (Grid(tp=1, pp=2, steps=6), "", ["5@2:backward", "1@4:apply"]),
-    (Grid(tp=2, pp=2, steps=6), "", ["4@3:backward"]),
+    (Grid(tp=2, pp=2, steps=4), f"--sequence-parallel {MODERN}", ["4@3:backward"]),
     (Grid(tp=1, pp=2, steps=4), f"--context-parallel-size 2 {EVERYTHING}", ["5@2:backward", "1@4:apply"]),
     (Grid(tp=1, pp=2, steps=4), f"{EXPERTS} --expert-model-parallel-size 2 --bf16", ["5@2:backward", "1@4:apply"]),
-    (Grid(tp=1, pp=2, steps=4), f"{FURTHER} --elastic-schedule split", ["7@2:backward", "1@4:apply"]),
+    (Grid(tp=1, pp=2, steps=4), f"{FURTHER} {EVERYTHING}", ["7@2:backward", "1@4:apply"]),
 ], ids=["PP2", "TP2 x PP2", "CP2 x PP2", "EP2 x PP2", "further predictions"])  # fmt: skip
 def test_killed(jobs: Jobs, later: LaterJobs, grid: Grid, extra: str, kills: Sequence[str]) -> None:
     flags = (*grid.flags, *extra.split())

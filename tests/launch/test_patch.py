@@ -124,7 +124,13 @@ def test_refusals(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     git(tree, "checkout", "-q", "pretrain.py")
     info = tree / "megatron" / "core" / "package_info.py"
     info.write_text(info.read_text().replace("8", "9"))
-    refused("apply", "there are patches for core_v9.8.7 only")
+    refused("apply", "there are patches for core_v9.8.7 only: check one of these out\n")
+    released = info.read_text()
+    info.write_text(released.replace("MINOR = 9", "MINOR = 8").replace("PATCH = 7", "PATCH = 8"))
+    (tree / "pretrain.py").write_text(SCRIPT + "four\n")
+    refused("apply", "If it is core_v9.8.7, whose number is another one, somebody edited pretrain.py")
+    git(tree, "checkout", "-q", "pretrain.py")
+    info.write_text(released)
     assert patching.main(["status", str(tree)]) == 1
     assert "core_v9.9.7, for which there are no patches" in capsys.readouterr().out
     info.write_text("")

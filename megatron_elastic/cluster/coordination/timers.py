@@ -9,14 +9,18 @@ _LATE = 0.05
 """Seconds by which a timer may fire late before this process counts as having stood still."""
 _ANEW = 5
 """How often a limit may begin anew."""
+_GRACE = 10.0
+"""Seconds that it has then at most: messages that are there are read by then, and silent nodes have told of
+themselves.
+"""
 
 
 class Timers:
     """Named limits in an event loop.
 
     A process that was stopped, or got no processor, finds all its limits passed when it goes on, and the messages that
-    would have ended the waits still unread. So a timer that fires late begins anew, a few times: a process that always
-    is late has limits, too.
+    would have ended the waits still unread. So a timer that fires late begins anew, a few times and not for long: a
+    process that always is late has limits, too.
     """
 
     def __init__(self) -> None:
@@ -43,6 +47,6 @@ class Timers:
     def _fire(self, name: str, delay: float, action: Callable[[], None], anew: int) -> None:
         late = asyncio.get_running_loop().time() - self._handles.pop(name).when() > _LATE
         if late and anew:
-            self._set(name, delay, action, anew - 1)
+            self._set(name, min(delay, _GRACE), action, anew - 1)
         else:
             action()
