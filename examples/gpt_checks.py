@@ -10,17 +10,21 @@ import math
 import os
 from pathlib import Path
 
+from megatron_elastic import profiles
 from megatron_elastic.adaptor.checkpoints.folder import COMPLETE, TRACKER, newest_folder, older
 from megatron_elastic.adaptor.dataset import locate
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.plan.split import split
 from megatron_elastic.plan.work.ramp import Ramp
+from megatron_elastic.support import check_at_least as _at_least
 from megatron_elastic.support import (
+    check_batch,
     check_cells,
     check_engine,
     check_expert_parallel,
     check_faults,
+    check_length,
     check_ramp,
     check_split,
     check_whole,
@@ -73,12 +77,7 @@ def _check_batches(args: argparse.Namespace) -> None:
     if args.global_batch_size is None:
         args.global_batch_size = at_once
     _at_least(1, global_batch_size=args.global_batch_size)
-    if args.global_batch_size % at_once:
-        raise UsageError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
-            f"use {-(-args.global_batch_size // at_once) * at_once}"
-        )
+    check_batch(args)
     batches = max(args.expert_model_parallel_size // args.context_parallel_size, 1)
     args.num_grains = args.global_batch_size // (args.micro_batch_size * batches)
     check_ramp(args)
@@ -258,13 +257,15 @@ def _check_length(args: argparse.Namespace, unit: str) -> None:
         raise UsageError(f"{_flag(length)} goes with {_flag(decay)} and {_flag(warmup)}: leave out what is in {other}")
     if args.rampup_batch_size is not None and unit == "iters":
         raise UsageError("--rampup-batch-size needs --train-samples in place of --train-iters")
-    _at_least(0, **{length: getattr(args, length), warmup: getattr(args, warmup)})
+    _at_least(1, **{length: getattr(args, length)})
+    _at_least(0, **{warmup: getattr(args, warmup)})
     if getattr(args, decay) is None:
-        setattr(args, decay, max(1, getattr(args, length)))
+        setattr(args, decay, getattr(args, length))
     _at_least(1, **{decay: getattr(args, decay)})
     if getattr(args, warmup) >= getattr(args, decay):
         raise UsageError(f"{_flag(warmup)} {getattr(args, warmup)} must be below {_flag(decay)} "
                          f"{getattr(args, decay)} (by default {_flag(length)})")
+    check_length(args)
     if unit == "samples":
         args.train_iters = Ramp.of(args).steps(args.train_samples)
 
@@ -357,15 +358,10 @@ def _check_elastic(args: argparse.Namespace) -> None:
     if args.tensorboard_dir and not args.elastic:
         raise UsageError("--tensorboard-dir needs --elastic: it is the launcher of an elastic job that writes there")
     emulation.check(args, args.world_size)
+    profiles.check_units(args, args.world_size)
     if config.inject and not args.elastic:
         raise UsageError(f"--elastic-inject {config.inject[0]} needs --elastic: add it")
     check_faults(args)
-
-
-def _at_least(limit: int, **values: float) -> None:
-    for name, value in values.items():
-        if value < limit:
-            raise UsageError(f"{_flag(name)} must be at least {limit}, got {value:g}")
 
 
 def _divides(name: str, value: int, by_name: str, by: int) -> None:

@@ -349,7 +349,7 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
             Costs.assumed(layout.units),
             "assumed (a million parameters a layer); --profile gives measured ones",
         )
-    return layout, Costs.from_json(path.read_bytes(), layout.units), str(path)
+    return layout, Costs.read(path, layout.units), str(path)
 
 
 def _step_ms(layout: Layout, costs: Costs, schedule: str | None) -> float:

@@ -357,7 +357,7 @@ def _scale_of_shapes(options: argparse.Namespace, predictor: Predictor) -> Scale
     if options.profile is None:
         return scale_table(options.scale_table, layouts, model, present=present, memory_bytes=memory)
     units, _ = gpt_units(present.layers, 1, tied=True, positions=False)
-    costs = Costs.from_json(options.profile.read_bytes(), units)
+    costs = Costs.read(options.profile, units)
     return scale_table(
         options.scale_table, layouts, by_profile(costs, units, True, present), present=present, second=model,
         memory_bytes=memory if costs.memory_bytes is None else costs.memory_bytes,
@@ -373,7 +373,7 @@ def _scale_of_run(options: argparse.Namespace) -> ScaleTable:
     path = options.run / "profile.json"
     if not path.exists():
         raise _Refused(f"{path} is not there (yet): start the job with --elastic-profile measured")
-    costs = Costs.from_json(path.read_bytes(), layout.units)
+    costs = Costs.read(path, layout.units)
     metrics = read_metrics(options.run)
     last = metrics[max(metrics)]
     tokens = round(last["tokens_per_s"] * last["step_ms"] / 1e3)

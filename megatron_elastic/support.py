@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -244,17 +244,13 @@ def check_arguments(argv: Sequence[str]) -> None:
     given = parser.parse_known_args(list(argv), argparse.Namespace(**file))[0]
     check_grouped(given)
     _check_places(given)
-    for refusal, value in _values(given):
-        if value not in (None, False) and refusal.applies(value):
-            _refuse(refusal, value)
+    _refuse((refusal, value) for refusal, value in _values(given) if value not in (None, False))
 
 
 def check_namespace(args: argparse.Namespace) -> None:
     """The same for arguments that Megatron has parsed, with its defaults."""
     _check_places(args)
-    for refusal, value in _values(args):
-        if refusal.applies(value):
-            _refuse(refusal, value)
+    _refuse(_values(args))
 
 
 def check_split(args: argparse.Namespace) -> None:
@@ -309,6 +305,35 @@ def check_whole(args: argparse.Namespace) -> None:
         if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
             raise UsageError(f"--elastic-dataflow resize does not work with {flag}: {who} at whole micro-batches, so "
                              "they cannot be cut; use --elastic-dataflow reroute")
+
+
+def check_at_least(limit: int, **values: float | None) -> None:
+    """Raise UsageError if the value of a flag is below a limit; ``values``: by name, None where nothing is said."""
+    for name, value in values.items():
+        if value is not None and value < limit:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {limit}, got {value:g}")
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Raise UsageError if the global batch cannot be divided among the data-parallel ranks."""
+    at_once = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % at_once:
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
+            f"use {-(-args.global_batch_size // at_once) * at_once}"
+        )
+
+
+def check_length(args: argparse.Namespace) -> None:
+    """Raise UsageError if there would be no step to do."""
+    if args.train_iters is None and args.train_samples is None:
+        raise UsageError("--train-iters or --train-samples is needed")
+    if args.train_samples is None:
+        check_at_least(1, train_iters=args.train_iters)
+    elif Ramp.of(args).steps(args.train_samples) < 1:
+        raise UsageError(f"--train-samples {args.train_samples} are too few for a step: its batch has "
+                         f"{Ramp.of(args).before(2)}; raise it")
 
 
 def check_ramp(args: argparse.Namespace) -> None:
@@ -385,6 +410,12 @@ def engine_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def check_norms(args: argparse.Namespace) -> None:
+    """Raise UsageError if norms are to be fused of which there are only torch's, as on a CPU."""
+    if args.transformer_impl == "local" and not args.no_persist_layer_norm and not importlib.util.find_spec("apex"):
+        raise UsageError("persistent norms are Apex's, which is not installed: add --no-persist-layer-norm")
+
+
 def check_engine(args: argparse.Namespace) -> None:
     """Raise UsageError if layers of Transformer Engine cannot do what flags say that Megatron has parsed."""
     if args.transformer_impl != "transformer_engine":
@@ -419,6 +450,31 @@ _PLACES = {
 """Where checkpoints and data are, and why not in an object store."""
 
 
+def check_data(argv: Sequence[str]) -> None:
+    """Raise UsageError if data that a command line of Megatron-LM's ``pretrain_gpt.py`` names are not there."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    flags = [flag for flag in _PLACES if flag.endswith("data-path")]
+    for flag in flags:
+        parser.add_argument(flag, nargs="*", default=[])
+    parser.add_argument("--sft", action="store_true")
+    given = vars(parser.parse_known_args(list(argv))[0])
+    for flag in flags:
+        for place in given[flag.removeprefix("--").replace("-", "_")]:
+            for path in (place,) if given["sft"] else () if _is_weight(place) else (f"{place}.idx", f"{place}.bin"):
+                if not os.path.exists(path):
+                    raise UsageError(f"{flag} {place}: {path} does not exist; name data that are there, without the "
+                                     "ending of their names")
+
+
+def _is_weight(word: str) -> bool:
+    """Whether a word of ``--data-path`` may be the share of the data set that follows."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_places(args: argparse.Namespace) -> None:
     """Raise UsageError if something is to be in an object store, which Megatron reads through clients of its own."""
     for flag, why in _PLACES.items():
@@ -439,7 +495,13 @@ def _values(args: argparse.Namespace) -> Iterator[tuple[Refusal, Any]]:
         yield refusal, getattr(args, refusal.name, None)
 
 
-def _refuse(refusal: Refusal, value: Any) -> None:
+def _refuse(given: Iterable[tuple[Refusal, Any]]) -> None:
+    """Raise UsageError, in one line, for all flags that cannot work with the values they are given."""
+    if problems := [_problem(refusal, value) for refusal, value in given if refusal.applies(value)]:
+        raise UsageError(". ".join(problems))
+
+
+def _problem(refusal: Refusal, value: Any) -> str:
     values = value if isinstance(value, list | tuple) else [getattr(value, "value", value)]
     shown = refusal.flag if refusal.reads is None else " ".join(map(str, (refusal.flag, *values)))
-    raise UsageError(f"{shown} does not work with --elastic: {refusal.why}; {refusal.fix}")
+    return f"{shown} does not work with --elastic: {refusal.why}; {refusal.fix}"

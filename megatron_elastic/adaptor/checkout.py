@@ -139,7 +139,8 @@ def _initialize(
     log.install()
     targets.BUILDER.wrap(_on_every_rank)
     helpers.provide()
-    targets.GLOBALS.find()(args)
+    with arguments.usage_errors():  # the tokenizer's files, for one
+        targets.GLOBALS.find()(args)
     if args.logging_level is not None:
         logging.getLogger().setLevel(args.logging_level)
     from megatron.core.rerun_state_machine import RerunMode
@@ -218,7 +219,10 @@ def _build_datasets(
 ) -> tuple[Any, Any, Any]:
     # Steps that begin before --train-samples are used up while the batch grows may end after them.
     training, *others = targets.SAMPLES.find()()
-    return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
+    try:
+        return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
+    except AssertionError as error:  # files that are not there, for one
+        raise arguments.refusal(error) from error
 
 
 _ENUMERATIONS = frozenset({

@@ -269,5 +269,6 @@ def _documents(text: Any, config: Any, index: int, samples: int) -> Any:
     if samples == 0:
         return None
     raise UsageError(f"--split {config.split}: the {Split(index).name} part has {tokens} tokens in {len(documents)} "
-                     f"documents, too few for one sample of --seq-length {config.sequence_length}; "
-                     "give it a larger share, or use --eval-iters 0 if it is not needed")
+                     f"documents, too few for one sample of --seq-length {config.sequence_length}; " + (
+                         "give it a larger share or more text, or a lower --seq-length" if index == Split.train.value
+                         else "give it a larger share, or use --eval-iters 0 if it is not needed"))

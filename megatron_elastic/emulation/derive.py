@@ -86,7 +86,8 @@ def derive(
     kinds = _units(shape, figures, grid, batch, efficiency)
     if ranks_per_host is not None:
         figures = replace(figures, per_host=ranks_per_host)
-    true = _profile(name, device, figures, batch, kinds, layout, _boundary(shape, grid, batch), noise)
+    true = _profile(
+        name, shape.layers, device, figures, batch, kinds, layout, _boundary(shape, grid, batch), noise)
     step = forecast(layout, true, "1f1b").step_ms
     return scaled(true, layout, step_seconds * 1e3 / step if time_scale is None else time_scale)
 
@@ -107,12 +108,12 @@ def scaled(profile: Profile, layout: Layout, by: float) -> Profile:
 
 
 def _profile(
-    name: str, device: str, figures: Figures, batch: Batch, kinds: dict[str, UnitCost], layout: Layout, boundary: int,
-    noise: float,
+    name: str, layers: int, device: str, figures: Figures, batch: Batch, kinds: dict[str, UnitCost], layout: Layout,
+    boundary: int, noise: float,
 ) -> Profile:
     emulation = Emulation(
         model=name, device=device, tokens=batch.samples * batch.sequence * layout.batches,
-        samples=batch.samples * layout.batches, time_scale=1.0, noise=noise,
+        samples=batch.samples * layout.batches, time_scale=1.0, layers=layers, noise=noise,
     )
     exchange = Exchange(
         sum_bytes=GRADIENT, gradient_bytes=GRADIENT, weight_bytes=WEIGHT, near_bandwidth=figures.near.bandwidth,

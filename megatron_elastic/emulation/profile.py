@@ -19,7 +19,7 @@ from megatron_elastic.config import MEASURED, UsageError
 from megatron_elastic.layout import Layout
 from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.costs import memory
-from megatron_elastic.plan.costs.cost import EMULATION, Costs, ProfileError, power_of
+from megatron_elastic.plan.costs.cost import EMULATION, Costs, ProfileError, power_of, profile_of
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.costs.power import PowerModel
 from megatron_elastic.plan.costs.recomputation import recomputing
@@ -32,6 +32,7 @@ class Emulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         model, device: what the figures are of; for people.
+        layers: of the model; None: not said.
         tokens, samples: of a grain, on all ranks of a cell together.
         time_scale: emulated seconds for a second of the real device.
         clocks: of ranks whose devices do not run at clock 1, by rank, when the job begins.
@@ -43,6 +44,7 @@ class Emulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
     samples: int
     time_scale: float
+    layers: int | None = None
     clocks: dict[str, float] = {}
     noise: float = 0.0
 
@@ -86,9 +88,10 @@ class Profile:
     def read(cls, path: Path) -> Profile:
         """Read the file of ``--elastic-emulate``. Raises UsageError."""
         try:
-            return cls.parse(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ProfileError) as error:
-            raise UsageError(f"{_FLAG} {path}: {getattr(error, 'strerror', None) or error}") from None
+            with profile_of(path):
+                return cls.parse(path.read_text(encoding="utf-8"))
+        except ProfileError as error:
+            raise UsageError(f"{_FLAG} {error}") from None
 
     def costs(self, units: Sequence[str]) -> Costs:
         """Of these units. Raises ProfileError if the profile is of another model."""
@@ -124,6 +127,10 @@ def check(args: Any, world_size: int) -> None:
             raise UsageError(f"--{flag.replace('_', '-')} cannot be emulated: how much it hides is not known; leave it "
                              "out")
     profile = Profile.read(Path(args.elastic_emulate))
+    if (layers := profile.emulation.layers) not in (None, args.num_layers):
+        raise UsageError(f"{_FLAG} {args.elastic_emulate}: the profile is of a model of {layers} layers "
+                         f"({profile.emulation.model}), and --num-layers is {args.num_layers}: give --num-layers "
+                         f"{layers}, or the profile of another model")
     layout = memory.first_layout(args, world_size)
     try:
         costs = profile.costs(layout.units)

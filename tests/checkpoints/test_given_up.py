@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,12 @@ def test_it_is_not_published_later(
     assert newest(tmp_path) == 2
     assert whole_steps(tmp_path) == [2]
     assert [path.name for path in tmp_path.glob("*.partial*")] == []
+
+
+def test_none_is_given_up_before_the_first_step(tmp_path: Path) -> None:
+    """A job that has nothing to train has nothing to save, either."""
+    for directory in (None, tmp_path):
+        kept = saving.Saving(directory, 1, None, 0, 0, 60.0, Odometer(mmap.mmap(-1, 4096), 0), lambda: None)
+        assert not kept.gave_up(0)
+        kept.failed = 3
+        assert kept.gave_up(3) and not kept.gave_up(0)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed import checkpoint
 
-from megatron_elastic.adaptor.checkpoints import common, whole
+from megatron_elastic.adaptor.checkpoints import common, sliced, whole
 from megatron_elastic.adaptor.checkpoints.folder import TRACKER, step_folder
 from megatron_elastic.adaptor.checkpoints.norms import named_as_saved
 from megatron_elastic.adaptor.checkpoints.origin import Origin, Start
@@ -222,3 +223,17 @@ def test_norms_have_two_names(ours: str, theirs: str) -> None:
         for saved_as in (there, here):
             (found,) = named_as_saved({"norm": entry}, {f"decoder.layers.{saved_as}"}).values()
             assert found.key == f"decoder.layers.{saved_as}"
+
+
+def test_the_first_parameter_that_differs_is_named(tmp_path: Path) -> None:
+    there = {"a": ShardedTensor.from_rank_offsets("a", torch.zeros(4, 16)),
+             "v": ShardedTensor.from_rank_offsets("v", torch.zeros(128, 16), allow_shape_mismatch=True)}
+    alike = [*there.values(), ShardedTensor.from_rank_offsets("v", torch.zeros(256, 16), allow_shape_mismatch=True)]
+    sliced._compare(tmp_path / "iter_0000004", alike, there)
+    for key, shape, message in (
+        ("a", (4, 32), r"a has the shape \[4, 16\] there, and these flags make it \[4, 32\]; give the flags"),
+        ("b", (8,), r"b is missing there, and these flags make it \[8\]"),
+    ):
+        other = ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
+        with pytest.raises(UsageError, match=rf"^--load {tmp_path}: \S+iter_0000004 is of another model: {message}"):
+            sliced._compare(tmp_path / "iter_0000004", [*alike, other], there)

@@ -18,6 +18,7 @@ from megatron_elastic.cluster.messages import (
     Fence,
     Finished,
     Forward,
+    Hello,
     Interrupt,
     Invite,
     Kept,
@@ -550,3 +551,25 @@ def test_a_node_that_is_lost_before_training_begins_can_be_replaced() -> None:
     assert play.job.layout is None
     play.say(play.hello(3))
     assert play.job.layout is not None and play.job.outcome is None
+
+
+def test_a_profile_that_does_not_fit_ends_the_job_before_training(play: Play) -> None:
+    play.happens(events.Costed(now=1.0, costs=None, problem="p.json: the profile has no entry for unit 'head'"))
+    assert play.job.outcome == Outcome(False, "--elastic-profile p.json: the profile has no entry for unit 'head'", 2)
+
+
+@pytest.mark.parametrize(("start", "said"), [
+    (0, "training from step 1 to 4"), (3, "training from step 4 to 4"),
+    (4, "nothing is left to train, as the checkpoint that the job begins with is of step 4 and training ends at step "
+        "4: raise --train-iters to train on"),
+])  # fmt: skip
+def test_what_is_left_to_train_is_said(start: int, said: str) -> None:
+    class Begun(Play):
+        def hello(self, rank: int) -> Hello:
+            return replace(super().hello(rank), start_step=start)
+
+        def happens(self, event: events.Event) -> None:
+            super().happens(event)
+            self.said = [*getattr(self, "said", []), *(e.line for e in self.effects if isinstance(e, Say))]
+
+    assert f"2 ranks are up; {said}" in Begun(width=2).said

@@ -103,6 +103,8 @@ def test_part_of_the_split_without_text(corpus: Path, tmp_path: Path) -> None:
     prepare(tmp_path, [corpus], vocab_size=300)
     with pytest.raises(UsageError, match=r"--split 999,1,0: the valid part has 0 tokens.*--eval-iters 0"):
         build_datasets(tmp_path, split="999,1,0", seq_length=16, seed=5, samples=(10, 1, 0))
+    with pytest.raises(UsageError, match=r"the train part has 0 tokens.* share or more text, or a lower --seq-length$"):
+        build_datasets(tmp_path, split="1,999,0", seq_length=16, seed=5, samples=(10, 1, 0))
 
 
 def test_data_without_description(corpus: Path, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_checkpoints_are_the_same_on_both(jobs: Jobs, tmp_path: Path, then: str)
 
 def test_a_job_that_does_not_fit_its_devices_ends_at_once(jobs: Jobs) -> None:
     job = jobs.start(*DP4.flags, *SMALL, *SOFT, ranks=4, env={"SOFT_MEMORY": "65536"})
-    assert "ranks on a device need" in job.finish(code=1)
+    assert "ranks on a device need" in job.finish(code=2)
 
 
 def test_a_device_that_an_import_starts_is_started_by_the_ranks(jobs: Jobs) -> None:

@@ -129,7 +129,7 @@ def test_bad_flags(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "bare.json").write_text(json.dumps(bare))
     for code, flags, message in (
         (2, [], "--elastic-dvfs needs --elastic-profile FILE"),
-        (1, ["--elastic-profile", str(tmp_path / "bare.json")], 'has no "power"'),
+        (2, ["--elastic-profile", str(tmp_path / "bare.json")], 'has no "power"'),
     ):
         job = jobs.start(*GRID.flags, "--elastic-dvfs", "energy", *flags, ranks=4)
         job.finish(code)

@@ -26,7 +26,7 @@ from megatron_elastic.emulation.command import grid, main
 from megatron_elastic.emulation.derive import Batch, Grid, derive, layout_of, scaled
 from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.models import MODELS
-from megatron_elastic.emulation.profile import Emulation, Profile
+from megatron_elastic.emulation.profile import Emulation, Profile, check
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import Layout, gpt_units
@@ -110,6 +110,7 @@ def test_the_command_prints_what_both_flags_read(capsys: pytest.CaptureFixture[s
     profile = Profile.parse(capsys.readouterr().out)
     found = layout_of(MODELS["llama2-13b"], Grid(tp=1, pp=4, dp=4), Batch(1, 4096, 32))
     assert forecast(found, profile, "1f1b").step_ms == pytest.approx(2000, rel=1e-4)
+    assert profile.emulation.layers == 40
     costs = Costs.from_json(profile.text, found.units)
     assert costs.memory_bytes == 80e9
     assert choice.step(found, costs, ["1f1b"]) == pytest.approx(2000, rel=1e-4)
@@ -157,6 +158,14 @@ def test_a_bad_profile_is_named(change: dict[str, Any], message: str) -> None:
 def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--elastic-emulate .*missing.json: No such file"):
         Profile.read(tmp_path / "missing.json")
+
+
+def test_a_model_of_another_depth_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile_of(layers=40).text)
+    args = argparse.Namespace(elastic=True, elastic_emulate=path, elastic_profile=None, num_layers=20)
+    with pytest.raises(UsageError, match=r"is of a model of 40 layers \(tiny\), and --num-layers is 20: give --num-"):
+        check(args, 4)
 
 
 def test_what_does_not_fit_is_said() -> None:

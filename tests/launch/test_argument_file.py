@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -38,6 +39,8 @@ TWO = ("--nproc-per-node", "2")
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / PEM).write_text(self_signed())  # tried out when the command is read
+    power = {"idle_w": 10, "static_w": 20, "dynamic_w": 80}
+    (tmp_path / "profile.json").write_text(json.dumps({"units": {}, "power": power}))
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "script.py"
     path.write_text("print()\n")

@@ -12,6 +12,7 @@ from gpt_arguments import check_arguments, parse_args
 
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import visible
+from megatron_elastic.plan import Costs
 from megatron_elastic.support import REFUSALS, Refusal
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,6 @@ def test_derived_values(data: Path) -> None:
     assert parse_args(flags(data, "--swiglu")).ffn_hidden_size == 128
     assert parse_args(flags(data, "--recompute-granularity full")).recompute_num_layers == 1
     assert not parse_args(flags(data, "--sequence-parallel")).sequence_parallel  # as in Megatron-LM
-    assert parse_args(flags(data, "--train-iters 0")).lr_decay_iters == 1
 
 
 def test_lengths_in_samples(data: Path) -> None:
@@ -52,6 +52,8 @@ def test_lengths_in_samples(data: Path) -> None:
         parse_args(given)
     args = parse_args([*given, "--train-samples", "104"])
     assert (args.train_iters, args.lr_decay_samples, args.lr_warmup_samples) == (3, 104, 0)
+    with pytest.raises(UsageError, match="--train-samples 31 are too few for a step: its batch has 32; raise it"):
+        parse_args([*given, "--train-samples", "31"])
     growing = [*given, "--train-samples", "104", "--rampup-batch-size", "16", "8", "32"]
     assert parse_args(growing).train_iters == 4, "16, 24, 32 and 32 samples"
     with pytest.raises(UsageError, match="--lr-warmup-samples 104 must be below --lr-decay-samples 104"):
@@ -164,6 +166,7 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--lr-warmup-samples 4", 1, "--train-iters goes with --lr-decay-iters and --lr-warmup-iters: leave out what is"),
     ("--rampup-batch-size 8 8 64", 1, "--rampup-batch-size needs --train-samples in place of --train-iters"),
     ("--rampup-batch-size 6 2 64", 2, "START and INCREMENT must be multiples of --micro-batch-size 2 x data-parallel"),
+    ("--train-iters 0", 1, "--train-iters must be at least 1, got 0"),
     ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be below --lr-decay-iters 10"),
     ("--optimizer sgd", 1, "add --no-use-distributed-optimizer"),
     ("--main-grads-dtype bf16", 1, "works with --elastic only"),
@@ -262,3 +265,16 @@ def test_checking_is_light(data: Path) -> None:
     code = ("import runpy, sys; script = runpy.run_path(sys.argv[1], run_name='__preflight__'); "
             "script['check_arguments'](sys.argv[2:], 4); assert not {'torch', 'megatron'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code, str(ROOT / "examples" / "pretrain_gpt.py"), *flags(data)], check=True)
+
+
+def test_a_profile_of_another_model(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(Costs.assumed(["embedding", "positions", "layer.0", "head"]).to_json(
+        ["embedding", "positions", "layer", "head"]))
+    of_it = f"--elastic --elastic-profile {path} --elastic-replicas 0"
+    assert parse_args(flags(data, of_it)).elastic_profile == str(path)
+    path.write_text(Costs.assumed(["embedding", "layer.0", "head"]).to_json(["embedding", "layer", "head"]))
+    with pytest.raises(UsageError, match=f"^--elastic-profile {path}: the profile has no entry for unit 'positions'"):
+        parse_args(flags(data, of_it))
+    path.unlink()
+    assert parse_args(flags(data, of_it)), "on a node that does not read it"

@@ -129,8 +129,10 @@ def test_checkpoint_damaged(jobs: Jobs, damaged: Path, name: str) -> None:
 
 
 def test_checkpoint_of_another_model(jobs: Jobs, checkpoint: Path) -> None:
-    message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--hidden-size", "64", code=1)
-    assert f"{checkpoint / 'iter_0000004'} cannot be loaded; give the flags of the model that was saved" in message
+    message = fails(jobs, "--load", str(checkpoint), "--train-iters", "6", "--hidden-size", "64", begins=True)
+    assert f"--load {checkpoint}: {checkpoint / 'iter_0000004'} is of another model: " in message
+    shape = r"\[[\d, ]+\]"
+    assert re.search(rf": \S+ has the shape {shape} there, and these flags make it {shape}; give the flags", message)
     assert len(message.splitlines()) == 1
 
 
@@ -153,8 +155,8 @@ def test_program_error_on_one_rank(jobs: Jobs) -> None:
 
 def test_data_too_small_for_evaluation(jobs: Jobs) -> None:
     """Found by the ranks, not by the launcher; still a line and not a traceback."""
-    message = fails(jobs, "--eval-iters", "1", "--split", "98,1,1", code=1)
-    assert re.match(r"the program raised on rank \d: --split 98,1,1: the valid part has 0 tokens", message)
+    message = fails(jobs, "--eval-iters", "1", "--split", "98,1,1", begins=True)
+    assert re.match(r"--split 98,1,1: the valid part has 0 tokens", message)
     assert len(message.splitlines()) == 1
 
 
@@ -170,3 +172,12 @@ def test_slice_lost(jobs: Jobs) -> None:
     assert re.match(r"training cannot go on: slice \d of unit \S+ \(part 0\) is held by no live rank",
                     message)
     assert message.endswith("Restart the job from its newest checkpoint")
+
+
+def test_what_failed_before_its_first_step_can_be_started_again(jobs: Jobs) -> None:
+    failed = jobs.start(*GRID.flags, "--eval-iters", "1", "--split", "98,1,1")
+    failed.finish(2)
+    again = jobs.run(*GRID.flags, "--elastic-run-dir", str(failed.run_dir))
+    assert "choose another" not in again.output
+    assert (failed.run_dir / "attempt-1" / "events.jsonl").exists()
+    assert (failed.run_dir / "digest.json").exists()

@@ -174,7 +174,7 @@ def test_checkpoints_without_optimizer_states(patched: CheckoutJobs, tmp_path: P
     again.output = again.process.communicate(timeout=200)[0]
     assert "has no state of this optimizer: begin with the optimizer and the precision" in again.output
     lost = ("--elastic-replicas", "0", "--save", str(tmp_path / "lost"), *inject("kill:rank=3,step=4,at=backward"))
-    assert "has no state of this optimizer" in patched.start(*flags, *lost, ranks=4).finish(1)
+    assert "has no state of this optimizer" in patched.start(*flags, *lost, ranks=4).finish(2)
     tuned = ("--finetune", "--load", str(saved))
     ours = {step: line["loss"] for step, line in patched.run(*flags, *tuned, ranks=4).metrics().items()}
     assert losses_after_loading(patched.plain(*FLAGS, *tuned, ranks=1)) == pytest.approx(ours, rel=TOLERANCE)

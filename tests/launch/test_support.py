@@ -15,8 +15,12 @@ from megatron_elastic.support import (
     WITHOUT_EFFECT,
     Refusal,
     check_arguments,
+    check_batch,
+    check_data,
     check_expert_parallel,
+    check_length,
     check_namespace,
+    check_norms,
     check_schedule,
 )
 
@@ -118,3 +122,43 @@ def test_docs_have_the_same_table() -> None:
         assert refusal.why in text, refusal.flag
     for flags, reason in WITHOUT_EFFECT.items():
         assert f"| {flags} | {reason} |" in text, flags
+
+
+def test_all_refused_flags_are_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_arguments(["--profile", "--use-megatron-fsdp", "--fp4-format", "e2m1", "--elastic"])
+    (line,) = str(caught.value).splitlines()
+    for flag in ("--profile", "--use-megatron-fsdp", "--fp4-format e2m1"):
+        assert line.count(f"{flag} does not work with --elastic: ") == 1
+
+
+def test_data_must_be_there(tmp_path: Path) -> None:
+    for name in ("a.idx", "a.bin", "b.idx", "talks.jsonl"):
+        (tmp_path / name).touch()
+    a, b, talks = (str(tmp_path / name) for name in ("a", "b", "talks.jsonl"))
+    check_data(["--data-path", "0.3", a, "0.7", a, "--elastic"])
+    check_data(["--sft", "--train-data-path", talks])
+    with pytest.raises(UsageError, match=f"^--valid-data-path {b}: {b}.bin does not exist; name data that are there"):
+        check_data(["--train-data-path", a, "--valid-data-path", "1", b])
+    with pytest.raises(UsageError, match=r"^--data-path no.jsonl: no.jsonl does not exist"):
+        check_data(["--sft", "--data-path", "no.jsonl"])
+
+
+def test_batches_steps_and_norms() -> None:
+    """What a checkout finds out late, or with a traceback."""
+    args = argparse.Namespace(micro_batch_size=2, global_batch_size=6, data_parallel_size=2, rampup_batch_size=None,
+                              train_iters=None, train_samples=5, transformer_impl="local", no_persist_layer_norm=False)
+    with pytest.raises(UsageError, match=r"^--global-batch-size 6 is no multiple of .* = 4: use 8$"):
+        check_batch(args)
+    with pytest.raises(UsageError, match=r"^--train-samples 5 are too few for a step: its batch has 6"):
+        check_length(args)
+    args.train_samples = None
+    with pytest.raises(UsageError, match=r"^--train-iters or --train-samples is needed"):
+        check_length(args)
+    args.train_iters = 0
+    with pytest.raises(UsageError, match=r"^--train-iters must be at least 1, got 0$"):
+        check_length(args)
+    with pytest.raises(UsageError, match=r"add --no-persist-layer-norm$"):
+        check_norms(args)
+    args.no_persist_layer_norm = True
+    check_norms(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from megatron_elastic.cluster.launch import launcher, torchrun
 from megatron_elastic.cluster.launch.output import BOTH, STDERR, STDOUT, streams_shown
 from megatron_elastic.cluster.launch.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
 from megatron_elastic.cluster.launch.torchrun import FLAGS, Flag
+from megatron_elastic.cluster.wire import Credentials
+from megatron_elastic.cluster.wire.address import Address, leave_address
 from megatron_elastic.config import UsageError
 from tests.jobs import ROOT
 from tests.launches import PROGRAMS, TOKEN
@@ -243,3 +246,55 @@ def test_a_module_is_asked_about_its_flags(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="2 ranks cannot do this"):
         read("-m", "--nproc-per-node", "2", script="asked", arguments=("impossible",))
+
+
+@pytest.mark.parametrize(("text", "flags", "message"), [
+    (None, (), "No such file or directory"),
+    ("{", (), "the profile is not JSON"),
+    ("[]", (), 'the profile must be an object with an object "units"'),
+    ('{"units": {"layer": {}}}', (), "unit 'layer' of the profile has"),
+    ('{"units": {}}', ("--elastic-dvfs", "energy"), 'has no "power"'),
+])  # fmt: skip
+def test_a_bad_profile(text: str | None, flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    """Named once, before anything starts."""
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read(arguments=("--elastic", "--elastic-profile", str(path), *flags))
+    assert message in str(caught.value) and str(caught.value).count(str(path)) == 1
+    with pytest.raises(UsageError, match="Is a directory"):
+        read(arguments=("--elastic", "--elastic-profile", str(tmp_path)))
+
+
+def test_what_ended_before_its_first_step_is_not_in_the_way(tmp_path: Path) -> None:
+    run = read(arguments=("--elastic-run-dir", str(tmp_path)))
+    for attempt in (1, 2):
+        (tmp_path / "layouts").mkdir()
+        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "events.jsonl").write_text('{"kind": "started"}\n{"kind": "failed"}\n')
+        assert launcher._make_run_dir(run) == tmp_path
+        moved = tmp_path / f"attempt-{attempt}"
+        assert {path.name for path in moved.iterdir()} == {"layouts", "metrics.jsonl", "events.jsonl"}
+        assert not (tmp_path / "events.jsonl").exists() and (tmp_path / "logs").is_dir()
+
+
+@pytest.mark.parametrize(("name", "text"), [("metrics.jsonl", '{"step": 1}\n'), ("digest.json", "{}")])
+def test_what_has_trained_or_finished_is_in_the_way(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "events.jsonl").write_text('{"kind": "failed"}\n')
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=r"metrics.jsonl is there already; choose another --elastic-run-dir"):
+        launcher._make_run_dir(read(arguments=("--elastic-run-dir", str(tmp_path))))
+
+
+def test_a_job_that_is_about_to_train_is_in_the_way(tmp_path: Path) -> None:
+    """Unless nobody is there any more."""
+    (tmp_path / "events.jsonl").write_text('{"kind": "hello"}\n')
+    run = read(arguments=("--elastic-run-dir", str(tmp_path)))
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        leave_address(tmp_path, Address("127.0.0.1", coordinator.getsockname()[1], Credentials("secret", None)))
+        with pytest.raises(UsageError, match="of a job that is about to train"):
+            launcher._make_run_dir(run)
+    launcher._make_run_dir(run)
+    assert (tmp_path / "attempt-1" / "events.jsonl").exists()

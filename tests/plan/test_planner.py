@@ -166,3 +166,8 @@ def test_bad_files_are_refused(layout: Path, tmp_path: Path, capsys: pytest.Capt
     assert code == 2 and "none.json" in err
     code, _, err = run(capsys, "--layout", layout, "--event", "pp:2", "--profile", tmp_path / "bad.json")
     assert code == 2 and 'object "units"' in err
+    (tmp_path / "other.json").write_text(Costs.assumed(["embedding", "layer.0", "head"]).to_json(
+        ["embedding", "layer", "head"]))
+    code, _, err = run(capsys, "--layout", layout, "--event", "pp:2", "--profile", tmp_path / "other.json")
+    assert code == 2 and f"{tmp_path / 'other.json'}: the profile has no entry for unit 'positions'" in err
+    assert "or give a profile of this model" in err

@@ -52,10 +52,14 @@ def owned(
     return found
 
 
+def on_disk(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """What a parameter is on disk."""
+    return entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
 def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """What a parameter is on disk; nothing where another rank of the cell has the same."""
-    tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-    return [tensor for tensor in tensors if not any(tensor.replica_id[:-1])]
+    """The same, but nothing where another rank of the cell has it."""
+    return [tensor for tensor in on_disk(entry) if not any(tensor.replica_id[:-1])]
 
 
 def _pieces(

@@ -107,6 +107,10 @@ class Saving:
         """Whether the job saves at all and has not saved the state after ``done`` steps, nor tried to."""
         return self._directory is not None and done > max(self.saved, self.failed)
 
+    def gave_up(self, done: int) -> bool:
+        """Whether the checkpoint of ``done`` steps was given up. That of no step never is."""
+        return 0 < done == self.failed
+
     def begin(self, step: int, epoch: int, prepare: Prepare) -> None:
         """Begin the checkpoint of ``step`` steps. Every rank of the layout of ``epoch`` calls it; none may be begun."""
         assert self._begun is None and self._directory is not None

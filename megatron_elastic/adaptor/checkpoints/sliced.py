@@ -7,7 +7,7 @@ loaded here: any layout can load what lies there by parameter, a stage's own ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_elastic.adaptor.checkpoints import buckets, common, norms
 from megatron_elastic.adaptor.checkpoints.buckets import Place
 from megatron_elastic.adaptor.checkpoints.draft import Draft
-from megatron_elastic.adaptor.checkpoints.owned import owned
+from megatron_elastic.adaptor.checkpoints.owned import on_disk, owned
 from megatron_elastic.adaptor.checkpoints.reader import read
 from megatron_elastic.adaptor.checkpoints.whole import reading
 from megatron_elastic.adaptor.layers.router import is_bias
@@ -128,10 +128,27 @@ def _loaded(
         kept[model] = {name: entry.data for name, entry in state[model].items()
                        if isinstance(entry, ShardedObject) and entry.unique_key not in there}  # fmt: skip
         state[model] = {name: entry for name, entry in state[model].items() if name not in kept[model]}
+    weights = (entry for model in kept for entry in state[model].values())
+    _compare(folder, weights, {entry.key: entry for entry in there.values() if isinstance(entry, ShardedTensor)})
     loaded = read(folder, state, dials)
     for model, own in kept.items():
         loaded[model].update(own)
     return loaded
+
+
+def _compare(folder: Path, entries: Iterable[Any], there: Mapping[str, ShardedTensor]) -> None:
+    """Raise UsageError for the first of a model's parameters that a checkpoint has otherwise, or not at all."""
+    for entry in entries:
+        for tensor in () if isinstance(entry, ShardedObject) else on_disk(entry):
+            if tensor.allow_shape_mismatch:  # the vocabulary may be padded otherwise
+                continue
+            saved, wanted = there.get(tensor.key), list(tensor.global_shape)
+            if saved is None or list(saved.global_shape) != wanted:
+                has = "is missing" if saved is None else f"has the shape {list(saved.global_shape)}"
+                raise UsageError(
+                    f"--load {folder.parent}: {folder} is of another model: {tensor.key} {has} there, and these flags "
+                    f"make it {wanted}; give the flags of the model that was saved, or name another checkpoint"
+                )
 
 
 def _reading(folder: Path) -> AbstractContextManager[None]:

@@ -191,5 +191,6 @@ def _refuse_no_text(data: Any) -> None:
     split = data.index_split.name
     part = {"valid": "validation"}.get(split, split)
     where = f"--split {data.config.split}: the {part} part" if data.config.split else f"the {part} data"
+    otherwise = "" if split == "train" else ", or leave it out (0 in --split, --eval-iters 0)"
     raise UsageError(f"{where} has {len(data.indices)} of the {len(lengths)} documents of {data.dataset_path}, and no "
-                     "text: give it a larger share or more documents, or leave it out (0 in --split, --eval-iters 0)")
+                     f"text: give it a larger share or more documents{otherwise}")

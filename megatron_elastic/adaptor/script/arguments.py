@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_elastic import profiles
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.checkpoints import whole
 from megatron_elastic.adaptor.checkpoints.common import allow_enums
@@ -19,13 +20,17 @@ from megatron_elastic.adaptor.checkpoints.origin import Origin
 from megatron_elastic.config import UsageError, add_elastic_arguments
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.support import (
+    check_at_least,
+    check_batch,
     check_cells,
     check_documents,
     check_engine,
     check_expert_parallel,
     check_faults,
     check_grouped,
+    check_length,
     check_namespace,
+    check_norms,
     check_ramp,
     check_schedule,
     check_split,
@@ -34,6 +39,14 @@ from megatron_elastic.support import (
 )
 
 Parser = argparse.ArgumentParser
+
+_FROM_ONE = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size",
+    "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "eval_interval", "log_interval", "make_vocab_size_divisible_by",
+)  # fmt: skip
+_FROM_NONE = ("train_iters", "train_samples", "eval_iters", "save_interval", "num_workers", "clip_grad", "lr")
+"""Arguments that must be at least 1, and at least 0."""
 
 
 def parse(
@@ -48,10 +61,11 @@ def parse(
     def provide(parser: Parser) -> Parser:
         return add_elastic_arguments(parser if extra is None else extra(parser))
 
-    with _usage_errors():
+    with usage_errors():
         args: argparse.Namespace = targets.PARSE.find()(provide)
         _take_over(args, defaults or {})
         check_namespace(args)
+        _check_counts(args)
         background, args.sequence_parallel_asked = args.async_save, args.sequence_parallel
         targets.VALIDATE.find()(args, dict(defaults or {}))
         args.async_save = background  # Megatron turns it off without --use-persistent-ckpt-worker; here a thread writes
@@ -76,9 +90,20 @@ def _take_over(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
         targets.CHECKPOINT_ARGS.find()(args, load_arg=load)
 
 
+def _check_counts(args: argparse.Namespace) -> None:
+    """Numbers by which Megatron divides, or of which it makes nothing, wherever it finds that out."""
+    for limit, names in ((1, _FROM_ONE), (0, _FROM_NONE)):
+        check_at_least(limit, **{name: getattr(args, name, None) for name in names})
+
+
 def _check(args: argparse.Namespace) -> None:
     """What Megatron does not look at, or only later."""
     check_engine(args)
+    check_norms(args)
+    if args.rampup_batch_size is None:
+        check_batch(args)
+    if not args.skip_train:
+        check_length(args)
     if args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion adds up in Megatron's buffers, and --elastic in slices: add "
                          "--no-gradient-accumulation-fusion")
@@ -101,6 +126,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     check_faults(args)
     emulation.check(args, args.world_size)
+    profiles.check_units(args, args.world_size)
 
 
 def install() -> None:
@@ -113,7 +139,7 @@ def install() -> None:
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Turn what Megatron does about bad flags into UsageError: failing assertions, and ``exit()`` after a line."""
     said = io.StringIO()
     try:
@@ -122,10 +148,14 @@ def _usage_errors() -> Iterator[None]:
     except SystemExit as ending:
         *_, last = ["without a word", *said.getvalue().strip().splitlines()]
         raise UsageError(f"Megatron ends at these flags: {last}") from ending
-    except (AssertionError, ValueError, RuntimeError) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = str(error) or f"this must hold: {frame.line}"
-        raise UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
-                         f"{what}") from error
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+        raise refusal(error) from error
     finally:
         print(said.getvalue(), end="")
+
+
+def refusal(error: Exception) -> UsageError:
+    """What Megatron has raised about bad flags, in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(str(error).split()) or f"this must hold: {frame.line}"
+    return UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): {what}")

@@ -51,7 +51,7 @@ def run(make: Callable[[Control], Trainer], checkout: bool = False) -> None:
     except Exception as error:
         # Told before the connection closes: a rank that only goes silent counts as dead, and the others train on.
         if isinstance(error, UsageError):
-            control.fail(str(error), code=USAGE if trainer is None else 0)
+            control.fail(str(error), code=USAGE if trainer is None or trainer.begins else 0)
         elif trainer is None:
             control.fail(traceback.format_exc())
         elif isinstance(error, Diverged):  # no fault of this rank: whoever did it would find the same

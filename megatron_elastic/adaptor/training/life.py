@@ -96,7 +96,7 @@ def _save_after_all(trainer: Trainer, tenure: Tenure, done: int) -> None:
     All ranks know alike whether it was written, so they try together.
     """
     for _ in range(_TRIES):
-        if trainer.saving.failed != done:
+        if not trainer.saving.gave_up(done):
             return
         pause = time.monotonic() + trainer.config.wait_timeout / _TRIES
         while time.monotonic() < pause:
@@ -120,7 +120,7 @@ def _finish(trainer: Trainer, tenure: Tenure) -> None:
     trainer.conclude(tenure, done)
     intermission.complete_save(trainer)
     _save_after_all(trainer, tenure, done)
-    if trainer.saving.failed == done and trainer.rank == layout.ranks[0]:
+    if trainer.saving.gave_up(done) and trainer.rank == layout.ranks[0]:
         raise UsageError(f"--save {trainer.args.save}: the last checkpoint, of step {done}, could not be written; make "
                          f"room and start the job again, and it goes on from step {trainer.saving.saved}")
     digests = []

@@ -274,6 +274,11 @@ class Trainer:
         return state
 
     @property
+    def begins(self) -> bool:
+        """Whether this rank is to be there from the job's first step on, and has not what it takes yet."""
+        return self.store is None and self.standing.member
+
+    @property
     def trains(self) -> bool:
         """Whether the job trains at all, or only evaluates what it has loaded (``--skip-train``)."""
         return not getattr(self.args, "skip_train", False)

@@ -331,7 +331,7 @@ def _table(layout: Layout, costs: Costs, tokens: int, sizes: Case | None, seen: 
 
 def _read_costs(effect: ReadCosts) -> Costed:
     try:
-        costs = Costs.from_json(Path(effect.path).read_text(), effect.units)
-    except (OSError, ProfileError) as error:
+        costs = Costs.read(Path(effect.path), effect.units)
+    except ProfileError as error:
         return Costed(now=time.time(), costs=None, problem=str(error))
     return Costed(now=time.time(), costs=costs, problem="")

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_elastic import argument_file, usage
+from megatron_elastic import argument_file, profiles, usage
 from megatron_elastic.cluster import first_process
 from megatron_elastic.cluster.brief import Brief
-from megatron_elastic.cluster.launch import script, torchrun
+from megatron_elastic.cluster.launch import attempt, script, torchrun
 from megatron_elastic.cluster.launch.output import ROLE, Console, streams_shown
 from megatron_elastic.cluster.launch.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
 from megatron_elastic.cluster.leadership import Choice, parse
@@ -153,6 +153,8 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     if command.spares >= where.nodes * ranks:
         raise UsageError(f"--elastic-spares {command.spares}: there are {where.nodes * ranks} ranks in all, "
                          "and some must train: raise --nproc-per-node or --nnodes")
+    if where.node_rank == 0:
+        profiles.check(config)
     script.check(program, config, where.nodes * ranks - command.spares)
     return command
 
@@ -268,9 +270,8 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
     path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    taken = next((path / name for name in ("metrics.jsonl", "events.jsonl") if (path / name).exists()), None)
-    if command.rendezvous.node_rank == 0 and taken is not None:
-        raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
+    if command.rendezvous.node_rank == 0:
+        attempt.put_away(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if command.log_dir is None:

@@ -75,6 +75,8 @@ def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
     if "megatron_elastic" not in path.read_text(errors="replace"):
         raise UsageError(f"{path} does not know --elastic; let it: megatron-elastic patch apply {path.parent}")
     support.check_arguments(arguments)
+    if path.name == "pretrain_gpt.py":  # another script may have data of its own
+        support.check_data(arguments)
     if missing := [name for name in _IMPORTED if importlib.util.find_spec(name) is None]:
         raise UsageError(f"{path} imports what is not installed: pip install {' '.join(missing)}")
 

@@ -16,7 +16,7 @@ from megatron_elastic.cluster.protocol.events import Begun, Costed
 from megatron_elastic.cluster.protocol.faults.suspicion import clear, fence
 from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.config import MEASURED
+from megatron_elastic.config import MEASURED, USAGE
 from megatron_elastic.layout import LayoutError, decode
 from megatron_elastic.plan.costs.power import Clocking
 
@@ -140,11 +140,7 @@ def costed(turn: Turn, event: Costed) -> None:
     """What units cost is known."""
     job = turn.job
     if event.costs is None:
-        turn.end(False, f"--elastic-profile {job.settings.profile}: {event.problem}")
-        return
-    if job.settings.dvfs is not None and event.costs.power is None:
-        turn.end(False, f'--elastic-dvfs: --elastic-profile {job.settings.profile} has no "power", without which '
-                        "clocks cannot be planned")
+        turn.end(False, f"--elastic-profile {event.problem}", USAGE)
         return
     costs = event.costs
     if job.settings.dvfs is not None:
@@ -163,8 +159,11 @@ def _train(turn: Turn) -> None:
         trust=Trust(saves=(first.start_step,) if first.start_step else ()),
     )
     turn.record("started", world_size=len(turn.job.ranks), step=first.start_step, train_iters=first.train_iters)
-    turn.say(f"{len(turn.job.ranks)} ranks are up; training from step {first.start_step + 1} to {first.train_iters}",
-             "started")
+    what = f"training from step {first.start_step + 1} to {first.train_iters}"
+    if first.start_step >= first.train_iters:
+        what = (f"nothing is left to train, as the checkpoint that the job begins with is of step {first.start_step} "
+                f"and training ends at step {first.train_iters}: raise --train-iters to train on")
+    turn.say(f"{len(turn.job.ranks)} ranks are up; {what}", "started")
     turn.send(Start(addresses={}, key=turn.job.key), turn.job.ranks)
     members = [node.member for node in sorted(turn.job.nodes.values(), key=lambda node: node.node_rank)]
     turn.set(members=tuple(members[: turn.job.seats]))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_elastic.layout import MTP, Layout
@@ -29,6 +31,15 @@ EMULATION = "emulation"
 
 class ProfileError(Exception):
     """A profile cannot be read. The message names the entry and what it should be."""
+
+
+@contextmanager
+def profile_of(path: Path) -> Iterator[None]:
+    """The profile in a file is read. Raises ProfileError, which names the file, for all that is wrong with it."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, ProfileError) as error:
+        raise ProfileError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +175,10 @@ class Costs:
     # ---- profiles --------------------------------------------------------------------------
 
     @classmethod
-    def from_json(cls, text: str | bytes, units: Sequence[str]) -> Costs:
-        """Read a profile for the named units. An entry ``layer`` stands for all layers that have none of their own, and
-        likewise with other kinds of units. What only emulation needs is passed over. Raises ProfileError.
+    def from_json(cls, text: str | bytes, units: Sequence[str] | None = None) -> Costs:
+        """Read a profile for the named units; None: for those that it has. An entry ``layer`` stands for all layers
+        that have none of their own, and likewise with other kinds of units. What only emulation needs is passed over.
+        Raises ProfileError.
         """
         try:
             data = json.loads(text)
@@ -175,6 +187,7 @@ class Costs:
         if not isinstance(data, dict) or not isinstance(data.get("units"), dict):
             raise ProfileError('the profile must be an object with an object "units"')
         entries = data.pop("units")
+        units = tuple(entries) if units is None else units
         data.pop(EMULATION, None)
         known = {field.name for field in fields(cls)} - _OF_A_JOB
         if unknown := sorted({*data} - known):
@@ -189,6 +202,12 @@ class Costs:
             clock_steps=(1.0,) if steps is None else _steps(steps),
             **{key: _number(key, value) for key, value in data.items() if value is not None},
         )
+
+    @classmethod
+    def read(cls, path: Path, units: Sequence[str] | None = None) -> Costs:
+        """The same of a file. Raises ProfileError, which names it."""
+        with profile_of(path):
+            return cls.from_json(path.read_text(encoding="utf-8"), units)
 
     def to_json(self, units: Sequence[str]) -> str:
         """The profile, one named unit a line; ``from_json`` reads it."""
@@ -304,7 +323,10 @@ def _unit(name: str, entries: Mapping[str, Any]) -> UnitCost:
     names = [field.name for field in fields(UnitCost)]
     needed = [field.name for field in fields(UnitCost) if field.default is MISSING]
     if not isinstance(entry, dict):
-        raise ProfileError(f"the profile has no entry for unit {name!r}: add one with {', '.join(needed)}")
+        kind = "" if key == name else f" or {key!r}"
+        raise ProfileError(f"the profile has no entry for unit {name!r}{kind}: it is of another model; add one with "
+                           f"{', '.join(needed)}, or give a profile of this model, as --elastic-profile measured "
+                           "writes it into a run directory")
     if not {*needed} <= {*entry} <= {*names}:
         raise ProfileError(f"unit {key!r} of the profile has {sorted(entry)}, but must have {', '.join(needed)}, and "
                            f"may have {', '.join(sorted({*names} - {*needed}))}")

@@ -1,0 +1,63 @@
+"""Attempt: what a job has left in its run directory that ended before its first step. It must not be in the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from pathlib import Path
+
+from megatron_elastic.cluster.wire.address import FILE, read_address
+from megatron_elastic.config import UsageError
+
+_RECORDS = ("metrics.jsonl", "events.jsonl")
+_OTHERS = ("layouts", "profile.json", "scale_table.json", "data.made", FILE)
+_ANSWERS = 1.0
+"""Seconds within which a coordinator takes a connection, if there is one."""
+
+
+def put_away(run_dir: Path) -> None:
+    """Move the records of such a job into ``attempt-N`` there, if there are any. Logs stay, and are added to, as other
+    nodes may have begun to write theirs.
+
+    Raises UsageError if the records are those of a job that has done a step or finished, or is still there.
+    """
+    taken = next((run_dir / name for name in _RECORDS if (run_dir / name).exists()), None)
+    if taken is None:
+        return
+    if not _is_empty(run_dir / _RECORDS[0]) or (run_dir / "digest.json").exists():
+        raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
+    if not _failed(run_dir / _RECORDS[1]) and _answers(run_dir):
+        raise UsageError(f"{taken} is there already, of a job that is about to train; choose another "
+                         "--elastic-run-dir, or end that job")
+    folder = next(path for number in itertools.count(1) if not (path := run_dir / f"attempt-{number}").exists())
+    try:
+        folder.mkdir()
+        for name in (*_OTHERS, *_RECORDS):  # last what says that there is something to be moved
+            if (run_dir / name).exists():
+                (run_dir / name).rename(folder / name)
+    except OSError as error:
+        raise UsageError(f"{taken} is there already, and cannot be moved to {folder}: {error.strerror}; choose another "
+                         "--elastic-run-dir") from None
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or not path.stat().st_size
+
+
+def _failed(events: Path) -> bool:
+    """Whether the job has said that it ends."""
+    try:
+        return bool(json.loads(events.read_bytes().splitlines()[-1])["kind"] == "failed")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _answers(run_dir: Path) -> bool:
+    """Whether somebody coordinates there."""
+    try:
+        address = read_address(run_dir)
+        with socket.create_connection((address.host, address.port), _ANSWERS):
+            return True
+    except (OSError, ValueError):
+        return False
