@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Plan, Settled, Switched
-from megatron_elastic.cluster.protocol.changes import change
+from megatron_elastic.cluster.protocol.changes import change, ordering
 from megatron_elastic.cluster.protocol.effects import Search, WriteEvent
 from megatron_elastic.cluster.protocol.events import Found
 from megatron_elastic.cluster.protocol.turn import Turn
@@ -161,6 +161,63 @@ def test_after_a_loss_that_leaves_no_cell_without_work_the_order_comes_back() ->
     turn = Turn(play.job, 1.0)
     change.replan(turn)
     assert turn.job.change is not None and turn.job.change.program == order.program
+
+
+def test_an_order_is_for_what_cells_do_and_nothing_else() -> None:
+    play = searching()
+    switch_to(play, found(play), 3)
+    a_slow_rank(play)
+    copying(play, 12)
+    order, job = found(play), play.job
+    assert job.goal is not None and job.layout is not None
+    assert ordering.planned(job, job.goal) == (job.goal, order.program)
+    elsewhere = dataclasses.replace(job.layout, epoch=job.epoch + 1)
+    assert ordering.planned(job, elsewhere) == (elsewhere, ordering.in_force(job, job.layout)), "they keep theirs"
+    apart = turned(job.goal)
+    assert ordering.planned(job, apart) == (apart, None)
+    there, other = (dataclasses.replace(layout, epoch=job.epoch + 2) for layout in (job.goal, apart))
+    assert ordering.due(job, there) is order and ordering.due(job, other) is None
+
+
+def test_it_is_looked_for_again_where_cells_have_lost_the_order_that_was_the_best() -> None:
+    play = searching()
+    switch_to(play, found(play), 3)
+    costs = play.job.arrangement.costs
+    assert costs is not None
+    slower = dataclasses.replace(costs, boundary_bytes=9_000_000, bandwidth=1e9)
+    for again in (False, True):  # nothing is better than the order in force, by costs that have changed
+        play.job = replace(play.job, arrangement=replace(play.job.arrangement, costs=dataclasses.replace(
+            slower, units=tuple(dataclasses.replace(unit, forward_ms=2 * unit.forward_ms) for unit in slower.units))))
+        if again:
+            assert play.job.layout is not None
+            anew = dataclasses.replace(play.job.layout, epoch=play.job.epoch + 1)
+            play.job = replace(play.job, layout=anew, epoch=anew.epoch, newest_epoch=anew.epoch)
+        turn = Turn(play.job, 1.0)
+        change.replan(turn)
+        play.job, play.effects = turn.job, turn.effects
+        assert sought(play) == [play.job.layout]
+        found(play, gain=0.0)
+
+
+def test_chunks_are_placed_by_what_was_found_for_the_present_layout_alone() -> None:
+    play = searching(places=True)
+    layout, costs = play.job.ordering.sought, play.job.ordering.costs
+    assert layout is not None and costs is not None
+    order = search(layout, costs, None)
+    assert order is not None
+    placed = dataclasses.replace(order, stage_units=tuple(stage.units for stage in layout.stages), placed_ms=1.0)
+    play.job = replace(play.job, layout=turned(layout))
+    play.happens(Found(now=1.0, epoch=layout.epoch, order=placed, seconds=0.1))
+    assert play.job.arrangement.placed is None
+
+
+def turned(layout: Layout) -> Layout:
+    """The same, but cells do other work: their grains from the last to the first."""
+    return dataclasses.replace(layout, stages=tuple(
+        dataclasses.replace(stage, cells=tuple(
+            dataclasses.replace(cell, grains=tuple(reversed(cell.grains))) for cell in stage.cells
+        )) for stage in layout.stages
+    ))  # fmt: skip
 
 
 def switch_to(play: Play, order: Order, number: int) -> None:
