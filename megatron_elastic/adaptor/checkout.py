@@ -221,7 +221,7 @@ def _build_datasets(
     training, *others = targets.SAMPLES.find()()
     try:
         return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
-    except AssertionError as error:  # files that are not there, for one
+    except (AssertionError, FileNotFoundError) as error:  # data that are not there, for one
         raise arguments.refusal(error) from error
 
 
