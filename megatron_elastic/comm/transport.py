@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -257,8 +258,19 @@ class Transport:
 
     def _depart(self, peers: Sequence[int], channel: Channel, coordinate: int, buffer: torch.Tensor) -> Steps:
         """Send what lies in a device's memory."""
-        host = yield from self.to_host(buffer)
+        host = yield from self._landed(partial(self._or_end_waits, HostCopy(buffer).wait))
         yield self.send_all(peers, channel, coordinate, host)
+
+    def _or_end_waits(self, wait: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Wait for what is to be sent. If it cannot be had, what is waited for here may be what others would make of
+        it: any wait ends, not only one for this message.
+        """
+        try:
+            return wait()
+        except Exception as error:
+            with self._lock:
+                self._pump.failure = error
+            raise
 
     def to_host(self, tensor: torch.Tensor) -> Generator[Sequence[Operation], None, torch.Tensor]:
         """Steps that have a tensor in host memory; it must not change meanwhile. Not copied if it is there.
@@ -267,7 +279,11 @@ class Transport:
         """
         if tensor.is_cpu:
             return tensor
-        copying = self.aside(self.rank, HostCopy(tensor).wait, "copies")
+        return (yield from self._landed(HostCopy(tensor).wait))
+
+    def _landed(self, wait: Callable[[], torch.Tensor]) -> Generator[Sequence[Operation], None, torch.Tensor]:
+        """Steps that have what a copy brings, for which another thread waits."""
+        copying = self.aside(self.rank, wait, "copies")
         yield [copying]
         self.check_devices()
         return copying.result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_elastic.comm.distributed import backend
 from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.host.mailbox import encode
 from megatron_elastic.comm.host.sleep import YIELDS
-from megatron_elastic.comm.operation import Steps
+from megatron_elastic.comm.operation import Operation, Steps
 from megatron_elastic.comm.tag import (
     GRAINS,
     GROUPS,
@@ -540,6 +541,50 @@ def test_an_error_in_the_background_reaches_who_waits_and_ends_nothing_else(apar
         peer.leave()
 
     world.run(body, size=2, apart=apart)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting already", "waiting later"])
+def test_what_cannot_leave_a_device_ends_any_wait(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """The other waits for it, and what this one waits for would be made of it: neither would ever come."""
+    copying, failing = threading.Event(), threading.Event()
+
+    class Faulty:
+        def __init__(self, _: torch.Tensor) -> None:
+            copying.set()
+
+        def wait(self) -> torch.Tensor:
+            failing.wait()
+            raise ValueError("the device is out of order")
+
+    monkeypatch.setattr(transport, "HostCopy", Faulty)
+
+    def body(peer: Peer) -> None:
+        if peer.rank == 0:
+            peer.meet()
+        else:
+            there = peer.transport.recv(0, Channel.ACTIVATION_GRAD, 1, torch.zeros(3))
+            sent = peer.transport.send(0, Channel.ACTIVATION, 1, torch.empty(3, device="meta"))
+            assert copying.wait(20)
+            if waits:
+                threading.Timer(0.1, failing.set).start()
+            else:
+                failing.set()
+                while not _has_failed(sent):
+                    pass
+            with pytest.raises(ValueError, match="out of order"):
+                peer.transport.wait(there, limit=20)
+            peer.meet()
+        _greet(peer)
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+def _has_failed(operation: Operation) -> bool:
+    try:
+        return operation.done
+    except ValueError:
+        return True
 
 
 def test_the_background_itself_survives_an_error() -> None:
