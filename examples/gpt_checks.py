@@ -17,8 +17,8 @@ from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.emulation import profile as emulation
 from megatron_elastic.plan.split import split
 from megatron_elastic.plan.work.ramp import Ramp
-from megatron_elastic.support import check_at_least as _at_least
 from megatron_elastic.support import (
+    check_at_least,
     check_batch,
     check_cells,
     check_engine,
@@ -44,8 +44,8 @@ def check(args: argparse.Namespace) -> None:
 def _check_parallelism(args: argparse.Namespace) -> None:
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
-    _at_least(1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
-              expert_model_parallel_size=ep)
+    check_at_least(1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+                   expert_model_parallel_size=ep)
     if cp > 1 and not args.elastic:
         raise UsageError("--context-parallel-size needs --elastic: without it, attention over several ranks is "
                          "Transformer Engine's")
@@ -71,12 +71,12 @@ def _check_parallelism(args: argparse.Namespace) -> None:
 
 
 def _check_batches(args: argparse.Namespace) -> None:
-    _at_least(1, micro_batch_size=args.micro_batch_size)
-    _at_least(0, num_workers=args.num_workers)
+    check_at_least(1, micro_batch_size=args.micro_batch_size)
+    check_at_least(0, num_workers=args.num_workers)
     at_once = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = at_once
-    _at_least(1, global_batch_size=args.global_batch_size)
+    check_at_least(1, global_batch_size=args.global_batch_size)
     check_batch(args)
     batches = max(args.expert_model_parallel_size // args.context_parallel_size, 1)
     args.num_grains = args.global_batch_size // (args.micro_batch_size * batches)
@@ -90,7 +90,7 @@ def _check_experts(args: argparse.Namespace) -> None:
         return
     tp, size = args.tensor_model_parallel_size, args.moe_ffn_hidden_size or args.ffn_hidden_size
     args.moe_ffn_hidden_size = size
-    _at_least(1, num_experts=args.num_experts, moe_ffn_hidden_size=size, moe_router_topk=args.moe_router_topk)
+    check_at_least(1, num_experts=args.num_experts, moe_ffn_hidden_size=size, moe_router_topk=args.moe_router_topk)
     _divides("--moe-ffn-hidden-size", size, "--tensor-model-parallel-size", tp)
     _divides("--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size)
     if args.moe_router_topk > args.num_experts:
@@ -106,8 +106,8 @@ def _check_experts(args: argparse.Namespace) -> None:
 
 def _check_latent_attention(args: argparse.Namespace) -> None:
     tp, sizes = args.tensor_model_parallel_size, (args.q_lora_rank, args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    _at_least(1, kv_lora_rank=args.kv_lora_rank, qk_head_dim=args.qk_head_dim, v_head_dim=args.v_head_dim,
-              qk_pos_emb_head_dim=args.qk_pos_emb_head_dim, q_lora_rank=args.q_lora_rank or 1)
+    check_at_least(1, kv_lora_rank=args.kv_lora_rank, qk_head_dim=args.qk_head_dim, v_head_dim=args.v_head_dim,
+                   qk_pos_emb_head_dim=args.qk_pos_emb_head_dim, q_lora_rank=args.q_lora_rank or 1)
     if args.group_query_attention:
         raise UsageError("--multi-latent-attention has keys for every head: leave out --group-query-attention")
     if args.position_embedding_type != "rope":
@@ -122,7 +122,7 @@ def _check_latent_attention(args: argparse.Namespace) -> None:
 def _check_further_predictions(args: argparse.Namespace) -> None:
     if args.mtp_num_layers is None:
         return
-    _at_least(1, mtp_num_layers=args.mtp_num_layers)
+    check_at_least(1, mtp_num_layers=args.mtp_num_layers)
     _divides("--hidden-size", args.hidden_size, "--tensor-model-parallel-size", args.tensor_model_parallel_size)
     if args.position_embedding_type == "learned_absolute":
         raise UsageError("--mtp-num-layers needs --position-embedding-type rope or none: add it")
@@ -130,9 +130,9 @@ def _check_further_predictions(args: argparse.Namespace) -> None:
 
 def _check_model(args: argparse.Namespace) -> None:
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
-    _at_least(1, num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=heads,
-              seq_length=args.seq_length, num_query_groups=args.num_query_groups,
-              make_vocab_size_divisible_by=args.make_vocab_size_divisible_by)
+    check_at_least(1, num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=heads,
+                   seq_length=args.seq_length, num_query_groups=args.num_query_groups,
+                   make_vocab_size_divisible_by=args.make_vocab_size_divisible_by)
     _check_virtual_stages(args)
     _divides("--num-attention-heads", heads, "--tensor-model-parallel-size", tp)
     if args.kv_channels is None:
@@ -179,7 +179,7 @@ def _check_virtual_stages(args: argparse.Namespace) -> None:
                         ("num_virtual_stages_per_pipeline_rank", chunks)):
         if value is None:
             continue
-        _at_least(1, **{name: value})
+        check_at_least(1, **{name: value})
         if drawn:
             raise UsageError(f"{_flag(name)} and --pipeline-model-parallel-layout say the same thing: leave one out")
     if each is not None:
@@ -227,8 +227,8 @@ def _check_recompute(args: argparse.Namespace) -> None:
 
 
 def _check_training(args: argparse.Namespace) -> None:
-    _at_least(0, eval_iters=args.eval_iters, clip_grad=args.clip_grad, lr=args.lr, min_lr=args.min_lr)
-    _at_least(1, eval_interval=args.eval_interval, log_interval=args.log_interval)
+    check_at_least(0, eval_iters=args.eval_iters, clip_grad=args.clip_grad, lr=args.lr, min_lr=args.min_lr)
+    check_at_least(1, eval_interval=args.eval_interval, log_interval=args.log_interval)
     if args.min_lr > args.lr:
         raise UsageError(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it")
     _check_length(args, "samples" if args.train_iters is None else "iters")
@@ -242,7 +242,7 @@ def _check_training(args: argparse.Namespace) -> None:
         raise UsageError("--exit-signal-handler works with --elastic only: the plain loop does not listen; leave it "
                          "out")
     if args.save_interval is not None:
-        _at_least(1, save_interval=args.save_interval)
+        check_at_least(1, save_interval=args.save_interval)
         if args.save is None:
             raise UsageError("--save-interval needs --save DIR: add it")
 
@@ -257,11 +257,11 @@ def _check_length(args: argparse.Namespace, unit: str) -> None:
         raise UsageError(f"{_flag(length)} goes with {_flag(decay)} and {_flag(warmup)}: leave out what is in {other}")
     if args.rampup_batch_size is not None and unit == "iters":
         raise UsageError("--rampup-batch-size needs --train-samples in place of --train-iters")
-    _at_least(1, **{length: getattr(args, length)})
-    _at_least(0, **{warmup: getattr(args, warmup)})
+    check_at_least(1, **{length: getattr(args, length)})
+    check_at_least(0, **{warmup: getattr(args, warmup)})
     if getattr(args, decay) is None:
         setattr(args, decay, getattr(args, length))
-    _at_least(1, **{decay: getattr(args, decay)})
+    check_at_least(1, **{decay: getattr(args, decay)})
     if getattr(args, warmup) >= getattr(args, decay):
         raise UsageError(f"{_flag(warmup)} {getattr(args, warmup)} must be below {_flag(decay)} "
                          f"{getattr(args, decay)} (by default {_flag(length)})")
@@ -293,7 +293,7 @@ def _check_loss_scale(args: argparse.Namespace) -> None:
     if args.min_loss_scale > args.initial_loss_scale:
         raise UsageError(f"--min-loss-scale {args.min_loss_scale:g} is above --initial-loss-scale "
                          f"{args.initial_loss_scale:g}: lower it")
-    _at_least(1, loss_scale_window=args.loss_scale_window, hysteresis=args.hysteresis)
+    check_at_least(1, loss_scale_window=args.loss_scale_window, hysteresis=args.hysteresis)
 
 
 def _check_plain_optimizer(args: argparse.Namespace) -> None:
@@ -321,7 +321,7 @@ def _check_files(args: argparse.Namespace) -> None:
         args.vocab_size = prepared.vocab_size
     elif args.vocab_size is None:
         raise UsageError(f"--vocab-size is needed: there is no data.json beside {args.data_path}")
-    _at_least(2, vocab_size=args.vocab_size)
+    check_at_least(2, vocab_size=args.vocab_size)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     if args.load is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from megatron_elastic import argument_file
+from megatron_elastic import argument_file, usage
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
@@ -460,19 +460,12 @@ def check_data(argv: Sequence[str]) -> None:
     given = vars(parser.parse_known_args(list(argv))[0])
     for flag in flags:
         for place in given[flag.removeprefix("--").replace("-", "_")]:
-            for path in (place,) if given["sft"] else () if _is_weight(place) else (f"{place}.idx", f"{place}.bin"):
+            if usage.is_number(place) and not given["sft"]:
+                continue  # the share of the data set that follows
+            for path in (place,) if given["sft"] else (f"{place}.idx", f"{place}.bin"):
                 if not os.path.exists(path):
                     raise UsageError(f"{flag} {place}: {path} does not exist; name data that are there, without the "
                                      "ending of their names")
-
-
-def _is_weight(word: str) -> bool:
-    """Whether a word of ``--data-path`` may be the share of the data set that follows."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_places(args: argparse.Namespace) -> None:

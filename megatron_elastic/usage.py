@@ -18,6 +18,15 @@ class Formatter(argparse.HelpFormatter):
         return "\n".join(indent + line for line in filled)
 
 
+def is_number(text: str) -> bool:
+    """Whether ``float`` reads it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def count(text: str) -> int:
     """A flag's value: a number from 1 on. Raises argparse.ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:

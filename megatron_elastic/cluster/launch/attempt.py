@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socket
 from pathlib import Path
 
 from megatron_elastic.cluster.wire.address import FILE, read_address
 from megatron_elastic.config import UsageError
+from megatron_elastic.observe.records import RecordsError, read_events
 
 _RECORDS = ("metrics.jsonl", "events.jsonl")
 _OTHERS = ("layouts", "profile.json", "scale_table.json", "data.made", FILE)
@@ -27,7 +27,7 @@ def put_away(run_dir: Path) -> None:
         return
     if not _is_empty(run_dir / _RECORDS[0]) or (run_dir / "digest.json").exists():
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
-    if not _failed(run_dir / _RECORDS[1]) and _answers(run_dir):
+    if not _failed(run_dir) and _answers(run_dir):
         raise UsageError(f"{taken} is there already, of a job that is about to train; choose another "
                          "--elastic-run-dir, or end that job")
     folder = next(path for number in itertools.count(1) if not (path := run_dir / f"attempt-{number}").exists())
@@ -45,11 +45,11 @@ def _is_empty(path: Path) -> bool:
     return not path.exists() or not path.stat().st_size
 
 
-def _failed(events: Path) -> bool:
+def _failed(run_dir: Path) -> bool:
     """Whether the job has said that it ends."""
     try:
-        return bool(json.loads(events.read_bytes().splitlines()[-1])["kind"] == "failed")
-    except (OSError, ValueError, LookupError, TypeError):
+        return any(event.get("kind") == "failed" for event in read_events(run_dir)[-1:])
+    except RecordsError:
         return False
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from megatron_elastic.fleet.job import Job
 from megatron_elastic.fleet.simulated.models import SMALL, model_of
 from megatron_elastic.plan import tabular
+from megatron_elastic.usage import is_number
 
 Row = Mapping[str, str]
 _TIGHTNESS = (0.5, 1.5)
@@ -133,7 +134,7 @@ def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
     comma = tabular.delimiter(text)
     lines = csv.reader(io.StringIO(text), delimiter=comma)
     header = [column.strip().lower() for column in next(lines, [])]
-    if len(header) == len(_PAI_TASKS) and _is_number(header[2]):
+    if len(header) == len(_PAI_TASKS) and is_number(header[2]):
         lines, header = csv.reader(io.StringIO(text), delimiter=comma), list(_PAI_TASKS)
     found = next((form for form in _FORMATS if set(form.columns) <= set(header)), None)
     if found is None:
@@ -170,14 +171,6 @@ def _checked(entry: Entry) -> Entry:
     return entry
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _number(row: Row, column: str) -> float:
     if row.get(column, "") == "":
         raise ValueError(f"{column} is empty")
@@ -200,7 +193,7 @@ def _moment(row: Row, column: str) -> float:
     text = row.get(column, "")
     if text in ("", "None", "null"):
         raise _LeftOut(f"without {column}")
-    if _is_number(text):
+    if is_number(text):
         return float(text)
     try:
         moment = datetime.fromisoformat(text)
