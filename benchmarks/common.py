@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager, redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from megatron_elastic import __version__
@@ -260,3 +261,12 @@ def check(code: int, command: Sequence[str], output: Path) -> None:
     if code:
         tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
         raise JobFailed(f"exit code {code} of: {shlex.join(command)}\n{tail}")
+
+
+def _quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Say nothing of Ctrl-C, which ends the process all the same."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _quietly

@@ -68,7 +68,9 @@ def figures(times: dict[str, list[list[float]]], pp: int, grains: int) -> dict[s
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags."""
     parser = argparse.ArgumentParser(prog="megatron-elastic bench schedules",
-                                     description="Step times with other schedules against 1F1B.")
+                                     description="Step times with other schedules against 1F1B.",
+                                     epilog="With --emulate MODEL emulated devices run them; its flags, as --layouts "
+                                     "and --step-seconds: bench schedules --emulate MODEL --help")
     add_flags(parser)
     parser.add_argument("--pp", type=int, default=2, help="pipeline-parallel size (default: %(default)s)")
     parser.set_defaults(tp=1)

@@ -59,6 +59,8 @@ Three layouts are shown: before; interim, which goes on at once and moves nothin
 layout to work towards in the background. docs/planning.md explains how they are made and what a profile contains."""
 _MOST_CELLS = 16
 """Cells that a picture shows, where there are not more stages."""
+_CLOCKS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+"""Of a device, if none are given."""
 
 
 class _Refused(Exception):
@@ -96,6 +98,8 @@ def plan(
     if match is None:
         raise ValueError(f"event {event!r} is none of 'lose:rank=R[,R...]', 'join:ranks=N', 'pp:N'")
     epoch, lost = layout.epoch, _lost(layout, match[1] or "")
+    if lost and {*layout.ranks, *layout.spares} <= set(lost):
+        raise NoLayout(f"no rank of the layout of epoch {epoch} would be left: name fewer of them")
     held = Holdings.of(layout).without(lost)
     interim: Layout | None = layout
     if lost:
@@ -167,15 +171,22 @@ def recomputed(outcome: Outcome, costs: Costs, schedule: str | None) -> Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic plan``: print the plan and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--memory"]:
-        return _memory(argv[1:])
+    if "--memory" in argv:
+        first = argv.index("--memory")
+        return _memory([*argv[:first], *argv[first + 1 :]])
     if any(argument.partition("=")[0] == "--devices" for argument in argv):
         return scaling.main(argv)
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.ranks is not None:
+        parser.error("--ranks is of --memory: add that, or leave it out")
     try:
         layout, costs, source = _read(options)
         if options.policy:
             return _compare(options, layout, costs, source)
+        for flag in ("dvfs", "power", "clocks", "tokens"):
+            if getattr(options, flag) is not None:
+                raise _Refused(f"--{flag} is about what policies would make of a loss: add --policy, or leave it out")
         outcome = plan(layout, options.event, costs, False if options.untied else None, options.schedule)
         outcome = recomputed(outcome, costs, options.schedule)
         if options.dag:
@@ -193,7 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(_figures(outcome, costs, options.schedule)))
         else:
             _print(outcome, costs, source, options.schedule)
-    except (_Refused, ValueError, LayoutError, NoLayout, NotFitting, ProfileError, OSError) as error:
+    except OSError as error:
+        print(f"megatron-elastic plan: error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (_Refused, ValueError, LayoutError, NoLayout, NotFitting, ProfileError) as error:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -211,15 +225,16 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
         raise _Refused("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
     clocked = None
     if options.dvfs:
-        clocked = replace(costs, power=options.power, clock_steps=options.clocks, clocking=Clocking(options.dvfs))
+        clocked = replace(costs, power=options.power, clock_steps=options.clocks or _CLOCKS,
+                          clocking=Clocking(options.dvfs))  # fmt: skip
     found = compare(layout, _lost(layout, match[1]), costs, names, schedules=schedules, power=options.power,
                     clocked=clocked)  # fmt: skip
     if options.json:
-        print(json.dumps(figures(found, options.tokens)))
+        print(json.dumps(figures(found, options.tokens or 1)))
         return 0
     console = _console(160)
     console.print(f"costs: {source}")
-    show(console, found, options.tokens)
+    show(console, found, options.tokens or 1)
     return 0
 
 
@@ -311,7 +326,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", choices=(*SCHEDULES, SEARCH), help="the job's (default: 1f1b, with as many "
                         "activations kept as are of use; with --policy the fastest one)")  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, default=1, metavar="N", help="with --policy: tokens of a grain (default: count grains)"
+        "--tokens", type=int, metavar="N", help="with --policy: tokens of a grain (default: count grains)"
     )
     parser.add_argument(
         "--power",
@@ -329,18 +344,29 @@ def make_parser() -> argparse.ArgumentParser:
         "--clocks",
         type=_clocks,
         metavar="C[,C...]",
-        default=_clocks("0.6,0.7,0.8,0.9,1,1.1"),
+        default=None,
         help="with --dvfs: clocks of a device, as multiples of that at which costs were measured (default: 0.6 to 1.1)",
     )
     parser.add_argument("--dag", type=Path, metavar="OUT", help="write what a step of the last layout executes, as a "
                         "graph that Perfetto opens, too (JSON, docs/schedules.md)")  # fmt: skip
     parser.add_argument("--svg", type=Path, metavar="OUT", help="write a picture of the pipelines")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    instead = parser.add_argument_group("instead of --layout and --event")
+    instead.add_argument("--memory", action="store_true", help="show what memory a job needs, with --ranks and a "
+                         "script with its flags; --memory --help tells more")  # fmt: skip
+    instead.add_argument("--ranks", type=usage.count, metavar="N", help="with --memory: ranks of the job, on all nodes")
+    instead.add_argument("--devices", type=usage.count, metavar="N", help="show what a running job would have with so "
+                         "many devices, with its run directory; --devices N --help tells more")  # fmt: skip
     return parser
 
 
 def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
-    layout = Layout.from_json(options.layout.read_bytes())
+    try:
+        layout = Layout.from_json(options.layout.read_bytes())
+    except OSError as error:
+        raise _Refused(f"--layout {options.layout}: {error.strerror}; runs keep layouts in RUN_DIR/layouts") from None
+    except LayoutError as error:
+        raise _Refused(f"--layout {options.layout}: {error}; give one as in RUN_DIR/layouts") from None
     beside = options.layout.resolve().parent.parent / "profile.json"
     path = options.profile or (beside if beside.exists() else None)
     if path is None:
@@ -349,7 +375,10 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
             Costs.assumed(layout.units),
             "assumed (a million parameters a layer); --profile gives measured ones",
         )
-    return layout, Costs.read(path, layout.units), str(path)
+    try:
+        return layout, Costs.read(path, layout.units), str(path)
+    except ProfileError as error:
+        raise _Refused(f"--profile {error}; docs/planning.md says how to get one") from None
 
 
 def _step_ms(layout: Layout, costs: Costs, schedule: str | None) -> float:

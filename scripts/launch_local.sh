@@ -24,4 +24,5 @@ elastic=(
     --elastic-run-dir "${RUN_DIR:-runs/$(date +%Y%m%d-%H%M%S)}"
     --elastic-replicas 1                # live copies of every slice of the optimizer's state
 )
-exec megatron-elastic run "${launcher[@]}" "$script" "$@" "${elastic[@]}"
+# What comes later wins, and that is what was given.
+exec megatron-elastic run "${launcher[@]}" "$script" "${elastic[@]}" "$@"

@@ -27,7 +27,12 @@ done
 
 elastic=()
 if [ "${ELASTIC:-1}" = 1 ]; then
-    elastic=(--elastic --elastic-run-dir "${RUN_DIR:-runs/$(date +%Y%m%d-%H%M%S)}")
+    elastic=(--elastic)
+    # Behind what was given this would win over it, and before it would be the launcher's.
+    case " $* " in
+        *" --elastic-run-dir "* | *" --elastic-run-dir="*) ;;
+        *) elastic+=(--elastic-run-dir "${RUN_DIR:-runs/$(date +%Y%m%d-%H%M%S)}") ;;
+    esac
 fi
 # The command line comes after the variables, so it wins; the flags at the end are the script's.
 exec megatron-elastic run "${launcher[@]}" "$@" "${elastic[@]}"

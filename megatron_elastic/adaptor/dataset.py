@@ -112,6 +112,11 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
     size = sum(map(len, documents))
     console.print(f"{len(documents)} documents, {size / 1e6:.1f} MB of text"
                   + ("" if text else " (the standard library's sources)"))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "data.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out}: {error.strerror}; name a folder that can be written to") from None
     sample = _sample(documents)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -120,8 +125,6 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
         found = tokenizer.get_vocab_size()
         if found != vocab_size:
             console.print(f"the text holds only {found} of {vocab_size} tokens; the vocabulary has {found}")
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "data.json").unlink(missing_ok=True)
         shutil.rmtree(out / "cache", ignore_errors=True)  # an index of other text is found by name, not by content
         tokenizer.save(str(out / "tokenizer.json"))
         writing = progress.add_task("encode and write", total=len(documents))

@@ -127,6 +127,9 @@ def check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise RecordsError(f"there is no directory {run_dir}")
     inside = [path.parent for depth in ("*", "*/*") for path in run_dir.glob(f"{depth}/metrics.jsonl")]
+    if not inside and (run_dir / "logs").is_dir():
+        raise RecordsError(f"{run_dir} has logs and no metrics.jsonl: records are on the node that coordinates, "
+                           "which is node 0 unless that was lost; look there, or ask it as HOST:PORT")
     newest = sorted(inside, key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True)
     raise RecordsError(
         f"{run_dir} has no metrics.jsonl: it is no run directory"

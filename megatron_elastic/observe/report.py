@@ -174,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         check_run(args.run_dir)
+        if args.reference is not None:
+            check_run(args.reference)
         if args.critical_path is not None:
             verdict.render([args.run_dir], args.critical_path or None)
         elif args.html is None:

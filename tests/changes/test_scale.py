@@ -366,7 +366,7 @@ def test_the_last_cell_dies_before_its_copies_are_made(jobs: Jobs, saved: bool) 
         assert layouts[-1].pipeline_size == 3
     else:
         assert "is held by no live rank" in job.output
-        assert "Restart the job from its newest checkpoint" in job.output
+        assert "no checkpoint has been written: start the job anew, with --save" in job.output
 
 
 def test_the_benchmark_sends_as_many_bytes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:

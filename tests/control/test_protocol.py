@@ -285,7 +285,8 @@ def test_why_every_rank_is_dead(play: Play) -> None:
     play.say(failed(1, step=1))
     assert play.job.outcome is not None
     first, *_ = play.job.outcome.reason.splitlines()
-    assert first.startswith("every rank is dead: the program raised, the last time 'Error on 1'; restart the job")
+    assert first.startswith("every rank is dead: the program raised, the last time 'Error on 1'; "
+                            "no checkpoint has been written: start the job anew")
 
 
 def test_a_rank_on_which_the_program_raises_leaves(play: Play) -> None:

@@ -10,12 +10,14 @@ from immutables import Map
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.messages import Addresses, Hello, RankDying, Reachable, Where
-from megatron_elastic.cluster.protocol import Job, Settings, advance, events
+from megatron_elastic.cluster.protocol import Job, Settings, advance, events, start
 from megatron_elastic.cluster.protocol.effects import Send
 from megatron_elastic.cluster.protocol.job import Node, Rank
+from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.rank.control import InterruptFlag
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.comm.transport import Transport
+from megatron_elastic.plan.errors import ADVICE, NO_CHECKPOINT, advised, without_advice
 
 SETTINGS = Settings(
     elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0, suspect_timeout=1.0,
@@ -102,3 +104,21 @@ def test_a_rank_asks_for_all_whom_it_is_about_to_need_at_once() -> None:
     finally:
         transport.close()
     assert asked == [[1, 2, 3], [4, 5], [7, 6]]
+
+
+def test_nodes_that_do_not_come_are_named() -> None:
+    """Of their ranks nobody has logs."""
+    job = job_of(3)
+    absent = Map({rank: Rank() if rank >= 2 else each for rank, each in job.ranks.items()})
+    turn = Turn(replace(job, nodes=Map({0: job.nodes[0]}), ranks=absent), 0.0)
+    start.late(turn)
+    assert turn.job.outcome is not None
+    assert turn.job.outcome.reason.startswith("nodes 1, 2 did not come within 1 s: see what the launcher says there")
+
+
+def test_what_can_be_done_depends_on_checkpoints() -> None:
+    lost = f"slices are gone. {ADVICE.capitalize()}"
+    assert without_advice(lost) == "slices are gone"
+    assert advised(lost, saved=True) == lost
+    assert advised(lost, saved=False) == f"slices are gone; {NO_CHECKPOINT}"
+    assert advised("something else", saved=False) == "something else"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -84,7 +86,7 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     ("megatron-elastic s", {"status", "scale"}, {"top"}),
     ("megatron-elastic fleet s", {"submit", "status", "simulate"}, {"run"}),
     ("megatron-elastic run --n", {"--nproc-per-node", "--nnodes", "--node-rank"}, {"--pp"}),
-    ("megatron-elastic scale runs --", {"--pp", "--dp", "--tp"}, {"--json"}),
+    ("megatron-elastic scale runs --", {"--pp", "--dp", "--tp"}, {"--node"}),
     ("megatron-elastic patch ", {"status", "apply", "revert"}, set()),
     ("megatron-elastic status REA", {"README.md"}, {"docs"}),
     ("megatron-elastic bench rec", {"recovery"}, {"overhead"}),
@@ -114,3 +116,32 @@ def test_every_shell_gets_something(capsys: pytest.CaptureFixture[str]) -> None:
         told = capsys.readouterr().out
         assert all(name in told for name in cli.COMMANDS if name != "chaos")
         assert bench.available()[0] in told
+
+
+@pytest.mark.parametrize("command", [["run", "x.py"], ["emulate", "--model", "llama2-13b"], ["data", "prepare", "x"]])
+def test_ctrl_c_ends_a_command_quietly(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    for where in ("cluster.launch.launcher.main", "emulation.command.main", "adaptor.dataset.prepare"):
+        monkeypatch.setattr(f"megatron_elastic.{where}", interrupted)
+    assert cli.main(command) == 130
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_ends_a_benchmark_quietly() -> None:
+    done = subprocess.run([sys.executable, "-c", "import common; raise KeyboardInterrupt"], cwd=ROOT / "benchmarks",
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")  # of which a shell makes 130
+
+
+def test_data_is_not_made_for_a_place_that_cannot_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("a text " * 100)
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file")
+    assert cli.main(["data", "prepare", out, "--text", str(tmp_path / "text.txt"), "--vocab-size", "257"]) == 2
+    err = capsys.readouterr().err
+    assert f"error: cannot write to {out}: File exists; name a folder that can be written to" in err
+    assert "tokenizer" not in err

@@ -45,12 +45,31 @@ def test_local(tmp_path: Path) -> None:
     program = tmp_path / "pretrain_gpt.py"
     program.touch()
     given = launched("launch_local.sh", str(program), "--bf16", folder=tmp_path, RANKS="4", RUN_DIR="runs/a b")
-    assert given == ["run", "--standalone", "--nproc-per-node", "4", str(program), "--bf16", "--elastic",
-                     "--elastic-run-dir", "runs/a b", "--elastic-replicas", "1"]
+    assert given == ["run", "--standalone", "--nproc-per-node", "4", str(program), "--elastic", "--elastic-run-dir",
+                     "runs/a b", "--elastic-replicas", "1", "--bf16"]
     usage = subprocess.run(["bash", str(ROOT / "scripts" / "launch_local.sh"), "nothing.py"], capture_output=True,
                            text=True, check=False)
     assert usage.returncode == 2
     assert usage.stderr.startswith("usage: ")
+
+
+def test_flags_that_are_given_win(tmp_path: Path) -> None:
+    """A launch script's own flags are before them, or not there at all."""
+    program = tmp_path / "pretrain_gpt.py"
+    program.touch()
+    for given in (("--elastic-run-dir", "runs/z", "--elastic-replicas=2"), ("--elastic-run-dir=runs/z",)):
+        assert launched("launch_local.sh", str(program), *given, folder=tmp_path)[-len(given):] == list(given)
+        compat = launched("launch_torchrun_compat.sh", str(program), *given, folder=tmp_path)
+        assert compat == ["run", str(program), *given, "--elastic"]
+
+
+def test_slurm_keeps_records_of_each_time() -> None:
+    """It has to find them, so it refuses the flag, and names the variable."""
+    for given in (("--elastic-run-dir", "runs/z"), ("--elastic-run-dir=runs/z",)):
+        done = subprocess.run(["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), __file__, *given],
+                              capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "set RUNS to a folder for them" in done.stderr
 
 
 def test_torchrun_compat(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +16,10 @@ from megatron_elastic.cluster.launch import launcher, torchrun
 from megatron_elastic.cluster.launch.output import BOTH, STDERR, STDOUT, streams_shown
 from megatron_elastic.cluster.launch.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
 from megatron_elastic.cluster.launch.torchrun import FLAGS, Flag
+from megatron_elastic.cluster.node.exit_signal import ExitSignal
+from megatron_elastic.cluster.node.station import Station
+from megatron_elastic.cluster.protocol import Outcome
+from megatron_elastic.cluster.recording.screen import Screen
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.address import Address, leave_address
 from megatron_elastic.config import UsageError
@@ -126,6 +132,7 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
     (("--tee", "4"), "--tee 4: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
     (("--redirects", "0:3,1"), "--redirects 0:3,1: expected"),
     (("--local-ranks-filter", "0-3"), "--local-ranks-filter 0-3: expected local ranks, as 0,1,2"),
+    (("--local-ranks-filter", "7"), "--local-ranks-filter 7: none of them is here, where local ranks are 0 to 0"),
     (("--signals-to-handle", "TERM"), "--signals-to-handle TERM: expected names like SIGTERM,SIGUSR1"),
     (("--signals-to-handle", "SIGKILL"), "of signals that a program may handle"),
     (("--shutdown-timeout", "0"), "--shutdown-timeout must be positive, got 0"),
@@ -298,3 +305,78 @@ def test_a_job_that_is_about_to_train_is_in_the_way(tmp_path: Path) -> None:
             launcher._make_run_dir(run)
     launcher._make_run_dir(run)
     assert (tmp_path / "attempt-1" / "events.jsonl").exists()
+
+
+# ---- what is said ---------------------------------------------------------------------------
+
+
+class _Ends:
+    """A station whose job has ended."""
+
+    coordinates = True
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    async def run(self) -> Outcome:
+        return self._outcome
+
+    async def end(self, outcome: Outcome) -> None:
+        """Nothing is left."""
+
+
+def ended(outcome: Outcome, run_dir: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """What a launcher says whose job has ended so."""
+    monkeypatch.setattr(launcher, "Station", lambda *_: _Ends(outcome))
+    return launcher.main([PLAIN, "--elastic-run-dir", str(run_dir), *arguments])
+
+
+def test_the_last_line_has_the_time_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(Outcome(True, "done"), tmp_path, monkeypatch, "--elastic-log-format", "json") == 0
+    *_, before, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert last["message"].startswith("records and logs are in")
+    assert before["time"] <= last["time"]
+
+
+def test_a_flag_that_a_checkout_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "pretrain_gpt.py: error: unrecognized arguments: --elastic-run-dir runs/z"
+    assert ended(Outcome(False, why, 2), tmp_path, monkeypatch) == 2
+    assert "knows the --elastic-... flags only with --elastic: add it" in capsys.readouterr().err
+
+
+def test_a_fault_that_never_happened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never, once = "kill:rank=0,step=2,at=backward,grain=2", "kill:rank=0,step=2,at=vote"
+
+    async def end(*_: object) -> None:
+        (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "injected", "spec": once}) + "\n")
+
+    monkeypatch.setattr(_Ends, "end", end)
+    assert ended(Outcome(True, "done"), tmp_path, monkeypatch, "--elastic-inject", never, "--elastic-inject", once) == 0
+    out = capsys.readouterr().out
+    assert f"WARNING: --elastic-inject {never} never happened" in out
+    assert out.count("never happened") == 1
+
+
+def test_who_interrupts_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the console; the reason on record is only what happened."""
+    said: list[str] = []
+
+    async def interrupted(_: Station) -> Outcome:
+        raise asyncio.CancelledError
+
+    async def run() -> Outcome:
+        monkeypatch.setattr(Station, "_serve", interrupted)
+        command = read()
+        station = Station(launcher._brief(command, tmp_path), ExitSignal(()), Screen(), said.append)
+        outcome = await station.run()
+        await station.end(outcome)
+        return outcome
+
+    assert asyncio.run(run()).reason == "interrupted"
+    assert said == ["interrupted: ending all ranks; interrupt again to kill them at once"]

@@ -165,7 +165,7 @@ def test_words() -> None:
 
 def test_no_run_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "demo" / "undisturbed", [3.0])
-    for command, none in (("status", "no elastic job runs in"), ("report", "there is no directory")):
+    for command, none in (("status", "there is no directory"), ("report", "there is no directory")):
         for path, said in (
             (tmp_path, f"{tmp_path} has no metrics.jsonl: it is no run directory; in it are {run}\n"),
             (run / "logs", none),
@@ -290,7 +290,7 @@ def test_a_job_while_it_runs_and_afterwards(jobs: Jobs, capsys: pytest.CaptureFi
     with (job.run_dir / "logs" / "rank0.log").open("a") as log:
         log.write("seen from elsewhere\n")
     assert "seen from elsewhere" in asyncio.run(answer(run_of(remote), ["log", "0"]))
-    assert '"ok": false' in asyncio.run(answer(run_of(remote), ["scale", "--pp", "9"]))
+    assert "refused: " in asyncio.run(answer(run_of(remote), ["scale", "--pp", "9"]))
     now = told(remote)
     assert (now["state"], now["recoveries"], now["layout"]["lost"]) == ("training", 1, [1])
     assert sorted(now["ranks"]) == ["0", "2", "3", "4"]
@@ -306,3 +306,33 @@ def test_a_job_while_it_runs_and_afterwards(jobs: Jobs, capsys: pytest.CaptureFi
     job.process.send_signal(signal.SIGTERM)
     job.finish(143)
     assert told(job.run_dir)["state"] == "failed"
+
+
+def test_a_node_without_records_names_who_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "records are on the node that coordinates, which is node 0 unless" in capsys.readouterr().err
+
+
+def test_a_job_that_is_over_is_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [3.0])
+    (run / "events.jsonl").write_text('{"time": 1.0, "kind": "finished", "epoch": 0, "reason": "done"}\n')
+    for command in (["scale", str(run), "--pp", "2"], ["drain", str(run), "--node", "1"]):
+        assert cli.main(command) == 2
+        assert f"the job in {run} has finished: there is nobody to ask" in capsys.readouterr().err
+
+
+def test_answers_are_sentences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_elastic.cluster.asking import ask
+    from megatron_elastic.cluster.messages import Answer
+
+    for ok, said in ((True, "it will"), (False, "refused: it will")):
+        monkeypatch.setattr(ask, "answer_to", lambda *_, ok=ok: Answer(ok=ok, text="it will"))
+        assert cli.main(["scale", "x", "--pp", "2"]) == int(not ok)
+        assert cli.main(["drain", "x", "--node", "2", "--json"]) == int(not ok)
+        assert capsys.readouterr().out == f'{said}\n{{"ok": {str(ok).lower()}, "text": "it will"}}\n'
+
+
+def test_both_runs_are_looked_at_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(write_run(tmp_path / "run", [3.0])), "--reference", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr() == ("", f"megatron-elastic report: error: there is no directory {tmp_path / 'no'}\n")

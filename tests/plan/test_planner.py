@@ -148,7 +148,7 @@ def test_a_large_layout_is_estimated(capsys: pytest.CaptureFixture[str], tmp_pat
         ("join:ranks=0", "is none of"),
         ("lose:rank=99", "ranks [99] are not in the layout of epoch 0"),
         ("pp:13", "13 pipeline stages cannot be made of 8 cells and 14 blocks"),
-        ("lose:rank=0,1,2,3,4,5,6,7", "of 0 cells"),
+        ("lose:rank=0,1,2,3,4,5,6,7", "no rank of the layout of epoch 0 would be left"),
     ],
 )
 def test_a_bad_event_is_refused(layout: Path, event: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,3 +171,26 @@ def test_bad_files_are_refused(layout: Path, tmp_path: Path, capsys: pytest.Capt
     code, _, err = run(capsys, "--layout", layout, "--event", "pp:2", "--profile", tmp_path / "other.json")
     assert code == 2 and f"{tmp_path / 'other.json'}: the profile has no entry for unit 'positions'" in err
     assert "or give a profile of this model" in err
+
+
+def test_what_cannot_be_read_is_named(layout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, none = tmp_path / "bad.json", tmp_path / "none.json"
+    bad.write_text("{}")
+    for flags, said in (
+        (("--layout", bad), f"--layout {bad}: "),
+        (("--layout", none), f"--layout {none}: No such file or directory"),
+        (("--layout", layout, "--profile", bad), f"--profile {bad}: "),
+        (("--layout", layout, "--profile", none), f"--profile {none}: No such file or directory"),
+        (("--layout", layout, "--svg", none / "x.svg"), f"cannot write {none / 'x.svg'}: No such file or directory"),
+    ):
+        code, _, err = run(capsys, *flags, "--event", "lose:rank=5")
+        assert (code, said in err, err.count("\n")) == (2, True, 1), err
+
+
+@pytest.mark.parametrize("flag", ["--dvfs=energy", "--power=90,150,450", "--clocks=1", "--tokens=8"])
+def test_flags_of_policies_are_of_use_with_one_only(
+    flag: str, layout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "--layout", layout, "--event", "lose:rank=5", flag)
+    assert code == 2
+    assert f"{flag.partition('=')[0]} is about what policies would make of a loss: add --policy" in err

@@ -242,7 +242,7 @@ class Checks:
             return f"ranks {left} are there" if left else None
         if "died before training began" in reason:
             return None if job.layout is None else "training had begun"
-        if "did not come up" in reason or "no agent came" in reason:
+        if "did not come up" in reason or "did not come within" in reason:
             return None if world.kinds.keys() & {"node lost", "partition", "busy", "stop"} else "nothing has happened"
         if "exit code" in reason:
             return None if "exit code" in self._excuses else "no rank has exited"

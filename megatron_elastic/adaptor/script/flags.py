@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
@@ -133,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         checkout = Checkout.at(options.checkout)
-        flags = list(sort(_parser_of(checkout)))
+        with warnings.catch_warnings(action="ignore"):  # of Megatron's imports: nothing is trained here
+            flags = list(sort(_parser_of(checkout)))
     except (UsageError, RuntimeError, OSError) as error:
         print(f"megatron-elastic: error: {error}", file=sys.stderr)
         return 1

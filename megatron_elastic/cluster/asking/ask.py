@@ -19,11 +19,12 @@ from megatron_elastic.cluster.wire.address import FILE, Address, read_address
 from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, token_of
 from megatron_elastic.config import UsageError
 from megatron_elastic.observe.place import Folder, Growth
-from megatron_elastic.observe.records import RecordsError
+from megatron_elastic.observe.records import RecordsError, read_events
 from megatron_elastic.observe.run import RECENT, Run
 
 WHERE = f"the job's run directory, or HOST:PORT of the node that coordinates, with {TOKEN_VARIABLE} set"
 _LIMIT = 10.0
+_ENDS = ("finished", "failed")
 _HOST_PORT = re.compile(r"\[?(?P<host>[^/\[\]]+)\]?:(?P<port>\d{1,5})")
 _answers = msgspec.msgpack.Decoder(Answer)
 _shown = msgspec.msgpack.Decoder(Shown | Answer)
@@ -50,10 +51,21 @@ def address_of(where: Path | str) -> Address:
         if token is None:
             raise NoJob(f"to ask the job at {text}, set {TOKEN_VARIABLE} to what it has on the job's nodes")
         return Address(match["host"], int(match["port"]), wire.Credentials(token))
+    if not run_dir.is_dir():
+        raise NoJob(f"there is no directory {where}; a job elsewhere is named as HOST:PORT")
     try:
         return read_address(run_dir)
     except (OSError, ValueError):
-        raise NoJob(f"no elastic job runs in {where} (there is no readable {FILE})") from None
+        raise NoJob(_ended(run_dir) or f"no elastic job runs in {where} (there is no readable {FILE})") from None
+
+
+def _ended(run_dir: Path) -> str | None:
+    """That the job of a run directory is over, if its records say so."""
+    try:
+        last = next((event for event in reversed(read_events(run_dir)) if event.get("kind") in _ENDS), None)
+    except RecordsError:
+        return None
+    return None if last is None else f"the job in {run_dir} has {last['kind']}: there is nobody to ask"
 
 
 def answer_to(request: Scale | Drain, where: Path | str) -> Answer:
@@ -61,14 +73,17 @@ def answer_to(request: Scale | Drain, where: Path | str) -> Answer:
     return _exchange(request, address_of(where), str(where), _answers)
 
 
-def ask(where: str, request: Scale | Drain) -> int:
-    """Ask, and print the answer as JSON; return the exit code: 0 it will be done, 1 it will not, 2 there is no job."""
+def ask(where: str, request: Scale | Drain, as_json: bool) -> int:
+    """Ask, and print the answer; return the exit code: 0 it will be done, 1 it will not, 2 there is no job."""
     try:
         answer = answer_to(request, where)
     except (NoJob, NoAnswer) as error:
         print(f"megatron-elastic: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, NoJob) else 1
-    print(json.dumps({"ok": answer.ok, "text": answer.text}))
+    if as_json:
+        print(json.dumps({"ok": answer.ok, "text": answer.text}))
+    else:
+        print(answer.text if answer.ok else f"refused: {answer.text}")
     return 0 if answer.ok else 1
 
 

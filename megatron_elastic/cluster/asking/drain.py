@@ -23,13 +23,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("job", metavar="JOB", help=WHERE)
     parser.add_argument("--node", type=_nodes, required=True, metavar="N,...", help="the nodes' --node-rank")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Ask; return the exit code: 0 it will be done, 1 it will not, 2 bad flags."""
     options = make_parser().parse_args(argv)
-    return ask(options.job, Drain(node_ranks=options.node))
+    return ask(options.job, Drain(node_ranks=options.node), options.json)
 
 
 def _nodes(text: str) -> tuple[int, ...]:

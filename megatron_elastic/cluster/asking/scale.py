@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ep", type=usage.count, metavar="N", help="expert-parallel size of cells (default: as now)")
     parser.add_argument("--cp", type=usage.count, metavar="N", help="context-parallel size of cells (default: as now)")
     parser.add_argument("--tp", type=usage.count, metavar="N", help="tensor-parallel size of cells (default: as now)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 
 
@@ -65,4 +66,4 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tp, --cp and --ep change the cells that there are: ask for other numbers of cells or stages "
                      "before that, or after it")
     o = options
-    return ask(o.job, Scale(stages=o.pp, width=o.dp, ranks=o.ranks, cp=o.cp, ep=o.ep, tp=o.tp))
+    return ask(o.job, Scale(stages=o.pp, width=o.dp, ranks=o.ranks, cp=o.cp, ep=o.ep, tp=o.tp), o.json)

@@ -134,6 +134,9 @@ class Office:
         self._coordinate(coordinator)
         self._screen.say(f"{brief.assignment.world_size} ranks of {brief.assignment.program.target}, logs in "
                          f"{_shown(brief.assignment.log_dir)}")
+        if (last := brief.assignment.nodes - 1) > 0:
+            others = "node 1" if last == 1 else f"nodes 1 to {last}"
+            self._screen.say(f"waiting at {self._uplink.address} for {others} of {last + 1}")
         coordinator.post(Begun(now=time.time(), torch_port=_free_port(), key=secrets.token_bytes(32),
                                name=secrets.token_hex(8), seats=self._seats()))
         return coordinator

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -36,6 +37,7 @@ from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
 from megatron_elastic.config import ElasticConfig, UsageError, add_elastic_arguments
 from megatron_elastic.device import allowance, visible
+from megatron_elastic.observe.records import read_events
 
 ARGUMENTS_VARIABLE = "MEGATRON_ELASTIC_ARGS"
 """Environment variable with further arguments for the script, as a shell would split them."""
@@ -358,7 +360,10 @@ def _main(argv: Sequence[str] | None) -> int:
     exit_signal = ExitSignal(command.program.arguments)
     as_json, there = command.config.log_format == "json", f"records and logs are in {run_dir}"
     note = partial(complain, "note", as_json=as_json)
-    say = partial(print, as_object("info", "said", there) if as_json else there, flush=True)
+
+    def say() -> None:
+        print(as_object("info", "said", there) if as_json else there, flush=True)
+
     job = _take_part(command, run_dir, exit_signal, note, say)
     return _run_until_signalled(job, exit_signal, note, command.signals)
 
@@ -414,14 +419,28 @@ async def _take_part(
     outcome = await station.run()
     if not outcome.ok:
         say_where()
+        if not command.config.elastic and re.search(r"unrecognized arguments:.* --elastic-", outcome.reason):
+            note("a Megatron-LM checkout knows the --elastic-... flags only with --elastic: add it")
         screen.complain(outcome.reason)
     await station.end(outcome)
+    if outcome.ok and station.coordinates:
+        for spec in _never_injected(command.config, run_dir):
+            screen.say(f"WARNING: --elastic-inject {spec} never happened: its rank was lost before, or did not come to "
+                       "that point; give another step, point or grain")
     if outcome.ok:
         screen.say(outcome.reason, "finished")
     screen.close(END_LIMIT)
     if outcome.ok:
         say_where()
     return 0 if outcome.ok else outcome.code
+
+
+def _never_injected(config: ElasticConfig, run_dir: Path) -> list[str]:
+    """Faults that were asked for, and are not on record."""
+    if not config.inject or not (run_dir / "events.jsonl").is_file():
+        return []
+    happened = {event.get("spec") for event in read_events(run_dir) if event.get("kind") == "injected"}
+    return [spec for spec in map(str, config.inject) if spec not in happened]
 
 
 def _brief(command: _Command, run_dir: Path) -> Brief:

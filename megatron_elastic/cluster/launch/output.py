@@ -50,6 +50,8 @@ def streams_shown(redirects: str | None, tee: str | None, only: str | None, rank
         return {}
     hidden, copied = _streams("--redirects", redirects or "0", ranks), _streams("--tee", tee or "0", ranks)
     shown = range(ranks) if only is None else _ranks(only)
+    if not any(rank < ranks for rank in shown):
+        raise UsageError(f"--local-ranks-filter {only}: none of them is here, where local ranks are 0 to {ranks - 1}")
     return {rank: what for rank in shown if rank < ranks and (what := BOTH & ~hidden[rank] | copied[rank])}
 
 

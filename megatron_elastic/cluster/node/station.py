@@ -55,13 +55,18 @@ class Station:
         self._gone = False
         """Whether the only process that can coordinate has ended."""
 
+    @property
+    def coordinates(self) -> bool:
+        """Whether this node does, or has until the end."""
+        return self._office.coordinator is not None
+
     async def run(self) -> Outcome:
         """Take part. Raises CancelledError when this process is to end."""
-        outcome = Outcome(False, "interrupted; ending all ranks (interrupt again to kill them at once)")
+        outcome = Outcome(False, "interrupted")
         try:
             outcome = await self._serve()
         except asyncio.CancelledError:
-            pass  # what is left to do is to end in order
+            self._note("interrupted: ending all ranks; interrupt again to kill them at once")
         except (CannotStart, WireError) as error:
             outcome = Outcome(False, str(error))
         return outcome

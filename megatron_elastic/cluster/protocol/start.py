@@ -35,8 +35,16 @@ def late(turn: Turn) -> None:
     job = turn.job
     missing = sorted(rank for rank, each in job.ranks.items() if each.hello is None)
     unlaunched = [rank for rank in missing if job.ranks[rank].node is None]
-    what = f"no agent came for ranks {unlaunched}" if unlaunched else f"ranks {missing} did not come up"
-    turn.end(False, f"{what} within {job.settings.start_timeout:g} s; see their logs, or raise --elastic-start-timeout")
+    limit = f"within {job.settings.start_timeout:g} s"
+    if not unlaunched:
+        turn.end(False, f"ranks {missing} did not come up {limit}; see their logs, or raise --elastic-start-timeout")
+        return
+    slots = next((node.slots for node in job.nodes.values()), job.world_size)  # as many on every node
+    there = {node.node_rank for node in job.nodes.values()}
+    absent = [node for node in range(job.world_size // slots) if node not in there]
+    turn.end(False, f"node{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not come {limit}: see "
+                    "what the launcher says there, or start it, with the --master-addr and --master-port of node 0; or "
+                    "raise --elastic-start-timeout")
 
 
 def hello(turn: Turn, message: Hello) -> None:

@@ -76,7 +76,8 @@ def _problem(job: Job, nodes: Collection[int]) -> str | None:
     if job.layout is None:
         return "the job is not training yet"
     if job.here in nodes:
-        return f"node {job.nodes[job.here].node_rank} coordinates the job"
+        return (f"node {job.nodes[job.here].node_rank} coordinates the job: send SIGTERM to its launcher, which lets "
+                "its ranks leave if another node can coordinate; or drain other nodes")
     mine = change.leaving(job).union(*(job.nodes[node].ranks for node in nodes))
     if mine.isdisjoint(job.layout.ranks):
         return None

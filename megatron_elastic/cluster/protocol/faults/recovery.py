@@ -34,6 +34,7 @@ from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, SlicePart, encode, transfers
 from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, readable
+from megatron_elastic.plan.errors import ADVICE, advised, without_advice
 from megatron_elastic.plan.work.order import foreseen
 
 LOST, STUCK = "message lost", "device collective"
@@ -160,12 +161,12 @@ def _decide(turn: Turn) -> None:
     old = job.layout
     at_work = working(job.since, recovery.reports.values())
     if not at_work:
-        turn.end(False, "every rank of the layout is dead; restart the job from its newest checkpoint")
+        turn.end(False, advised(f"every rank of the layout is dead: {ADVICE}", bool(job.trust.newest_save)))
         return
     try:
         decided, held, layout = _plan(turn, old, at_work)
     except NoLayout as error:
-        turn.end(False, f"training cannot go on: {error}")
+        turn.end(False, advised(f"training cannot go on: {error}", bool(job.trust.newest_save)))
         return
     except ValueError as error:
         turn.end(False, f"the reports of epoch {job.epoch} contradict each other: {error}")
@@ -306,8 +307,8 @@ def _fall_back(turn: Turn, decided: Decided, reason: str) -> Decided:
         raise NoLayout(reason)
     done = decided.step if decided.decision == "forward" else decided.step - 1
     turn.record("fallback", reason=reason, step=saved, lost_steps=list(range(saved + 1, done + 1)))
-    turn.say(f"WARNING: {reason}. Going back to the checkpoint of step {saved}: {done - saved} steps are done again",
-             "fallback")
+    turn.say(f"WARNING: {without_advice(reason)}. Going back to the checkpoint of step {saved}: "
+             f"{done - saved} steps are done again", "fallback")
     return Decided("reload", saved + 1)
 
 
