@@ -193,10 +193,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, flags: dict[str, object], rea
         elastic_dataflow="reroute", elastic_schedule="1f1b", fp8="e4m3", fp8_recipe="tensorwise",
     )  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(support, "engine_installed", lambda: False)
+        patch.setattr(support.model, "engine_installed", lambda: False)
         with pytest.raises(UsageError, match="is not installed: add --transformer-impl local"):
             support.check_engine(args)
-    monkeypatch.setattr(support, "engine_installed", lambda: True)
+    monkeypatch.setattr(support.model, "engine_installed", lambda: True)
     support.check_engine(args)
     vars(args).update(flags)
     with pytest.raises(UsageError, match=reason):

@@ -1,0 +1,89 @@
+"""Batches: whether steps, their batches and the faults in them can be as flags say that Megatron has parsed."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.plan.work.ramp import Ramp
+
+
+def check_at_least(limit: int, **values: float | None) -> None:
+    """Raise UsageError if the value of a flag is below a limit; ``values``: by name, None where nothing is said."""
+    for name, value in values.items():
+        if value is not None and value < limit:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {limit}, got {value:g}")
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Raise UsageError if the global batch cannot be divided among the data-parallel ranks."""
+    at_once = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % at_once:
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}: "
+            f"use {-(-args.global_batch_size // at_once) * at_once}"
+        )
+
+
+def check_length(args: argparse.Namespace) -> None:
+    """Raise UsageError if there would be no step to do."""
+    if args.train_iters is None and args.train_samples is None:
+        raise UsageError("--train-iters or --train-samples is needed")
+    if args.train_samples is None:
+        check_at_least(1, train_iters=args.train_iters)
+    elif Ramp.of(args).steps(args.train_samples) < 1:
+        raise UsageError(f"--train-samples {args.train_samples} are too few for a step: its batch has "
+                         f"{Ramp.of(args).before(2)}; raise it")
+
+
+def check_ramp(args: argparse.Namespace) -> None:
+    """Raise UsageError if the global batch cannot grow as ``--rampup-batch-size`` says, at any step of it.
+
+    Megatron finds out about some of that when a step comes whose batch cannot be divided.
+    """
+    if args.rampup_batch_size is None:
+        return
+    shown = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
+    for flag in ("--no-load-optim", "--iterations-to-skip"):
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            raise UsageError(f"{shown} does not work with {flag}: while batches grow the learning rate counts "
+                             "the samples of all steps; leave one of them out")
+    try:
+        start, increment, span = map(int, args.rampup_batch_size)
+    except ValueError:
+        raise UsageError(f"{shown}: expected three numbers, START INCREMENT SAMPLES") from None
+    full, at_once = args.global_batch_size, args.micro_batch_size * args.data_parallel_size
+    if min(start, increment, span) < 1:
+        raise UsageError(f"{shown}: START, INCREMENT and SAMPLES must be at least 1")
+    if start >= full or (full - start) % increment:
+        raise UsageError(f"{shown}: --global-batch-size {full} must be START and one or more times INCREMENT more")
+    if start % at_once or increment % at_once:
+        raise UsageError(f"{shown}: START and INCREMENT must be multiples of --micro-batch-size "
+                         f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}, as "
+                         "--global-batch-size is")
+
+
+def check_faults(args: argparse.Namespace) -> None:
+    """Raise UsageError if faults are to happen (``--elastic-inject``) on a rank, or in what, there will never be."""
+    config, ramp = ElasticConfig.from_args(args), Ramp.of(args)
+    steps = ramp.steps(args.train_samples) if args.train_iters is None else args.train_iters
+    for fault in config.inject:
+        flag = f"--elastic-inject {fault}"
+        # A rank that joins has an id that nobody had before.
+        if fault.rank < 0 or (fault.rank >= args.world_size and not (config.respawn or config.spares)):
+            raise UsageError(f"{flag}: rank must be from 0 to {args.world_size - 1}, unless --elastic-respawn or "
+                             "--elastic-spares is given")
+        if fault.step is not None and not 1 <= fault.step <= steps:
+            raise UsageError(f"{flag}: step must be from 1 to {steps}, which is the last one")
+        grains = ramp.grains(steps if fault.step is None else fault.step)
+        if fault.grain is not None and not 0 <= fault.grain < grains:
+            raise UsageError(f"{flag}: grain must be from 0 to {grains - 1} "
+                             "(batch size / --micro-batch-size / --expert-model-parallel-size - 1)")
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Raise UsageError if learning rates are to go by the flags and by a checkpoint."""
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise UsageError("--override-opt_param-scheduler goes by the flags and --use-checkpoint-opt_param-scheduler by "
+                         "the checkpoint: leave out one of them")
