@@ -347,6 +347,36 @@ def test_who_is_refused_the_lease_for_too_long_leads_no_more_and_no_sooner() -> 
     asyncio.run(test())
 
 
+def test_a_lease_is_given_back_though_the_store_is_busy_when_this_process_ends() -> None:
+    """What is still to be asked of it when all closes is asked."""
+
+    class Busy(Refusing):
+        def __init__(self) -> None:
+            super().__init__("none", 0)
+            self.answers = threading.Event()
+
+        def read(self) -> Durable | None:
+            self.answers.wait(60)
+            return super().read()
+
+    async def test() -> None:
+        backend = Busy()
+        store = Leased(backend)
+        await store.open()
+        term = await store.lead("a:1")
+        asking = [asyncio.create_task(store.recall()) for _ in range(8)]
+        await store.deposed(term)  # no renewal gets through
+        closing = asyncio.create_task(store.close())
+        for _ in range(10):  # turns of the loop, in which whoever renews the lease ends
+            await asyncio.sleep(0)
+        backend.answers.set()
+        await closing
+        await asyncio.gather(*asking)
+        assert backend.resigned == [term]
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("operation", ["holder", "claim"])
 def test_a_store_that_nobody_may_use_is_named_before_anybody_leads(operation: str) -> None:
     async def test() -> None:

@@ -81,6 +81,8 @@ class _Reign:
         self.until = until
         """Until when (``time.monotonic()``) nobody else can have the lease."""
         self.lost = asyncio.Event()
+        self.resigned = False
+        """Whether the store has been asked to take the lease back, or is about to be."""
 
     @property
     def over(self) -> bool:
@@ -149,8 +151,14 @@ class Leased:
             pass  # no renewal has come back in the time that the last one bought
         finally:
             reign.lost.set()
-        with contextlib.suppress(Unreachable, StoreError):
-            await self._call(lambda: self._backend.resign(reign.term))
+        await self._resign(reign)
+
+    async def _resign(self, reign: _Reign) -> None:
+        """Give the lease back, once, even if whoever waits for that is cancelled: ``close`` waits for the threads."""
+        if not reign.resigned:
+            reign.resigned = True
+            with contextlib.suppress(Unreachable, StoreError):
+                await asyncio.shield(self._call(lambda: self._backend.resign(reign.term)))
 
     async def record(self, durable: Durable) -> None:
         reign = self._reign
@@ -187,10 +195,9 @@ class Leased:
 
     async def close(self) -> None:
         await self._end_keeper()
-        if self._reign is not None and not self._reign.over:
+        if self._reign is not None:
             self._reign.lost.set()
-            with contextlib.suppress(Unreachable, StoreError):
-                await self._call(lambda: self._backend.resign(self._reign.term if self._reign else 0))
+            await self._resign(self._reign)
         for pool in (self._writer, self._pool):
             await asyncio.to_thread(pool.shutdown)
         self._backend.close()
