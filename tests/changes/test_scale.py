@@ -303,9 +303,13 @@ def test_what_cannot_be_is_refused(jobs: Jobs, capsys: pytest.CaptureFixture[str
     job.finish()
     assert job.events("asked") == []
     assert {layout.pipeline_size for layout in job.layouts()} == {2}
-    for run_dir in (job.run_dir, jobs.folder / "nothing"):
+    empty = jobs.folder / "empty"
+    empty.mkdir()
+    for run_dir, said in ((job.run_dir, f"the job in {job.run_dir} has finished: there is nobody to ask"),
+                          (empty, f"no elastic job runs in {empty}"),
+                          (empty / "nothing", f"there is no directory {empty / 'nothing'}")):
         assert cli.main(["scale", str(run_dir), "--pp", "1"]) == 2
-        assert f"no elastic job runs in {run_dir}" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 def test_a_job_whose_launcher_was_killed_does_not_answer(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
