@@ -14,10 +14,10 @@ from typing import Any
 
 from common import emit, progress
 
-from megatron_elastic.comparison import compare, figures
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.plan.choice import SCHEDULES
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
+from megatron_elastic.planner.comparison import compare, figures
 
 CASES = (((1, 4, 4), (1, 2, 3)), ((1, 8, 12), (1, 4, 12)), ((2, 6, 8), (1, 4, 12)))
 """Tensor-parallel, pipeline and data-parallel sizes, and how many ranks are lost."""
