@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Plan, Settled, Switched
+from megatron_elastic.cluster.messages import Back, Plan, RankDying, Report, Settled, Switched
 from megatron_elastic.cluster.protocol.changes import change, ordering
 from megatron_elastic.cluster.protocol.effects import Search, WriteEvent
 from megatron_elastic.cluster.protocol.events import Found
+from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan.work.order import Order, search
+from megatron_elastic.pipeline.search import fits
+from megatron_elastic.pipeline.simulate import scheduled
+from megatron_elastic.plan.choice import MOST_SIMULATED
+from megatron_elastic.plan.costs.fit import device_bytes
+from megatron_elastic.plan.work import order
+from megatron_elastic.plan.work.order import Order, search, unpacked
 from tests.faults.test_slow import along_a_pipeline, goal, later, layers, paced, switch
 from tests.play import Play
 
@@ -90,7 +97,7 @@ def test_an_order_that_gains_next_to_nothing_is_left() -> None:
 
 
 def test_work_stays_in_its_order_while_layers_are_copied() -> None:
-    """And begins with the usual one where cells do something else, if no better one has been found by then."""
+    """And begins with a known one where cells do something else, if no better one has been found by then."""
     play = searching()
     order = found(play)
     switch(play, 3, range(2))
@@ -100,7 +107,7 @@ def test_work_stays_in_its_order_while_layers_are_copied() -> None:
     assert [layers(layout) for layout in sought(play)] == [[4, 2]]
     there(play)
     assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
-    assert play.sent(Plan)[0].program is None
+    assert play.sent(Plan)[0].program == begun_with(play.job, play.job.change.layout)
     switch(play, 13, range(2))
     late = found(play)
     assert play.sent(Plan)[0].program == late.program, "it was looked for already"
@@ -143,7 +150,8 @@ def test_where_chunks_may_lie_elsewhere_orders_are_looked_for_when_layers_are_th
     copying(play, 12)
     assert sought(play) == []
     there(play)
-    assert play.sent(Plan)[0].program is None
+    assert play.job.change is not None
+    assert play.sent(Plan)[0].program == begun_with(play.job, play.job.change.layout)
     switch(play, 13, range(2))
     assert [layers(layout) for layout in sought(play)] == [[4, 2]]
 
@@ -174,9 +182,51 @@ def test_an_order_is_for_what_cells_do_and_nothing_else() -> None:
     elsewhere = dataclasses.replace(job.layout, epoch=job.epoch + 1)
     assert ordering.planned(job, elsewhere) == (elsewhere, ordering.in_force(job, job.layout)), "they keep theirs"
     apart = turned(job.goal)
-    assert ordering.planned(job, apart) == (apart, None)
+    assert ordering.planned(job, apart) == (apart, begun_with(job, apart))
     there, other = (dataclasses.replace(layout, epoch=job.epoch + 2) for layout in (job.goal, apart))
     assert ordering.due(job, there) is order and ordering.due(job, other) is None
+
+
+@pytest.mark.parametrize("schedule", ["search", "1f1b"])
+def test_after_a_loss_cells_begin_with_the_best_of_the_known_orders(schedule: str) -> None:
+    play = along_a_pipeline()
+    play.job = replace(play.job, settings=replace(play.job.settings, schedule=schedule))
+    play.news(RankDying(rank=0, time=1.0))
+    epoch = play.job.epoch
+    play.say(*(Report(rank=rank, epoch=epoch, member=True, step=2, vote=None, last=None, held=None, interrupted_at=1.0)
+               for rank in (1, 2, 3)))  # fmt: skip
+    assert play.job.layout is not None and play.job.layout.lost == (0,)
+    (program,) = {each.program for each in play.sent(Back).values()}
+    assert ordering.in_force(play.job, play.job.layout) == program
+    if schedule == "1f1b":
+        assert program is None
+        return
+    assert program == begun_with(play.job, play.job.layout)
+    order = unpacked(program, play.job.layout)
+    assert {op.kind for ops in order.cells.values() for op in ops} >= {"backward_input", "backward_weight"}
+
+
+def test_the_known_order_is_one_that_fits() -> None:
+    """Backwards in two keep more until they are done, most at the last stage."""
+    play = along_a_pipeline(width=1)
+    layout, costs = play.first, play.job.costs
+    assert costs is not None
+    units = [dataclasses.replace(unit, activation_bytes=10 if number < 4 else 30)
+             for number, unit in enumerate(costs.units)]  # fmt: skip
+    costs = dataclasses.replace(costs, units=tuple(units))
+    split = order.known(layout, costs)
+    assert split is not None and unpacked(split, layout) == scheduled("split", layout)
+    needs = [next(room for room in range(1000) if fits(scheduled(each, layout), layout, costs, float(room)))
+             for each in ("1f1b", "split")]  # fmt: skip
+    assert needs[0] < needs[1]
+    state = max(device_bytes(layout, rank, costs) for rank in layout.ranks)
+    for room, found in zip(needs, (None, split), strict=True):
+        assert order.known(layout, dataclasses.replace(costs, memory_bytes=round(state) + room)) == found
+    alone = Layout.grid(tp=1, pp=1, dp=1, stage_units=(tuple(range(8)),), units=layout.units, num_grains=4,
+                        num_slices=2, replicas=0)  # fmt: skip
+    assert order.known(alone, costs) is None, "nobody waits for anybody"
+    large = dataclasses.replace(layout, num_grains=MOST_SIMULATED)
+    assert order.known(large, costs) is None, "it would take long"
 
 
 def test_it_is_looked_for_again_where_cells_have_lost_the_order_that_was_the_best() -> None:
@@ -218,6 +268,14 @@ def turned(layout: Layout) -> Layout:
             dataclasses.replace(cell, grains=tuple(reversed(cell.grains))) for cell in stage.cells
         )) for stage in layout.stages
     ))  # fmt: skip
+
+
+def begun_with(job: Job, layout: Layout) -> bytes:
+    """The program of the best of the known orders, which is not the usual one."""
+    assert job.costs is not None
+    program = order.known(layout, job.costs)
+    assert program is not None
+    return program
 
 
 def switch_to(play: Play, order: Order, number: int) -> None:

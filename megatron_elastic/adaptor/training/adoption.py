@@ -122,11 +122,11 @@ def reload(trainer: Trainer, decision: Reload) -> None:
     _train(trainer, edit)
 
 
-def enter(trainer: Trainer, decision: Enter, gather: bool = False, program: bytes | None = None) -> None:
+def enter(trainer: Trainer, decision: Enter, gather: bool = False) -> None:
     """The layout was planned, and the step is the first one under it. ``gather``: it begins with distributing weights,
-    of which nobody has any. ``program``: in what order cells do their work, packed; None: in the usual one.
+    of which nobody has any.
     """
-    edit = _edit(trainer, decision, gather, program=program)
+    edit = _edit(trainer, decision, gather)
     # At once: from now on this rank reports as a member.
     trainer.standing = standing.enter(trainer.standing, decision.step)
     if edit is None:
@@ -154,9 +154,9 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
     trainer.hooks.at("switch")
     enter(
         trainer,
-        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.saved),
-        program=plan.program,
-    )
+        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.saved,
+              program=plan.program),
+    )  # fmt: skip
     if trainer.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         trainer.control.send(Switched(rank=trainer.rank, epoch=plan.epoch, step=first))
 
@@ -222,22 +222,20 @@ def come_into(trainer: Trainer, new: Recutting) -> None:
             trainer.make_groups(layout)
     enter(
         trainer,
-        Enter(epoch=plan.epoch, layout=plan.layout, step=new.step, shapes=plan.shapes, saved=trainer.saving.saved),
+        Enter(epoch=plan.epoch, layout=plan.layout, step=new.step, shapes=plan.shapes, saved=trainer.saving.saved,
+              program=plan.program),
         gather=True,
-    )
+    )  # fmt: skip
     trainer.recut = None
 
 
 # ---- what all decisions share ------------------------------------------------------------------
 
 
-def _edit(
-    trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kept] = (), program: bytes | None = None
-) -> _Edit | None:
+def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kept] = ()) -> _Edit | None:
     """Make the layout the present one. None if this rank has nothing yet, and so nothing more to do.
 
-    ``work``: what cells go on from. What this rank has done of a step besides does not count any more. ``program``: in
-    what order cells do their work from now on, packed, if not in the usual one.
+    ``work``: what cells go on from. What this rank has done of a step besides does not count any more.
     """
     began = time.time()
     trainer.hooks.at("edit")
@@ -268,7 +266,7 @@ def _edit(
         trainer.stage.learn(decision.shapes, layout)
         with trainer.odometer.patient():  # modules may have to be made
             trainer.stage.hold(layout)
-        trainer.tenure = trainer.begin_tenure(layout, store, program)
+        trainer.tenure = trainer.begin_tenure(layout, store, decision.program)
     ended = time.time()
     trainer.hooks.at("promote")
     kept = store.held() if own.kept is None else own.kept

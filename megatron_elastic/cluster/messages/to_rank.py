@@ -65,7 +65,7 @@ class Plan(Message, frozen=True):
     """In what order cells do their work there, packed; None: in the usual one."""
 
 
-class Decision(Message, frozen=True):
+class Decision(Message, frozen=True, kw_only=True):
     """The new layout, and where training goes on under it."""
 
     epoch: int
@@ -75,6 +75,8 @@ class Decision(Message, frozen=True):
     """Of all units."""
     saved: int
     """Step of the newest complete checkpoint, 0 without one: an interrupted save is complete for all ranks or none."""
+    program: bytes | None = None
+    """In what order cells do their work from the next whole step on, packed; None: in the usual one."""
 
 
 class Forward(Decision, frozen=True):

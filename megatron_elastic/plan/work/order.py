@@ -13,11 +13,13 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, pack, unpack
 from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
-from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks
+from megatron_elastic.plan.choice import MOST_SIMULATED, SCHEDULES, SEARCH, expected_clocks
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.clock import speeds as speeds_of
 from megatron_elastic.plan.work.placing import elsewhere
 
+WORTH = 0.01
+"""What another order has to gain at least, as a share of the passes of a step."""
 _CHANGED = 0.2
 """Times of stages that differ by less are taken to be the same: what is measured is not better than that."""
 
@@ -76,6 +78,22 @@ def search(layout: Layout, costs: Costs, present: bytes | None, tied: bool | Non
         None if placed is None else tuple(stage.units for stage in placed[0].stages),
         None if placed is None else placed[1].ms, found.recomputed, fits(now, layout, costs),
     )
+
+
+def known(layout: Layout, costs: Costs) -> bytes | None:
+    """The program, packed, of the known schedule that cells do best to begin with in a layout for which no order has
+    been searched; None: the usual one, as nothing that fits is faster, or it would take long to find out.
+    """
+    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED or any(cell.parts for cell in layout.cells.values()):
+        return None
+    clocks, usual = expected_clocks(layout, costs), scheduled(SCHEDULES[0], layout)
+    best, best_ms = usual, run(usual, layout, costs, clocks).makespan * (1 - WORTH)
+    for schedule in SCHEDULES[1:]:
+        program = scheduled(schedule, layout)
+        ms = run(program, layout, costs, clocks).makespan
+        if ms < best_ms and fits(program, layout, costs):
+            best, best_ms = program, ms
+    return None if best is usual else pack(best)
 
 
 def unpacked(program: bytes, layout: Layout) -> Program:

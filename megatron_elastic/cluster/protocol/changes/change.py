@@ -237,7 +237,8 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     job = turn.job
     assert job.layout is not None
     new, stages = change.layout, job.layout.pipeline_size
-    ordered = change.program is not None and change.program != ordering.in_force(job, job.layout)
+    better = job.ordering.better
+    ordered = better is not None and change.program == better.program != ordering.in_force(job, job.layout)
     turn.set(change=None, goal=change.goal, told=False)
     if change.goal is None:
         arrangement.reached(turn)

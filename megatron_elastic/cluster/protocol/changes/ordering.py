@@ -1,9 +1,9 @@
 """Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
 
-A layout that nobody foresaw begins with the usual order, so that nothing waits for a search. When all that it asks for
-is live, and costs are known, a better one is looked for beside the protocol; it comes into force between two steps as a
-planned layout does, which is the same but for its epoch. While copies are under way cells do what they did, in the
-order that they had, and an order is looked for in which they can begin when all copies are there.
+A layout that nobody foresaw begins with the best of the known schedules, so that nothing waits for a search. When all
+that it asks for is live, and costs are known, a better order is looked for beside the protocol; it comes into force
+between two steps as a planned layout does, which is the same but for its epoch. While copies are under way cells do
+what they did, in the order that they had, and an order is looked for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
 from megatron_elastic.plan.choice import SEARCH
-from megatron_elastic.plan.work.order import Order, alike
-
-_WORTH = 0.01
-"""What another order has to gain at least, as a share of the passes of a step."""
+from megatron_elastic.plan.work.order import WORTH, Order, alike, known
 
 
 def consider(turn: Turn, layout: Layout) -> None:
@@ -51,15 +48,29 @@ def in_force(job: Job, layout: Layout) -> bytes | None:
 
 def planned(job: Job, new: Layout) -> tuple[Layout, bytes | None]:
     """A planned layout, with what is recomputed in it, and the packed program that cells begin with there: what was
-    found for it; that which they have, if they do the same; or None, the usual one.
+    found for it; or what they begin with else.
     """
-    layout, better = job.layout, job.ordering.better
-    assert layout is not None
+    better = job.ordering.better
     if better is not None and _is_for(job.ordering.sought, new):
         return dataclasses.replace(new, recomputed=better.recomputed), better.program
+    return new, _first(job, new)
+
+
+def recovered(turn: Turn, new: Layout) -> None:
+    """Cells are to begin in a layout that a loss has led to, in what order ``in_force`` says from now on."""
+    if (program := _first(turn.job, new)) is not None:
+        entered(turn, new.epoch, program)
+
+
+def _first(job: Job, new: Layout) -> bytes | None:
+    """The packed program that cells begin with in a layout for which none has been found: that which they have, if they
+    do the same; the best of the known schedules; or None, the usual one.
+    """
+    layout, costs = job.layout, job.costs
+    assert layout is not None
     if _is_for(layout, new) and layout.recomputed == new.recomputed:
-        return new, in_force(job, layout)
-    return new, None
+        return in_force(job, layout)
+    return known(new, costs) if job.settings.schedule == SEARCH and costs is not None else None
 
 
 def due(job: Job, layout: Layout) -> Order | None:
@@ -99,7 +110,7 @@ def found(turn: Turn, event: Found) -> None:
                 }))  # fmt: skip
     if order.stage_units is not None:
         turn.set(arrangement=replace(job.arrangement, placed=order.stage_units if present else None))
-    elif not order.present_fits or order.ms < order.present_ms * (1 - _WORTH):
+    elif not order.present_fits or order.ms < order.present_ms * (1 - WORTH):
         turn.set(ordering=replace(turn.job.ordering, better=order))
 
 

@@ -25,7 +25,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.protocol import ledger, salvage
 from megatron_elastic.cluster.protocol.adoption import use
-from megatron_elastic.cluster.protocol.changes import change
+from megatron_elastic.cluster.protocol.changes import change, ordering
 from megatron_elastic.cluster.protocol.events import Sent
 from megatron_elastic.cluster.protocol.faults import damage, suspicion
 from megatron_elastic.cluster.protocol.faults.decision import decide, newest_complete, reloading, units_move, working
@@ -185,6 +185,7 @@ def _decide(turn: Turn) -> None:
                               edit_ms=0.0, state_ms=0.0))
     if decided.vote is not None:
         ledger.finishing(turn, decided.vote, layout.epoch)
+    ordering.recovered(turn, layout)
     _send(turn, decided, held, layout)
     use(turn, layout)
 
@@ -196,7 +197,8 @@ def _send(turn: Turn, decided: Decided, held: Held, layout: Layout) -> None:
     source = everything(layout) if decided.decision == "reload" else Holdings.reported(job.layout, held)
     send_moves(turn, transfers(layout, source), layout.epoch, _kept(job, held))
     common: dict[str, Any] = {"epoch": layout.epoch, "layout": encode(layout), "step": decided.step,
-                              "shapes": dict(job.shapes), "saved": job.trust.newest_save}
+                              "shapes": dict(job.shapes), "saved": job.trust.newest_save,
+                              "program": ordering.in_force(job, layout)}
     message: Forward | Back | Resume | Reload
     if decided.decision == "reload":
         message = Reload(**common)
