@@ -25,16 +25,16 @@ from tests.faults.test_slow import along_a_pipeline, goal, later, layers, paced,
 from tests.play import Play
 
 
-def searching(*, places: bool = False) -> Play:
-    """A pipeline of two stages of one cell each, whose first order is being looked for."""
-    play = along_a_pipeline(width=1)
+def searching(*, places: bool = False, width: int = 1) -> Play:
+    """A pipeline of two stages of so many cells each, whose first order is being looked for."""
+    play = along_a_pipeline(width)
     settings = replace(play.job.settings, schedule="search", places=places)
     play.job = replace(play.job, settings=settings)
     turn = Turn(play.job, 1.0)
     change.consider(turn)
     play.job, play.effects = turn.job, turn.effects
     if play.job.change is not None:
-        switch(play, 2, range(2))
+        switch(play, 2, range(2 * width))
     return play
 
 
@@ -97,7 +97,7 @@ def test_an_order_that_gains_next_to_nothing_is_left() -> None:
 
 
 def test_work_stays_in_its_order_while_layers_are_copied() -> None:
-    """And begins with a known one where cells do something else, if no better one has been found by then."""
+    """And begins with a known one where cells do something else, if looking for one takes long."""
     play = searching()
     order = found(play)
     switch(play, 3, range(2))
@@ -107,10 +107,59 @@ def test_work_stays_in_its_order_while_layers_are_copied() -> None:
     assert [layers(layout) for layout in sought(play)] == [[4, 2]]
     there(play)
     assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
+    assert not play.sent(Plan), "the order may be found in a moment"
+    play.expires("order")
     assert play.sent(Plan)[0].program == begun_with(play.job, play.job.change.layout)
     switch(play, 13, range(2))
     late = found(play)
     assert play.sent(Plan)[0].program == late.program, "it was looked for already"
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.0])
+def test_what_is_planned_waits_for_its_order(gain: float) -> None:
+    """Grains dealt otherwise come in the order that was found for that, or in a known one if none is better."""
+    play = searching(width=2)
+    found(play, gain=0.0)
+    later(play, 1)
+    assert play.job.idle
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    change = play.job.change
+    assert change is not None and change.unordered and not play.sent(Plan)
+    assert sought(play) == [change.layout] and "order" in play.job.timers
+    order = found(play, gain)
+    assert play.job.change is not None
+    program = order.program if gain else begun_with(play.job, play.job.change.layout)
+    assert {each.program for each in play.sent(Plan).values()} == {program}
+    assert "order" not in play.job.timers
+    switch(play, 3, range(4))
+    assert sought(play) == [] and play.job.idle, "it has been looked for"
+
+
+def test_a_loss_overtakes_what_waits_for_its_order() -> None:
+    play = searching(width=2)
+    found(play, gain=0.0)
+    later(play, 1)
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    play.news(RankDying(rank=0, time=1.0))
+    assert play.job.change is None and "order" not in play.job.timers
+    epoch = play.job.epoch
+    found(play)
+    assert not play.sent(Plan) and play.job.epoch == epoch
+
+
+def test_who_only_follows_changes_no_order() -> None:
+    """A newcomer gets copies for a while, and the others do what they did."""
+    play = Play(((0, 1, 2, 3), (4, 5, 6, 7)), layers=6, width=1)
+    play.job = replace(play.job, settings=replace(play.job.settings, schedule="search"), arrangement=replace(
+        play.job.arrangement, costs=along_a_pipeline(width=1).job.costs, fits=True))  # fmt: skip
+    assert play.job.layout is not None
+    program = begun_with(play.job, play.job.layout)
+    play.job = replace(play.job, ordering=replace(play.job.ordering, epoch=play.job.epoch, program=program))
+    play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
+    change = play.job.change
+    assert change is not None and change.entrants == {2}
+    assert any(cell.shadow for cell in change.layout.cells.values())
+    assert change.program == program and not change.unordered
 
 
 def test_an_order_is_found_while_layers_are_copied() -> None:

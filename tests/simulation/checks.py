@@ -181,6 +181,8 @@ class Checks:
             for rank in job.change.missing:
                 if f"killed {rank}" not in timers:
                     raise Violation("no limit", f"rank {rank} is to get ready without a timer")
+        if job.change is not None and job.change.unordered and "order" not in timers:
+            raise Violation("no limit", "an order is awaited without a timer")
         for rank in job.suspicions:
             if f"suspect {rank}" not in timers:
                 raise Violation("no limit", f"rank {rank} is suspected without a timer")

@@ -405,7 +405,9 @@ class Trainer:
         stage.meter = Meter(parameters, len(layout.chunks(index)), self.config.schedule == "search")
         entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
         leader, last = cell.leader, index == layout.way[-1].stage
-        ops = for_cell(self.config.schedule, layout, leader) if program is None else unpack(program, leader)
+        # Who only follows does nothing, and may have come when the others had their order.
+        ops = (for_cell(self.config.schedule, layout, leader) if program is None or cell.shadow
+               else unpack(program, leader))  # fmt: skip
         make_reduction: Callable[..., Reduction] = Reduction
         make_executor: Callable[..., Executor] = Executor
         if not self.device.is_host and self.config.reduction == "device":

@@ -228,6 +228,8 @@ def _expired(turn: Turn, name: str) -> None:
             recovery.reports_late(turn)
         case "ready":
             change.ready_late(turn)
+        case "order":
+            change.ordered(turn)
         case "finish":
             ending.late(turn)
         case "steps":

@@ -40,6 +40,7 @@ def overtaken(turn: Turn) -> None:
     turn.set(change=None, goal=None, told=False, arrangement=replace(job.arrangement, fits=False, placed=None),
              pace=replace(job.pace, evicted=Map()))
     turn.cancel_timer("ready")
+    turn.cancel_timer("order")
 
 
 # ---- planning ------------------------------------------------------------------------------
@@ -74,8 +75,10 @@ def consider(turn: Turn) -> None:
     new, goal = better
     turn.new_epoch()
     entrants = frozenset(new.ranks) - frozenset(layout.ranks)
-    new, program = ordering.planned(job, new)
-    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, program=program))
+    unordered = ordering.awaited(turn, new)
+    new, program = ordering.planned(turn.job, new)
+    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, program=program,
+                           unordered=unordered))
     if entrants:
         invite = Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes), key=job.key)
         turn.send(invite, sorted(entrants))
@@ -86,9 +89,21 @@ def consider(turn: Turn) -> None:
 def found(turn: Turn, event: Found) -> None:
     """An order of work has been looked for. If it is better, it comes into force like a layout."""
     ordering.found(turn, event)
+    ordered(turn)
     if turn.job.goal is not None:
         ordering.consider(turn, turn.job.goal)
     consider(turn)
+
+
+def ordered(turn: Turn) -> None:
+    """What is planned waits no longer for an order of its work: it has been looked for, or that takes long."""
+    change = turn.job.change
+    if change is None or not change.unordered:
+        return
+    turn.cancel_timer("order")
+    new, program = ordering.planned(turn.job, change.layout)
+    turn.set(change=replace(change, layout=new, program=program, unordered=False))
+    announce_if_ready(turn)
 
 
 def newcomers(job: Job) -> dict[int, int]:
@@ -196,7 +211,8 @@ def ready_late(turn: Turn) -> None:
 def announce_if_ready(turn: Turn) -> None:
     """Tell everybody of the planned layout, once who enters is ready and no later coordinator can begin its epoch."""
     job, change = turn.job, turn.job.change
-    if change is None or change.announced or change.missing or job.recorded < change.layout.epoch:
+    if (change is None or change.announced or change.missing or change.unordered
+            or job.recorded < change.layout.epoch):  # fmt: skip
         return
     assert job.layout is not None
     turn.cancel_timer("ready")
@@ -305,5 +321,6 @@ def drop(turn: Turn, ranks: Collection[int], cause: str, when: float) -> None:
     change = turn.job.change
     if change is not None and not change.entrants.isdisjoint(ranks):
         turn.cancel_timer("ready")
+        turn.cancel_timer("order")
         turn.set(change=None)
         consider(turn)

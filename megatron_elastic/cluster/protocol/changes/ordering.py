@@ -1,9 +1,10 @@
 """Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
 
-A layout that nobody foresaw begins with the best of the known schedules, so that nothing waits for a search. When all
-that it asks for is live, and costs are known, a better order is looked for beside the protocol; it comes into force
-between two steps as a planned layout does, which is the same but for its epoch. While copies are under way cells do
-what they did, in the order that they had, and an order is looked for in which they can begin when all copies are there.
+Orders are looked for beside the protocol, when costs are known and all that a layout asks for is live. A layout that a
+loss has led to begins with the best of the known schedules, so that nothing waits for a search; one that is found then
+comes into force between two steps as a planned layout does, which is the same but for its epoch. A layout that is
+planned waits for its order before anybody is told, but not for long. While copies are under way cells do what they did,
+in the order that they had, and an order is looked for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from megatron_elastic.layout import Layout, positions
 from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.work.order import WORTH, Order, alike, known
 
+_PATIENCE = 0.5
+"""Of a step, for which a planned layout waits for its order: so it comes into force no later for it, or one step."""
+
 
 def consider(turn: Turn, layout: Layout) -> None:
     """Have a better order looked for, if that has not been done for what cells do in ``layout`` and what costs are now.
@@ -32,13 +36,25 @@ def consider(turn: Turn, layout: Layout) -> None:
     present = _is_for(job.layout, layout)
     if not present and job.settings.places:
         return  # where chunks should be is found out of layouts that are there
-    program = in_force(job, layout) if present else None
-    known = last.better is not None or last.before == program
-    if known and _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs):
+    program = in_force(job, layout) if present else _first(job, layout)
+    done = last.better is not None or last.before == program
+    if done and _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs):
         return
     turn.set(ordering=replace(last, sought=layout, costs=costs, before=program, searching=True, better=None))
     assert job.first is not None
     turn.do(Search(layout, costs, program, job.first.tied if job.settings.places else None))
+
+
+def awaited(turn: Turn, new: Layout) -> bool:
+    """Whether a planned layout is to wait for the order of its work, which is looked for from now on."""
+    layout, costs = turn.job.layout, turn.job.costs
+    if layout is None or costs is None or _is_for(layout, new):
+        return False
+    consider(turn, new)
+    if not turn.job.ordering.searching or not _is_for(turn.job.ordering.sought, new):
+        return False
+    turn.set_timer("order", _PATIENCE * costs.pace_of(layout).step_ms / 1e3)
+    return True
 
 
 def in_force(job: Job, layout: Layout) -> bytes | None:
@@ -87,7 +103,9 @@ def _is_for(one: Layout | None, other: Layout) -> bool:
 
 
 def _work(layout: Layout) -> object:
-    return [(stage.units, [(cell.ranks, cell.grains, cell.parts) for cell in stage.cells]) for stage in layout.stages]
+    """Whoever only follows does none of it."""
+    return [(stage.units, [(cell.ranks, cell.grains, cell.parts) for cell in stage.cells if not cell.shadow])
+            for stage in layout.stages]
 
 
 def found(turn: Turn, event: Found) -> None:

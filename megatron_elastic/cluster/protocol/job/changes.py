@@ -25,6 +25,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its cells have another shape: then it comes into force when all ranks have what they need for it."""
     program: bytes | None = None
     """In what order cells do their work there, packed, if not in the usual one."""
+    unordered: bool = False
+    """Whether it waits for an order of its work that is being looked for."""
     announced: bool = False
     """Whether the ranks that train have been told; from then on they may switch at the end of any step."""
 
