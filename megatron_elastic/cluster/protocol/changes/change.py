@@ -54,15 +54,14 @@ def consider(turn: Turn) -> None:
     better = _improve(turn, layout, newcomers(job))
     if better is None and (reshaped := arrangement.reshaped(turn, layout)) is not None:
         turn.new_epoch()
-        turn.set(change=Change(layout=reshaped, goal=None, entrants=frozenset(), missing=frozenset(), reshapes=True))
+        turn.set(change=Change(layout=reshaped, reshapes=True))
         announce_if_ready(turn)
         return
     if better is None:
         arrangement.reached(turn)
         if (order := ordering.due(job, layout)) is not None:
             changed = dataclasses.replace(layout, epoch=turn.new_epoch(), recomputed=order.recomputed)
-            turn.set(change=Change(layout=changed, goal=None, entrants=frozenset(), missing=frozenset(),
-                                   program=order.program))  # fmt: skip
+            turn.set(change=Change(layout=changed, program=order.program))
             announce_if_ready(turn)
             return
         ordering.consider(turn, layout)

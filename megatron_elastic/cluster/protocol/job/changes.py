@@ -15,11 +15,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A layout that is planned, until it is true or a loss overtakes it (``protocol.change``)."""
 
     layout: Layout
-    goal: Layout | None
+    goal: Layout | None = None
     """What ``layout`` is to lead to, if that is another one."""
-    entrants: frozenset[int]
+    entrants: frozenset[int] = frozenset()
     """Ranks that are in no cell yet."""
-    missing: frozenset[int]
+    missing: frozenset[int] = frozenset()
     """Entrants that are still building; if it reshapes cells, once announced, the ranks that have not all they need."""
     reshapes: bool = False
     """Whether its cells have another shape: then it comes into force when all ranks have what they need for it."""
