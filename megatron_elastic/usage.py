@@ -27,6 +27,11 @@ def is_number(text: str) -> bool:
     return True
 
 
+def dest(flag: str) -> str:
+    """The name under which argparse keeps a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def count(text: str) -> int:
     """A flag's value: a number from 1 on. Raises argparse.ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:

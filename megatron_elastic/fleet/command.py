@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_elastic import usage
+from megatron_elastic import tables, usage
 from megatron_elastic.fleet.capacity import ample, used_by_fifo
 from megatron_elastic.fleet.faults import Drawn, Faults, FaultsError, Recorded
 from megatron_elastic.fleet.job import Job
@@ -199,9 +199,7 @@ def simulate(options: argparse.Namespace) -> int:
         if not named:
             raise ValueError(f"{options.trace} has no {options.cluster}, but {', '.join(t.name for t in traces)}")
         traces = named
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = max(140, console.width)
+    console = tables.console(140)
     panels: list[Panel] = []
     clusters: dict[str, dict[str, Any]] = {}
     sums = {name: Outcome() for name in options.policy}

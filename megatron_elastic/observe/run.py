@@ -17,7 +17,7 @@ from megatron_elastic.observe.utilisation import Utilisation
 
 RECENT = 10
 """Steps whose median says how fast a job is now."""
-_OVER = ("finished", "failed")
+OVER = ("finished", "failed")
 
 
 class Process(NamedTuple):
@@ -103,7 +103,7 @@ class Run:
     def end(self) -> Mapping[str, Any] | None:
         """The event that the job ended with; None if it goes on, or has begun again since."""
         for event in reversed(self.events):
-            if event["kind"] in _OVER:
+            if event["kind"] in OVER:
                 return event
             if event["kind"] in ("started", "took_over"):
                 return None

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_elastic import usage
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, LayoutError
@@ -29,6 +27,7 @@ from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.planner import comparison, scaling
 from megatron_elastic.planner.outcome import figures, lost_ranks, plan, program, recomputed
 from megatron_elastic.planner.shown import MOST_CELLS, panels, show
+from megatron_elastic.tables import console
 
 _EXAMPLES = """\
 examples:
@@ -55,10 +54,6 @@ _CLOCKS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Of a device, if none are given."""
 
 
-class _Refused(Exception):
-    """The command cannot do what it was asked; printed without a traceback."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic plan``: print the plan and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -77,28 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare(options, layout, costs, source)
         for flag in ("dvfs", "power", "clocks", "tokens"):
             if getattr(options, flag) is not None:
-                raise _Refused(f"--{flag} is about what policies would make of a loss: add --policy, or leave it out")
+                raise UsageError(f"--{flag} is about what policies would make of a loss: add --policy, or leave it out")
         outcome = plan(layout, options.event, costs, False if options.untied else None, options.schedule)
         outcome = recomputed(outcome, costs, options.schedule)
         if options.dag:
             goal = outcome.after
             if goal.num_grains * goal.pipeline_size > MOST_SIMULATED:
-                raise _Refused(f"the layout is too large: --dag takes up to {MOST_SIMULATED} grains x stages")
+                raise UsageError(f"the layout is too large: --dag takes up to {MOST_SIMULATED} grains x stages")
             dag = Dag.of(program(goal, costs, options.schedule), goal, costs)
             options.dag.write_text(dag.to_json(), encoding="utf-8")
         if options.svg:
             drawings = panels(outcome, costs, options.schedule)
             if not drawings:
-                raise _Refused(f"the layout is too large to draw: --svg takes up to {MOST_SIMULATED} grains x stages")
+                raise UsageError(f"the layout is too large to draw: --svg takes up to {MOST_SIMULATED} grains x stages")
             options.svg.write_text(svg(drawings, 4 * MOST_CELLS), encoding="utf-8")
         if options.json:
             print(json.dumps(figures(outcome, costs, options.schedule)))
         else:
-            show(_console(), outcome, costs, source, options.schedule)
+            show(console(120), outcome, costs, source, options.schedule)
     except OSError as error:
         print(f"megatron-elastic plan: error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except (_Refused, ValueError, LayoutError, NoLayout, NotFitting, ProfileError) as error:
+    except (UsageError, ValueError, LayoutError, NoLayout, NotFitting, ProfileError) as error:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -108,12 +103,12 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
     """``plan --policy``: what policies would make of a loss."""
     match = re.fullmatch(r"lose:rank=(\d+(?:,\d+)*)", options.event)
     if match is None or options.svg or options.dag or options.schedule == SEARCH:
-        raise _Refused("--policy compares what is made of a loss: it takes --event lose:rank=R[,R...], and no --svg, "
-                       f"--dag or --schedule {SEARCH}")
+        raise UsageError("--policy compares what is made of a loss: it takes --event lose:rank=R[,R...], and no --svg, "
+                         f"--dag or --schedule {SEARCH}")
     names = list(POLICIES) if options.policy == "all" else [options.policy]
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     if options.dvfs and options.power is None:
-        raise _Refused("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
+        raise UsageError("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
     clocked = None
     if options.dvfs:
         clocked = replace(costs, power=options.power, clock_steps=options.clocks or _CLOCKS,
@@ -123,18 +118,10 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
     if options.json:
         print(json.dumps(comparison.figures(found, options.tokens or 1)))
         return 0
-    console = _console(160)
-    console.print(f"costs: {source}")
-    comparison.show(console, found, options.tokens or 1)
+    screen = console(160)
+    screen.print(f"costs: {source}")
+    comparison.show(screen, found, options.tokens or 1)
     return 0
-
-
-def _console(width: int = 120) -> Console:
-    """For people, or a file, which is as wide as is needed."""
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = max(width, console.width)
-    return console
 
 
 def _power(text: str) -> PowerModel:
@@ -255,9 +242,9 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
     try:
         layout = Layout.from_json(options.layout.read_bytes())
     except OSError as error:
-        raise _Refused(f"--layout {options.layout}: {error.strerror}; runs keep layouts in RUN_DIR/layouts") from None
+        raise UsageError(f"--layout {options.layout}: {error.strerror}; runs keep layouts in RUN_DIR/layouts") from None
     except LayoutError as error:
-        raise _Refused(f"--layout {options.layout}: {error}; give one as in RUN_DIR/layouts") from None
+        raise UsageError(f"--layout {options.layout}: {error}; give one as in RUN_DIR/layouts") from None
     beside = options.layout.resolve().parent.parent / "profile.json"
     path = options.profile or (beside if beside.exists() else None)
     if path is None:
@@ -269,4 +256,4 @@ def _read(options: argparse.Namespace) -> tuple[Layout, Costs, str]:
     try:
         return layout, Costs.read(path, layout.units), str(path)
     except ProfileError as error:
-        raise _Refused(f"--profile {error}; docs/planning.md says how to get one") from None
+        raise UsageError(f"--profile {error}; docs/planning.md says how to get one") from None

@@ -12,6 +12,7 @@ from megatron_elastic.pipeline.picture import LEGEND, Panel, draw, shown
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.migration import duration_ms, size
 from megatron_elastic.planner.outcome import Outcome, step_ms, timeline
+from megatron_elastic.tables import grid
 
 MOST_CELLS = 16
 """Cells that a picture shows, where there are not more stages."""
@@ -28,10 +29,7 @@ def show(console: Console, outcome: Outcome, costs: Costs, source: str, schedule
     console.print(f"costs: {source}")
     if outcome.interim is None:
         console.print("no interim layout: nothing can go on before state has been moved")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("stage")
-    for name, layout in outcome.layouts:
-        table.add_column(f"{name} (epoch {layout.epoch})")
+    table = grid("stage", *(f"{name} (epoch {layout.epoch})" for name, layout in outcome.layouts))
     for index in range(max(layout.pipeline_size for _, layout in outcome.layouts)):
         cells = [
             _describe(layout, layout.stages[index]) if index < layout.pipeline_size else "-"

@@ -6,26 +6,23 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from megatron_elastic.config import UsageError
 from megatron_elastic.plan.predict import Case
 
 
-class Refused(Exception):
-    """The command cannot do what it was asked; printed without a traceback."""
-
-
 def refuse(options: argparse.Namespace, flags: Sequence[str], why: str) -> None:
-    """Raise Refused for the first of ``flags`` that is given."""
+    """Raise UsageError for the first of ``flags`` that is given."""
     for flag in flags:
         if getattr(options, flag):
-            raise Refused(f"--{flag.replace('_', '-')} {why}")
+            raise UsageError(f"--{flag.replace('_', '-')} {why}")
 
 
 def cases_of(options: argparse.Namespace, per_node: int) -> list[Case]:
-    """What is asked for, on nodes of ``per_node`` devices. Raises Refused."""
+    """What is asked for, on nodes of ``per_node`` devices. Raises UsageError."""
     needed = {"--layers": options.layers, "--hidden": options.hidden, "--heads": options.heads, "--seq": options.seq,
               "--global-batch-size": options.global_batch_size}  # fmt: skip
     if missing := [name for name, value in needed.items() if value is None]:
-        raise Refused(f"{', '.join(missing)} must be given, or --check TABLE.csv; see --help")
+        raise UsageError(f"{', '.join(missing)} must be given, or --check TABLE.csv; see --help")
     degrees = _degrees_of(options, per_node)
     return [
         Case(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
+from megatron_elastic.config import UsageError
 from megatron_elastic.plan.predict import (
     FITTED,
     Calibration,
@@ -22,8 +23,9 @@ from megatron_elastic.plan.predict import (
     likely_unit,
 )
 from megatron_elastic.plan.predict.measured.scatter import svg
-from megatron_elastic.prediction.cases import Refused, refuse
-from megatron_elastic.prediction.shown import console, figures_of, grid, layout_of, percent
+from megatron_elastic.prediction.cases import refuse
+from megatron_elastic.prediction.shown import figures_of, layout_of, percent
+from megatron_elastic.tables import console, grid
 
 _WORST = 5
 """Rows that a check shows."""
@@ -32,14 +34,14 @@ _BIASED = 1.3
 
 
 def show(options: argparse.Namespace, device: Device, constants: Constants | None) -> None:
-    """Print how far predictions are off, and write what else is wanted. Raises Refused, TableError."""
+    """Print how far predictions are off, and write what else is wanted. Raises UsageError, TableError."""
     refuse(options, ("scale_table", "profile", "run", "out", "devices", "best"),
            "and --check are two things: leave one out")  # fmt: skip
     if options.fit is None and (options.save_constants or options.model_only):
-        raise Refused("--save-constants and --model-only need --fit OTHER.csv")
+        raise UsageError("--save-constants and --model-only need --fit OTHER.csv")
     recompute = options.recompute != "none"
     table = Table.read(options.check, recompute, options.vocab)
-    screen = console()
+    screen = console(160)
     fitted_on, calibration = None, None
     if options.fit is None:
         predictor = Predictor(device, constants or FITTED)

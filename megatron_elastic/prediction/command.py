@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_elastic import usage
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import LayoutError
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.plan import NoLayout, ProfileError
@@ -23,7 +24,6 @@ from megatron_elastic.plan.predict import (
     TableError,
 )
 from megatron_elastic.prediction import check, layouts, scale
-from megatron_elastic.prediction.cases import Refused
 
 _EXAMPLES = """\
 examples:
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             layouts.show(options, Predictor(device, constants or FITTED))
     except (
-        Refused, CaseError, ConstantsError, DeviceError, LayoutError, NoLayout, ProfileError, RecordsError, TableError,
-        OSError,
+        CaseError, ConstantsError, DeviceError, LayoutError, NoLayout, ProfileError, RecordsError, TableError,
+        UsageError, OSError,
     ) as error:  # fmt: skip
         print(f"megatron-elastic predict: error: {error}", file=sys.stderr)
         return 2

@@ -7,17 +7,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_elastic.config import UsageError
 from megatron_elastic.plan.predict import Case, CaseError, Columns, Predictor, footprint, predict
 from megatron_elastic.plan.predict.sweep import Point, svg
-from megatron_elastic.prediction.cases import Refused, cases_of, refuse
-from megatron_elastic.prediction.shown import console, degrees, figures_of, grid, layout_of
+from megatron_elastic.prediction.cases import cases_of, refuse
+from megatron_elastic.prediction.shown import degrees, figures_of, layout_of
+from megatron_elastic.tables import console, grid
 
 _MOST_SHOWN = 200
 """Layouts that a table shows; --json has all."""
 
 
 def show(options: argparse.Namespace, predictor: Predictor) -> None:
-    """Print the predictions. Raises Refused, CaseError."""
+    """Print the predictions. Raises UsageError, CaseError."""
     refuse(options, ("fit", "save_constants", "model_only"), "needs --check TABLE.csv")
     refuse(options, ("profile", "run", "out"), "needs --scale-table N,...")
     cases = cases_of(options, predictor.device.per_node)
@@ -31,7 +33,7 @@ def show(options: argparse.Namespace, predictor: Predictor) -> None:
             refused.append(f"{layout_of(case)}: {error}")
     if not possible:
         why = refused[0] if refused else "what is given of TP, PP and DP never makes so many devices"
-        raise Refused(why if len(refused) <= 1 else f"none of {len(refused)} layouts can be; {why}")
+        raise UsageError(why if len(refused) <= 1 else f"none of {len(refused)} layouts can be; {why}")
     figures = sorted(_figures(possible, predictor), key=lambda row: -row["tokens_per_s"])
     if options.svg:
         points = [Point(row["name"], row["devices"], row["tokens_per_s"], row["fits"]) for row in figures]
@@ -42,7 +44,7 @@ def show(options: argparse.Namespace, predictor: Predictor) -> None:
     if options.json:
         print(json.dumps({"device": predictor.device.name, "cases": figures, "refused": refused}))
         return
-    screen = console()
+    screen = console(160)
     screen.print(f"{predictor.device.name}: {figures_of(predictor.device)}")
     table = grid("devices", "layout", "grain", "step", "tokens/s", "MFU", "computing", "collectives", "bubble",
                  "reduction", "update", "memory", padding=2)  # fmt: skip
@@ -63,12 +65,12 @@ def show(options: argparse.Namespace, predictor: Predictor) -> None:
 
 
 def _best(figures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The fastest that fits of each number of devices. Raises Refused where none does."""
+    """The fastest that fits of each number of devices. Raises UsageError where none does."""
     best = {row["devices"]: row for row in reversed(figures) if row["fits"]}
     if not best:
         least = min(figures, key=lambda row: row["memory_bytes"])
-        raise Refused(f"no layout fits the device's memory: {least['name']}, micro-batch {least['micro_batch']}, "
-                       f"needs least, {least['memory_bytes'] / 1e9:.1f} GB")  # fmt: skip
+        raise UsageError(f"no layout fits the device's memory: {least['name']}, micro-batch {least['micro_batch']}, "
+                         f"needs least, {least['memory_bytes'] / 1e9:.1f} GB")  # fmt: skip
     return [best[count] for count in sorted(best)]
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.observe.records import read_metrics
 from megatron_elastic.plan import Costs
@@ -22,12 +23,13 @@ from megatron_elastic.plan.predict import (
 from megatron_elastic.plan.predict.likeness import resized
 from megatron_elastic.plan.predict.outlook import outlook
 from megatron_elastic.plan.predict.past import past
-from megatron_elastic.prediction.cases import Refused, cases_of, refuse
-from megatron_elastic.prediction.shown import console, degrees, grid
+from megatron_elastic.prediction.cases import cases_of, refuse
+from megatron_elastic.prediction.shown import degrees
+from megatron_elastic.tables import console, grid
 
 
 def show(options: argparse.Namespace, predictor: Predictor) -> None:
-    """Make the table, write it where it is wanted, and print it. Raises Refused and what is wrong with files."""
+    """Make the table, write it where it is wanted, and print it. Raises UsageError and what is wrong with files."""
     refuse(options, ("fit", "save_constants", "model_only"), "needs --check TABLE.csv")
     refuse(options, ("svg", "devices", "best"), "and --scale-table are two things: leave one out")
     if options.run:
@@ -67,11 +69,11 @@ def _of_run(options: argparse.Namespace) -> ScaleTable:
     """By what a job has measured: its newest layout, ``profile.json``, and the tokens of its last step."""
     layouts = sorted((options.run / "layouts").glob("*.json"), key=lambda path: int(path.stem))
     if not layouts:
-        raise Refused(f"{options.run} is not the folder of a run: it has no layouts")
+        raise UsageError(f"{options.run} is not the folder of a run: it has no layouts")
     layout = Layout.from_json(layouts[-1].read_bytes())
     path = options.run / "profile.json"
     if not path.exists():
-        raise Refused(f"{path} is not there (yet): start the job with --elastic-profile measured")
+        raise UsageError(f"{path} is not there (yet): start the job with --elastic-profile measured")
     costs = Costs.read(path, layout.units)
     metrics = read_metrics(options.run)
     last = metrics[max(metrics)]
@@ -90,7 +92,7 @@ def _sizes_of_run(run: Path, layout: Layout) -> Case | None:
 
 
 def _print(table: ScaleTable) -> None:
-    screen = console()
+    screen = console(160)
     shown = grid("devices", "layout", "schedule", "step", "tokens/s", "memory", "confidence")
     for entry in table.entries.values():
         shown.add_row(

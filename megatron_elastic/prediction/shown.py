@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_elastic.plan.predict import Case, Device, Entry
 
 
@@ -32,19 +29,3 @@ def figures_of(device: Device) -> str:
 def percent(fraction: float) -> str:
     """With a digit behind the point."""
     return f"{100 * fraction:.1f}%"
-
-
-def grid(*columns: str, padding: int = 3) -> Table:
-    """A table without lines."""
-    table = Table(box=None, pad_edge=False, padding=(0, padding, 0, 0))
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def console() -> Console:
-    """Standard output, wide enough for tables where it is no terminal."""
-    made = Console(highlight=False, soft_wrap=True)
-    if not made.is_terminal:
-        made.width = max(160, made.width)
-    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_elastic import usage
 from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.plan.work.ramp import Ramp
 
@@ -46,7 +47,7 @@ def check_ramp(args: argparse.Namespace) -> None:
         return
     shown = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
     for flag in ("--no-load-optim", "--iterations-to-skip"):
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+        if getattr(args, usage.dest(flag), None):
             raise UsageError(f"{shown} does not work with {flag}: while batches grow the learning rate counts "
                              "the samples of all steps; leave one of them out")
     try:

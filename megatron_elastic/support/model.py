@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 
+from megatron_elastic import usage
 from megatron_elastic.config import UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.layout import LayoutError
@@ -61,7 +62,7 @@ def check_whole(args: argparse.Namespace) -> None:
     if args.elastic_dataflow != "resize":
         return
     for flag, who in (("--num-experts", "a router looks"), ("--mtp-num-layers", "the mean of further losses looks")):
-        if getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+        if getattr(args, usage.dest(flag), None):
             raise UsageError(f"--elastic-dataflow resize does not work with {flag}: {who} at whole micro-batches, so "
                              "they cannot be cut; use --elastic-dataflow reroute")
 

@@ -38,7 +38,7 @@ def check_data(argv: Sequence[str]) -> None:
     parser.add_argument("--sft", action="store_true")
     given = vars(parser.parse_known_args(list(argv))[0])
     for flag in flags:
-        for place in given[flag.removeprefix("--").replace("-", "_")]:
+        for place in given[usage.dest(flag)]:
             if usage.is_number(place) and not given["sft"]:
                 continue  # the share of the data set that follows
             for path in (place,) if given["sft"] else (f"{place}.idx", f"{place}.bin"):
@@ -50,7 +50,7 @@ def check_data(argv: Sequence[str]) -> None:
 def check_places(args: argparse.Namespace) -> None:
     """Raise UsageError if something is to be in an object store, which Megatron reads through clients of its own."""
     for flag, why in PLACES.items():
-        given = getattr(args, flag.removeprefix("--").replace("-", "_"), None) or ()
+        given = getattr(args, usage.dest(flag), None) or ()
         for place in map(str, given if isinstance(given, list) else (given,)):
             if place.startswith(("msc://", "s3://")):
                 raise UsageError(f"{flag} {place} does not work with --elastic: {why}; name a folder that all nodes "

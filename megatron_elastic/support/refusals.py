@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from megatron_elastic import argument_file
+from megatron_elastic import argument_file, usage
 from megatron_elastic.config import UsageError
 from megatron_elastic.support import places
 from megatron_elastic.support.model import check_grouped
@@ -38,7 +38,7 @@ class Refusal:
     @property
     def name(self) -> str:
         """The attribute of the parsed arguments that holds the flag's value."""
-        return self.dest or self.flag.removeprefix("--").replace("-", "_")
+        return self.dest or usage.dest(self.flag)
 
     def applies(self, value: Any) -> bool:
         """Whether the job asks for what cannot work."""

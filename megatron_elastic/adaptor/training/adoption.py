@@ -152,11 +152,7 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
         reshape(trainer, tenure, plan)
         return
     trainer.hooks.at("switch")
-    enter(
-        trainer,
-        Enter(epoch=plan.epoch, layout=plan.layout, step=first, shapes=plan.shapes, saved=trainer.saving.saved,
-              program=plan.program),
-    )  # fmt: skip
+    enter(trainer, _entry(trainer, plan, first))
     if trainer.rank == tenure.layout.ranks[0]:  # of those that were there before: who enters does not come here
         trainer.control.send(Switched(rank=trainer.rank, epoch=plan.epoch, step=first))
 
@@ -220,13 +216,14 @@ def come_into(trainer: Trainer, new: Recutting) -> None:
             if new.room is not None:
                 trainer.stage.units = dict(new.room.units)
             trainer.make_groups(layout)
-    enter(
-        trainer,
-        Enter(epoch=plan.epoch, layout=plan.layout, step=new.step, shapes=plan.shapes, saved=trainer.saving.saved,
-              program=plan.program),
-        gather=True,
-    )  # fmt: skip
+    enter(trainer, _entry(trainer, plan, new.step), gather=True)
     trainer.recut = None
+
+
+def _entry(trainer: Trainer, plan: Plan, step: int) -> Enter:
+    """What a plan amounts to for who was there before: it is in force from ``step`` on."""
+    return Enter(epoch=plan.epoch, layout=plan.layout, step=step, shapes=plan.shapes, saved=trainer.saving.saved,
+                 program=plan.program)  # fmt: skip
 
 
 # ---- what all decisions share ------------------------------------------------------------------

@@ -20,11 +20,10 @@ from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, token_of
 from megatron_elastic.config import UsageError
 from megatron_elastic.observe.place import Folder, Growth
 from megatron_elastic.observe.records import RecordsError, read_events
-from megatron_elastic.observe.run import RECENT, Run
+from megatron_elastic.observe.run import OVER, RECENT, Run
 
 WHERE = f"the job's run directory, or HOST:PORT of the node that coordinates, with {TOKEN_VARIABLE} set"
 _LIMIT = 10.0
-_ENDS = ("finished", "failed")
 _HOST_PORT = re.compile(r"\[?(?P<host>[^/\[\]]+)\]?:(?P<port>\d{1,5})")
 _answers = msgspec.msgpack.Decoder(Answer)
 _shown = msgspec.msgpack.Decoder(Shown | Answer)
@@ -62,7 +61,7 @@ def address_of(where: Path | str) -> Address:
 def _ended(run_dir: Path) -> str | None:
     """That the job of a run directory is over, if its records say so."""
     try:
-        last = next((event for event in reversed(read_events(run_dir)) if event.get("kind") in _ENDS), None)
+        last = next((event for event in reversed(read_events(run_dir)) if event.get("kind") in OVER), None)
     except RecordsError:
         return None
     return None if last is None else f"the job in {run_dir} has {last['kind']}: there is nobody to ask"

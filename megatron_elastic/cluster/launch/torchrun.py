@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from megatron_elastic import usage
 from megatron_elastic.config import UsageError
 
 Kind = Literal["works", "no effect", "refused"]
@@ -41,13 +42,13 @@ class Flag:
     @property
     def spellings(self) -> tuple[str, ...]:
         """All ways to write it."""
-        other = "--" + self.name.removeprefix("--").replace("-", "_")
+        other = "--" + self.dest
         return tuple(dict.fromkeys(filter(None, (self.short, self.name, other))))
 
     @property
     def dest(self) -> str:
         """The attribute of the parsed command line."""
-        return self.name.removeprefix("--").replace("-", "_")
+        return usage.dest(self.name)
 
     def shown(self, value: Any) -> str:
         """How it was given."""

@@ -21,6 +21,7 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteEvent,
 )
 from megatron_elastic.cluster.protocol.job import Job, Outcome, Rank
+from megatron_elastic.plan.errors import advised
 
 
 class Turn:
@@ -90,12 +91,13 @@ class Turn:
     def end(self, ok: bool, reason: str, code: int = 1) -> None:
         """Decide how the job ends, and tell every agent, who tells its ranks. Later calls change nothing.
 
-        If it does not end well, what ranks have raised lately is told with the reason, and ``code`` is what launchers
-        end with.
+        If it does not end well, what ranks have raised lately is told with the reason, which sends nobody to a
+        checkpoint that there is not, and ``code`` is what launchers end with.
         """
         if self.job.outcome is not None:
             return
         if not ok:
+            reason = advised(reason, bool(self.job.trust.newest_save))
             reason = "\n\n".join([reason, *map(str, self.job.errors)])
         for name in sorted(self.job.timers):
             self.do(CancelTimer(name))

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from megatron_elastic import usage
+from megatron_elastic import tables, usage
 from megatron_elastic.fleet.managers.kubernetes import DEVICES, Kubernetes, TemplateError
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Manager, ManagerError
@@ -230,9 +229,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(now))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = max(140, console.width)
+    console = tables.console(140)
     if now["running"]:
         console.print(f"{now['held']} of {now['devices']} devices are in use ({now['manager']}, policy "
                       f"{now['policy']}, {now['scale_operations']} scale operations)")  # fmt: skip

@@ -74,15 +74,14 @@ def consider(turn: Turn) -> None:
     new, goal = better
     turn.new_epoch()
     entrants = frozenset(new.ranks) - frozenset(layout.ranks)
-    unordered = ordering.awaited(turn, new)
-    new, program = ordering.planned(turn.job, new)
-    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, program=program,
-                           unordered=unordered))
+    turn.set(change=Change(layout=new, goal=goal, entrants=entrants, missing=entrants, unordered=True))
+    if not ordering.awaited(turn, new):
+        ordered(turn)
     if entrants:
-        invite = Invite(epoch=new.epoch, layout=encode(new), shapes=dict(job.shapes), key=job.key)
-        turn.send(invite, sorted(entrants))
+        assert turn.job.change is not None
+        planned = encode(turn.job.change.layout)
+        turn.send(Invite(epoch=new.epoch, layout=planned, shapes=dict(job.shapes), key=job.key), sorted(entrants))
         turn.set_timer("ready", job.settings.start_timeout)
-    announce_if_ready(turn)
 
 
 def found(turn: Turn, event: Found) -> None:

@@ -22,7 +22,7 @@ from megatron_elastic.plan.choice import SEARCH
 from megatron_elastic.plan.work.order import WORTH, Order, alike, known
 
 _PATIENCE = 0.5
-"""Of a step, for which a planned layout waits for its order: so it comes into force no later for it, or one step."""
+"""Of a step, for which a planned layout waits for its order at most: it comes into force one step later at most."""
 
 
 def consider(turn: Turn, layout: Layout) -> None:

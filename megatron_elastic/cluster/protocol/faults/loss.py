@@ -25,7 +25,7 @@ from megatron_elastic.cluster.protocol.events import NodeAbsent, NodeBack, NodeL
 from megatron_elastic.cluster.protocol.faults import recovery, suspicion
 from megatron_elastic.cluster.protocol.job import Node, without
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.plan.errors import ADVICE, advised
+from megatron_elastic.plan.errors import ADVICE
 
 _END_LIMIT = 10.0
 """Seconds from a rank's death until its process must have ended, and what killed it be known."""
@@ -232,7 +232,7 @@ def _lose(turn: Turn, deaths: Sequence[_Death]) -> None:
     _name(turn, deaths)
     if not turn.job.alive:
         raised = f": the program raised, the last time {turn.job.errors[-1].summary!r}" if turn.job.errors else ""
-        turn.end(False, advised(f"every rank is dead{raised}: {ADVICE}", bool(turn.job.trust.newest_save)))
+        turn.end(False, f"every rank is dead{raised}: {ADVICE}")
 
 
 def _forget(turn: Turn, ranks: Sequence[int]) -> None:

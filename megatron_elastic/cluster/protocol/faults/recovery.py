@@ -34,7 +34,7 @@ from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, SlicePart, encode, transfers
 from megatron_elastic.plan import NoLayout, StateLost, at_home, everything, readable
-from megatron_elastic.plan.errors import ADVICE, advised, without_advice
+from megatron_elastic.plan.errors import ADVICE, without_advice
 from megatron_elastic.plan.work.order import foreseen
 
 LOST, STUCK = "message lost", "device collective"
@@ -161,12 +161,12 @@ def _decide(turn: Turn) -> None:
     old = job.layout
     at_work = working(job.since, recovery.reports.values())
     if not at_work:
-        turn.end(False, advised(f"every rank of the layout is dead: {ADVICE}", bool(job.trust.newest_save)))
+        turn.end(False, f"every rank of the layout is dead: {ADVICE}")
         return
     try:
         decided, held, layout = _plan(turn, old, at_work)
     except NoLayout as error:
-        turn.end(False, advised(f"training cannot go on: {error}", bool(job.trust.newest_save)))
+        turn.end(False, f"training cannot go on: {error}")
         return
     except ValueError as error:
         turn.end(False, f"the reports of epoch {job.epoch} contradict each other: {error}")
