@@ -81,7 +81,7 @@ def _written(log: Path) -> Mapping[str, int]:
 
 def _write_us() -> dict[str, float]:
     odometer = Odometer.alone()
-    effort, sent = Effort(1, 2.0, 3.0), odometer.dials.sent
+    effort, sent = Effort(1, 0, 2.0, 3.0), odometer.dials.sent
 
     def add() -> None:
         sent[0] += 4096
@@ -107,7 +107,7 @@ def _look_us(ranks: int, every: float) -> float:
         done += 1.0
         for odometer in odometers:
             odometer.moved()
-            odometer.worked(Effort(0, done, done))
+            odometer.worked(Effort(0, 0, done, done))
             odometer.dials.sent[0] += 4096
 
     def look() -> None:

@@ -25,7 +25,7 @@ COORDINATOR, DISK = -1, -2
 _OWN = 16
 """Words of an odometer, which those of the dials follow."""
 _WORDS = _OWN + dials.WORDS
-_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _BUSY, _GRAINS, _WORKER = range(10)
+_COUNT, _POINT, _STEP, _GRAIN, _WAITS, _PATIENT, _EPOCH, _SINCE, _BUSY, _GRAINS, _WORKER = range(11)
 _NOBODY = min(COORDINATOR, DISK) - 1
 _POINTS = {point: number for number, point in enumerate(HOOK_POINTS, start=1)}
 
@@ -48,9 +48,12 @@ class Reading(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """What the steps have taken that a rank has done in a layout."""
+    """What the steps have taken in which a rank has done the same with each grain."""
 
     epoch: int
+    """Of the layout in which it did the newest of them."""
+    since: int
+    """Of the first layout in which it has done so."""
     busy: float
     """Seconds in which it has not waited."""
     grains: float
@@ -138,9 +141,10 @@ class Odometer:
             self.moved()
 
     def worked(self, effort: Effort) -> None:
-        """A step is done. ``effort``: of all steps since the rank has built its stage."""
+        """A step is done."""
         words = self._words
-        words[_EPOCH], words[_BUSY], words[_GRAINS] = effort.epoch, round(effort.busy * 1e9), round(effort.grains * 1e3)
+        words[_EPOCH], words[_SINCE] = effort.epoch, effort.since
+        words[_BUSY], words[_GRAINS] = round(effort.busy * 1e9), round(effort.grains * 1e3)
 
     def settle(self) -> None:
         """From now on nothing takes long that it does not say so of."""
@@ -181,7 +185,7 @@ class Odometers:
     def effort(self, slot: int) -> Effort:
         """What a rank has worked. (Of a step that ends meanwhile there may be only a part.)"""
         words = self._of(slot)
-        return Effort(words[_EPOCH], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
+        return Effort(words[_EPOCH], words[_SINCE], words[_BUSY] / 1e9, words[_GRAINS] / 1e3)
 
     def figures(self, slot: int, resident: int) -> Figures:
         """What the dials of a rank show, whose process has so many bytes in memory."""

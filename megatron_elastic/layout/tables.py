@@ -143,6 +143,15 @@ class Tables:
         """
         return any(unit in self.recomputed for unit in self.way[self.position(stage, chunk)].units)
 
+    def task_of(self, rank: int) -> object:
+        """What ``rank`` does with a grain that it gets. In layouts in which it is equal a grain takes it as long.
+
+        Raises LayoutError for a rank in no cell.
+        """
+        stage, cell, _ = self._place(rank)
+        chunks = tuple((units, self.recomputes(stage, chunk)) for chunk, units in enumerate(self.chunks(stage)))
+        return cell.ranks, cell.shadow, self.samples, self.cp, self.ep, chunks
+
     def position(self, stage: int, chunk: int) -> int:
         """Which place on the way a chunk of a stage has. Raises KeyError if there is no such chunk."""
         return self._index().numbers[stage, chunk]

@@ -61,6 +61,10 @@ class Meter:
         self.busy, self.grains = 0.0, 0.0
         """Seconds of all steps that were not waited, and the grains that they were for."""
 
+    def go_on(self, before: Meter) -> None:
+        """The same is done with a grain as was under the layout of the meter ``before``."""
+        self.busy, self.grains = before.busy, before.grains
+
     # ---- what is measured --------------------------------------------------------------------
 
     @contextmanager

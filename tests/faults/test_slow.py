@@ -14,6 +14,7 @@ from megatron_elastic import cli
 from megatron_elastic.cluster.messages import Invite, RankExited, Settled, Switched
 from megatron_elastic.cluster.node.speedometer import Speedometer
 from megatron_elastic.cluster.protocol import advance
+from megatron_elastic.cluster.protocol.adoption import use
 from megatron_elastic.cluster.protocol.changes import change, pace
 from megatron_elastic.cluster.protocol.effects import PlanClocks, Record, WriteEvent
 from megatron_elastic.cluster.protocol.events import Clocked, ClocksRefused, Paced, Recorded, Throttled
@@ -281,6 +282,41 @@ def test_layers_stay_where_who_is_slow_is_fast_again_before_long() -> None:
     assert play.job.layout is not None and layers(play.job.layout) == [3, 3] and play.job.pace.lasts_at is None
 
 
+def test_what_was_measured_counts_where_cells_do_the_same() -> None:
+    play = along_a_pipeline()
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    switch(play, 2, range(4))
+    assert dict(play.job.pace.measured) == {0: 10.0, 1: 40.0, 2: 10.0, 3: 10.0}, "they share grains otherwise"
+    paced(play, 10.0, 10.0, 10.0, 10.0)
+    later(play, 2)
+    assert set(play.job.pace.better) == {1} and play.job.layout is not None
+    present, turn = play.job.layout, Turn(play.job, 1.0)
+    first, second = present.stages
+    moved = (dataclasses.replace(first, units=first.units[:-1]),
+             dataclasses.replace(second, units=(first.units[-1], *second.units)))  # fmt: skip
+    use(turn, dataclasses.replace(present, epoch=present.epoch + 1, stages=moved))
+    assert not turn.job.pace.measured and not turn.job.pace.better, "of other layers it says nothing"
+
+
+def test_what_is_on_its_way_for_who_was_slow_is_weighed_anew() -> None:
+    """Else layers move for a cell that is as fast as others again, and then back."""
+    play = along_a_pipeline()
+    paced(play, 10.0, 40.0, 10.0, 10.0)
+    switch(play, 2, range(4))
+    later(play, 8)
+    assert layers(goal(play)) == [2, 4]
+    play.say(Switched(rank=0, epoch=play.job.newest_epoch, step=9))
+    assert play.job.goal is not None and layers(play.job.goal) == [2, 4], "what moves is being copied"
+    paced(play, 10.0, 10.0, 10.0, 10.0)
+    later(play, 3)
+    assert events(play) == ["well"]
+    play.say(*(Settled(rank=rank, epoch=play.job.epoch) for rank in range(4)))
+    assert layers(goal(play)) == [3, 3]
+    switch(play, 12, range(4))
+    assert play.job.layout is not None and layers(play.job.layout) == [3, 3]
+    assert not any(cell.incoming for stage in play.job.layout.stages for cell in stage.cells)
+
+
 # ---- clocks ----------------------------------------------------------------------------------
 
 
@@ -381,11 +417,11 @@ def test_what_is_new_is_told() -> None:
     speedometer = Speedometer(odometers)
     busy = grains = 0.0
 
-    def looks(seconds: float, epoch: int = 0) -> list[dict[int, float]]:
+    def looks(seconds: float, epoch: int = 0, since: int = 0) -> list[dict[int, float]]:
         """Two grains take so long."""
         nonlocal busy, grains
         busy, grains = busy + seconds, grains + 2.0
-        odometer.worked(Effort(epoch, busy, grains))
+        odometer.worked(Effort(epoch, since, busy, grains))
         return [{rank: round(ms) for rank, ms in each.paces.items()} for each in speedometer.look({7: 0})]
 
     assert [looks(0.2) for _ in range(4)] == [[], [], [{7: 100}], []]
@@ -393,7 +429,8 @@ def test_what_is_new_is_told() -> None:
     assert [looks(0.2) for _ in range(2)] == [[], []]
     assert [looks(0.6) for _ in range(2)] == [[], [{7: 300}]]
     assert not speedometer.look({7: 0}), "nothing was done meanwhile"
-    assert [looks(0.6, epoch=1) for _ in range(3)] == [[], [], [{7: 300}]], "of another layout"
+    assert looks(0.6, epoch=1) == [{7: 300}], "of another layout, in which it does the same"
+    assert [looks(0.6, epoch=2, since=2) for _ in range(3)] == [[], [], [{7: 300}]], "of one in which it does not"
     speedometer.forget()
-    assert looks(0.6, epoch=1) == [{7: 300}], "to somebody else"
+    assert looks(0.6, epoch=2, since=2) == [{7: 300}], "to somebody else"
     assert not speedometer.look({})

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 PARTS: dict[str, tuple[str, ...]] = {
     "checkout": ("test_checkout", "test_loading", "test_data_forms", "test_interchange", "test_example_scripts",
                  "test_flags"),
-    "versions": ("test_versions",),
+    "versions": ("test_versions", "test_next_release"),
     "models": ("test_models", "test_numbers", "test_experts", "test_contexts", "test_plain", "test_optimizer",
                "test_mtp", "test_fp16", "test_rampup", "test_memory"),
     "devices": ("test_on_device", "test_devices", "test_soft*", "test_engine", "test_samples"),

@@ -130,7 +130,8 @@ def complete(trainer: Trainer, tenure: Tenure, result: VoteResult) -> None:
     trainer.work = tenure.remainder = None
     trainer.committed(result)
     trainer.odometer.settle()
-    trainer.odometer.worked(odometer.Effort(tenure.layout.epoch, trainer.stage.meter.busy, trainer.stage.meter.grains))
+    meter = trainer.stage.meter
+    trainer.odometer.worked(odometer.Effort(tenure.layout.epoch, tenure.since, meter.busy, meter.grains))
     if trainer.config.measures and result.step % _PROFILED == 0:
         _tell_times(trainer, tenure)
     tenure.store.settle()

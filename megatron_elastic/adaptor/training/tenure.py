@@ -27,6 +27,8 @@ class Tenure:
     """
 
     layout: Layout
+    since: int
+    """Epoch since which it has done with a grain what it does here."""
     store: StateStore
     """Outlives the layout; here because a member has one."""
     reduction: Reduction

@@ -402,7 +402,11 @@ class Trainer:
         # An embedding that is at home elsewhere is the head's weight here.
         parameters = {layout.units[unit] if layout.home(unit) == index else "head": buffer.params
                       for unit, buffer in stage.units.items()}  # fmt: skip
+        metered, since = stage.meter, layout.epoch
         stage.meter = Meter(parameters, len(layout.chunks(index)), self.config.schedule == "search")
+        if (before := self.tenure) is not None and before.layout.task_of(self.rank) == layout.task_of(self.rank):
+            stage.meter.go_on(metered)
+            since = before.since
         entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
         leader, last = cell.leader, index == layout.way[-1].stage
         # Who only follows does nothing, and may have come when the others had their order.
@@ -418,7 +422,7 @@ class Trainer:
             make_executor = partial(EmulatedExecutor, accelerator=self.accelerator)
         sequence = args.seq_length // (layout.cp * (layout.tp if args.sequence_parallel else 1))
         return Tenure(
-            layout, store,
+            layout, since, store,
             reduction=make_reduction(layout, self.transport, stage.units, store, self.accumulator),
             replay=replay,
             verification=Verification(layout, self.transport, stage.units, store, every) if every else None,

@@ -1,6 +1,7 @@
 """Speedometer: what a grain takes on each of a node's ranks, as its agent reads it without asking.
 
-Only what differs from what was told before is told again.
+Only what differs from what was told before is told again, or what is of another layout. What was seen in the layouts
+before counts, as long as the rank does the same with a grain.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Speedometer:
         news: dict[int, dict[int, float]] = defaultdict(dict)
         for rank, slot in slots.items():
             now, mark = self._odometers.effort(slot), self._marks.get(rank)
-            if mark is None or mark.epoch != now.epoch or now.grains < mark.grains:
+            if mark is None or mark.since != now.since or now.grains < mark.grains:
                 self._marks[rank], self._paces[rank] = now, deque(maxlen=_SAMPLES)
             elif now.grains > mark.grains:
                 paces = self._paces[rank]

@@ -12,8 +12,8 @@ from megatron_elastic.layout import Layout
 
 
 def use(turn: Turn, layout: Layout) -> None:
-    """``layout`` is the present one from now on. What was measured was another layout's."""
-    job = turn.job
+    """``layout`` is the present one from now on."""
+    job, before = turn.job, turn.job.layout
     unsettled: Map[int, None] = Map({
         rank: None for rank in layout.ranks if job.settled.get(rank, -1) < layout.epoch
     })
@@ -26,6 +26,6 @@ def use(turn: Turn, layout: Layout) -> None:
         layout=layout, since=since, epoch=layout.epoch, unsettled=unsettled, unfinished=unfinished,
         arrangement=replace(job.arrangement, samples=Map()),
     )  # fmt: skip
-    pace.forget(turn)
+    pace.enter(turn, before)
     turn.do(WriteLayout(layout))
     clocks.plan(turn)

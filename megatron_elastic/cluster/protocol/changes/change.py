@@ -158,7 +158,11 @@ def stepped(turn: Turn) -> None:
     other clocks may help.
     """
     known = clocks.fitted(turn)
-    if pace.stepped(turn) or known:
+    news = pace.stepped(turn)
+    if news:
+        change = turn.job.change
+        turn.set(goal=None, change=None if change is None else replace(change, stale=True))
+    if news or known:
         _clock(turn)
 
 
@@ -253,14 +257,14 @@ def _come_into_force(turn: Turn, change: Change, step: int, to: Collection[int])
     new, stages = change.layout, job.layout.pipeline_size
     better = job.ordering.better
     ordered = better is not None and change.program == better.program != ordering.in_force(job, job.layout)
-    turn.set(change=None, goal=change.goal, told=False)
+    turn.set(change=None, goal=None if change.stale else change.goal, told=False)
     if change.goal is None:
         arrangement.reached(turn)
     if change.program is not None:
         ordering.entered(turn, new.epoch, change.program)
     use(turn, new)
-    if change.goal is not None:
-        ordering.consider(turn, change.goal)
+    if turn.job.goal is not None:
+        ordering.consider(turn, turn.job.goal)
     for rank in change.entrants:
         turn.set_rank(rank, standby=False, joined=True)
     for rank in new.spares:  # who leaves may have been faster than this word

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.protocol.events import Paced
 from megatron_elastic.cluster.protocol.job import Job, without
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.layout import Cell, Stage
+from megatron_elastic.layout import Cell, Layout, Stage
 from megatron_elastic.plan.work.quotas import quotas
 
 _SAME = 1.25
@@ -222,10 +222,14 @@ def refused(turn: Turn, node: int) -> None:
     clocked(turn, turn.job.pace.clocks)
 
 
-def forget(turn: Turn) -> None:
-    """A layout comes into force, in which nobody has been measured, and some may have no part any more."""
-    job, layout = turn.job, turn.job.layout
+def enter(turn: Turn, before: Layout | None) -> None:
+    """A layout has come into force after the one ``before``: what was measured counts of who does the same in it."""
+    pace, layout = turn.job.pace, turn.job.layout
     assert layout is not None
-    gone = [rank for rank in job.pace.believed if rank not in layout.places]
-    turn.set(pace=replace(job.pace, measured=Map(), told=Map(), better=Map(), settled=Map(),
-                          believed=without(job.pace.believed, gone)))
+    same = {rank for leader, cell in layout.cells.items() for rank in cell.ranks
+            if before is not None and leader in before.cells and layout.task_of(leader) == before.task_of(leader)}
+    turn.set(pace=replace(
+        pace, measured=without(pace.measured, set(pace.measured) - same), told=Map(), settled=Map(),
+        better=without(pace.better, set(pace.better) - same),
+        believed=without(pace.believed, set(pace.believed) - layout.places.keys()),
+    ))  # fmt: skip

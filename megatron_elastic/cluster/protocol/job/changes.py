@@ -27,6 +27,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """In what order cells do their work there, packed, if not in the usual one."""
     unordered: bool = False
     """Whether it waits for an order of its work that is being looked for."""
+    stale: bool = False
+    """Whether cells have become faster or slower since ``goal`` was chosen: it is to be chosen anew."""
     announced: bool = False
     """Whether the ranks that train have been told; from then on they may switch at the end of any step."""
 
@@ -84,7 +86,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     clocks: Map[int, float] = Map()
     """At which ranks run that were told to run at another than the base clock."""
     measured: Map[int, float] = Map()
-    """Milliseconds that a grain takes on each rank, in the present layout and at these clocks."""
+    """Milliseconds that a grain takes on each rank by what it does in the present layout, and at these clocks."""
     told: Map[int, None] = Map()
     """Ranks that were measured since cells were compared last."""
     settled: Map[int, None] = Map()
