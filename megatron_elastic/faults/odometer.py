@@ -143,8 +143,9 @@ class Odometer:
     def worked(self, effort: Effort) -> None:
         """A step is done."""
         words = self._words
-        words[_EPOCH], words[_SINCE] = effort.epoch, effort.since
+        # In this order: what is read meanwhile is never taken for more than was done.
         words[_BUSY], words[_GRAINS] = round(effort.busy * 1e9), round(effort.grains * 1e3)
+        words[_EPOCH], words[_SINCE] = effort.epoch, effort.since
 
     def settle(self) -> None:
         """From now on nothing takes long that it does not say so of."""

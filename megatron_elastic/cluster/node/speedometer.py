@@ -50,9 +50,12 @@ class Speedometer:
         news: dict[int, dict[int, float]] = defaultdict(dict)
         for rank, slot in slots.items():
             now, mark = self._odometers.effort(slot), self._marks.get(rank)
-            if mark is None or mark.since != now.since or now.grains < mark.grains:
+            if mark is None or mark.since == now.since and now.grains < mark.grains:
                 self._marks[rank], self._paces[rank] = now, deque(maxlen=_SAMPLES)
-            elif now.grains > mark.grains:
+                continue
+            if mark.since != now.since:  # it has begun anew, and all that it has done since is of one kind
+                mark, self._paces[rank] = Effort(now.epoch, now.since, 0.0, 0.0), deque(maxlen=_SAMPLES)
+            if now.grains > mark.grains:
                 paces = self._paces[rank]
                 paces.append((now.busy - mark.busy) / (now.grains - mark.grains))
                 self._marks[rank] = now

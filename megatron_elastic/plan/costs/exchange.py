@@ -105,7 +105,7 @@ class Exchange:
         """What each rank of ``layout`` sends and receives; ``parameters``: of each unit, on one rank."""
         found = {rank: RankTraffic() for rank in layout.ranks}
         hosts = {rank: self.host_of(layout, rank) for rank in layout.ranks}
-        for unit, count in enumerate(parameters):
+        for unit, count in _alike(layout, parameters):
             each = count / layout.num_slices
             for part in range(layout.num_parts(unit)):
                 owned = Counter(layout.owner(unit, k, part) for k in range(layout.num_slices))
@@ -122,6 +122,17 @@ class Exchange:
                         found[owner].gradients.sent[far] += each * self.gradient_bytes
                         found[copy].gradients.received[far] += each * self.gradient_bytes
         return found
+
+
+def _alike(layout: Layout, parameters: Sequence[float]) -> Iterable[tuple[int, float]]:
+    """One of all units whose slices are owned, copied and held by the same cells, with the parameters of all of them."""
+    totals: dict[object, tuple[int, float]] = {}
+    for unit, count in enumerate(parameters):
+        cells = (tuple(cell.leader for cell in of) for of in (layout.contributors(unit), layout.holders(unit)))
+        key = layout.owners[unit], layout.replicas[unit], layout.num_parts(unit), *cells
+        first, total = totals.get(key, (unit, 0.0))
+        totals[key] = first, total + count
+    return totals.values()
 
 
 class _Sides:
