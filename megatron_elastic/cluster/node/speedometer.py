@@ -50,7 +50,7 @@ class Speedometer:
         news: dict[int, dict[int, float]] = defaultdict(dict)
         for rank, slot in slots.items():
             now, mark = self._odometers.effort(slot), self._marks.get(rank)
-            if mark is None or mark.since == now.since and now.grains < mark.grains:
+            if mark is None or (mark.since == now.since and now.grains < mark.grains):
                 self._marks[rank], self._paces[rank] = now, deque(maxlen=_SAMPLES)
                 continue
             if mark.since != now.since:  # it has begun anew, and all that it has done since is of one kind

@@ -10,8 +10,18 @@ says: equal problems have equal results.
 from __future__ import annotations
 
 import random
+from math import inf
 
-from megatron_elastic.pipeline.search.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Deadlock, Orders, Problem
+from megatron_elastic.pipeline.search.problem import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Deadlock,
+    Orders,
+    Problem,
+    TooLong,
+)
 
 _MEMORY = 40
 """Changes after which what became worse has to be no worse than before them."""
@@ -33,19 +43,17 @@ def improve(problem: Problem, orders: Orders, evaluations: int, enough: float) -
         change = run.draw()
         if change is None:
             continue
-        before = run.ms
+        before, slot = run.ms, turn % _MEMORY
         run.make(*change)
         try:
-            run.evaluate()
+            run.evaluate(max(before, recent[slot]))
         except Deadlock:
-            run.take_back(*change, before)
+            run.take_back(*change)
             continue
-        slot = turn % _MEMORY
-        if run.ms <= before or run.ms <= recent[slot]:
-            if run.ms < best_ms:
-                best, best_ms = [list(ops) for ops in run.orders], run.ms
-        else:
-            run.take_back(*change, before)
+        except TooLong:
+            run.take_back(*change)
+        if run.ms < best_ms:
+            best, best_ms = [list(ops) for ops in run.orders], run.ms
         recent[slot] = min(recent[slot], run.ms) if run.ms <= before else run.ms
     return best, best_ms
 
@@ -59,15 +67,22 @@ class _Run:
         """Operation -> its device and place there."""
         for device, ops in enumerate(self.orders):
             self._at.update({op: (device, place) for place, op in enumerate(ops)})
-        self._ends: list[list[float]] = []
-        self._before: list[list[float]] | None = None
-        self.evaluate()
+        stride = 4 * problem.positions
+        self._work = [sum(of[op % stride] for op in ops)
+                      for of, ops in zip(problem.durations, self.orders, strict=True)]  # fmt: skip
+        """[device] = milliseconds of all its operations."""
+        self.evaluate(inf)
 
-    def evaluate(self) -> None:
-        """Raises Deadlock."""
-        self._before = self._ends
-        self._ends = self._problem.ends(self.orders)
-        self.ms = max(ends[-1] for ends in self._ends if ends)
+    def evaluate(self, most: float) -> None:
+        """How long a step takes in the present orders. Raises Deadlock, and TooLong if that is more than ``most``; then
+        all is known that was known before.
+        """
+        rounding = 1e-9 * most if most < inf else 0.0
+        ends = self._problem.ends(self.orders, [most + rounding - work for work in self._work])
+        ms = max(each[-1] for each in ends if each)
+        if ms > most:
+            raise TooLong
+        self._ends, self.ms = ends, ms
         self._pairs: list[tuple[int, int]] | None = None
 
     def draw(self) -> tuple[int, int, int] | None:
@@ -89,13 +104,11 @@ class _Run:
         ops.insert(to, ops.pop(place))
         self._number(device, place, to)
 
-    def take_back(self, device: int, place: int, to: int, ms: float) -> None:
-        """Undo a change, before which a step took ``ms``."""
+    def take_back(self, device: int, place: int, to: int) -> None:
+        """Undo a change that could not be evaluated."""
         ops = self.orders[device]
         ops.insert(place, ops.pop(to))
         self._number(device, place, to)
-        if self.ms != ms or self._pairs is None:
-            self._ends, self.ms = self._problem.ends(self.orders), ms
 
     def _number(self, device: int, first: int, last: int) -> None:
         ops = self.orders[device]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
@@ -23,6 +24,10 @@ Orders = list[list[int]]
 
 class Deadlock(Exception):
     """In these orders some device waits for ever, or its memory is not enough."""
+
+
+class TooLong(Exception):
+    """In these orders some device waits longer than it may."""
 
 
 class Numbers(NamedTuple):
@@ -157,8 +162,12 @@ class Problem:
             input=tuple(a + b for a, b in zip(first, self.input, strict=True)),
         )  # fmt: skip
 
-    def ends(self, orders: Orders) -> list[list[float]]:
-        """[device] = when each operation is over, if each begins as soon as it can. Raises Deadlock."""
+    def ends(self, orders: Orders, idle: Sequence[float] = ()) -> list[list[float]]:
+        """[device] = when each operation is over, if each begins as soon as it can.
+
+        Raises Deadlock, and TooLong as soon as a device is known to wait longer than ``idle`` milliseconds: [device];
+        empty: they may wait as long as they have to.
+        """
         positions, route, links = self.positions, self.route, self.link
         stride, last = 4 * positions, positions - 1
         made: dict[int, float] = {}
@@ -166,10 +175,12 @@ class Problem:
         waiting: dict[int, int] = {}
         found: list[list[float]] = [[] for _ in orders]
         clock = [0.0] * len(orders)
+        left = [*idle] or [inf] * len(orders)
         ready = list(range(len(orders)))
         while ready:
             device = ready.pop()
             ops, ends, times, now = orders[device], found[device], self.durations[device], clock[device]
+            waits = left[device]
             for at in range(len(ends), len(ops)):
                 op = ops[at]
                 kind = op % stride
@@ -183,6 +194,7 @@ class Problem:
                         if way[kind - 1] != device:
                             there += links[kind - 1]
                         if there > now:
+                            waits -= there - now
                             now = there
                     result = op
                 elif kind < 3 * positions:
@@ -199,6 +211,7 @@ class Problem:
                         if route[grain][position + 1] != device:
                             there += links[position]
                         if there > now:
+                            waits -= there - now
                             now = there
                 else:
                     if op - 2 * positions not in made:
@@ -212,7 +225,9 @@ class Problem:
                 other = waiting.pop(result, None)
                 if other is not None:
                     ready.append(other)
-            clock[device] = now
+            if waits < 0.0:
+                raise TooLong(f"device {device} waits too long")
+            clock[device], left[device] = now, waits
         if any(len(ends) < len(ops) for ends, ops in zip(found, orders, strict=True)):
             raise Deadlock("in these orders some devices wait for each other")
         return found

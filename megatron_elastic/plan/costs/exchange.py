@@ -125,7 +125,7 @@ class Exchange:
 
 
 def _alike(layout: Layout, parameters: Sequence[float]) -> Iterable[tuple[int, float]]:
-    """One of all units whose slices are owned, copied and held by the same cells, with the parameters of all of them."""
+    """One of all units whose slices are owned, copied and held by the same cells, with the parameters of them all."""
     totals: dict[object, tuple[int, float]] = {}
     for unit, count in enumerate(parameters):
         cells = (tuple(cell.leader for cell in of) for of in (layout.contributors(unit), layout.holders(unit)))
