@@ -16,7 +16,7 @@ from megatron_elastic.pipeline.search import Deadlock, NotFitting, Problem, best
 from megatron_elastic.pipeline.search.candidates import v_shaped
 from megatron_elastic.pipeline.search.found import programs
 from megatron_elastic.pipeline.search.greedy import Policy, greedy
-from megatron_elastic.pipeline.search.problem import FORWARD, INPUT, WEIGHT
+from megatron_elastic.pipeline.search.problem import FORWARD, INPUT, WEIGHT, TooLong
 from megatron_elastic.pipeline.simulate import run
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.fit import device_bytes
@@ -143,6 +143,23 @@ def test_orders_of_any_placement(problem: Problem) -> None:
     assert problem.fits(found.orders)
     assert found.ms == pytest.approx(problem.makespan(found.orders))
     assert found.ms >= lower_bound(problem) * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None, phases=QUICK)
+@given(problems(), st.floats(0.5, 1.5))
+def test_orders_are_given_up_if_and_only_if_a_device_waits_longer_than_it_may(problem: Problem, part: float) -> None:
+    try:
+        orders = best(problem, {}).orders
+    except NotFitting:
+        return
+    ends, stride = problem.ends(orders), 4 * problem.positions
+    work = [sum(of[op % stride] for op in ops) for of, ops in zip(problem.durations, orders, strict=True)]
+    waits = [(each[-1] - ms) for each, ms in zip(ends, work, strict=True)]
+    assert problem.ends(orders, [ms + 1e-6 for ms in waits]) == ends
+    less = [ms * part for ms in waits]
+    if any(may < ms - 1e-6 for may, ms in zip(less, waits, strict=True)):
+        with pytest.raises(TooLong):
+            problem.ends(orders, less)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
