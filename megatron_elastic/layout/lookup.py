@@ -17,8 +17,7 @@ _Pairs = dict[int, tuple[tuple[int, int], ...]]
 class Lookup:
     """Maps of one layout, because a step asks thousands of times. Each is made when it is first asked for.
 
-    ``owners``, ``replicas``, ``hosts``, ``num_parts`` ([unit]) and ``keepers`` are those of the layout; None: all ranks
-    of a cell keep.
+    ``owners``, ``replicas``, ``hosts`` and ``keepers`` are those of the layout; None: all ranks of a cell keep.
     """
 
     def __init__(
@@ -27,14 +26,12 @@ class Lookup:
         owners: Sequence[Sequence[int]],
         replicas: Sequence[Sequence[Sequence[int]]],
         hosts: Sequence[Sequence[int]],
-        num_parts: Sequence[int],
         keepers: Callable[[Cell, int, int], Sequence[int]] | None,
     ) -> None:
         self._stages = stages
         self._owners = owners
         self._replicas = replicas
         self._hosts = hosts
-        self.num_parts = num_parts
         self._keepers = keepers
 
     @cached_property

@@ -259,7 +259,7 @@ class Tables:
 
     def num_parts(self, unit: int) -> int:
         """Into how many parts a cell divides ``unit``: experts among ``ep`` teams, the rest in each team alike."""
-        return self._index().num_parts[unit]
+        return self.tp * self.ep if self.units[unit].startswith(EXPERTS) else self.tp
 
     def part_of(self, unit: int, rank: int) -> int:
         """Which of the parts of ``unit`` the rank holds, if any. Raises LayoutError for a rank in no cell."""
@@ -306,9 +306,8 @@ class Tables:
 
     def _index(self) -> Lookup:
         if self._lookup is None:
-            tp, keepers = self.tp, self.keepers if self.teams > 1 else None
-            num_parts = [tp * self.ep if unit.startswith(EXPERTS) else tp for unit in self.units]
-            lookup = Lookup(self.stages, self.owners, self.replicas, self.hosts, num_parts, keepers)
+            keepers = self.keepers if self.teams > 1 else None
+            lookup = Lookup(self.stages, self.owners, self.replicas, self.hosts, keepers)
             object.__setattr__(self, "_lookup", lookup)
         assert self._lookup is not None
         return self._lookup

@@ -289,6 +289,22 @@ def test_the_ways_to_go_on_are_weighed() -> None:
     assert best(ways(interim, heavy, tied=False)).name == "cells"
 
 
+@pytest.mark.parametrize(("lost", "ms", "size", "moves"), [
+    ([4, 5], 300.0, 12, True), ([5], 300.0, 12, False), ([4, 5], 300.0, 10**12, False), ([4, 5], 1.0, 12, False),
+], ids=["half a stage", "a quarter", "large states", "short steps"])  # fmt: skip
+def test_units_move_at_once_where_the_steps_until_they_have_been_copied_cost_more(
+    lost: list[int], ms: float, size: int, moves: bool
+) -> None:
+    costs = alike(LAYOUT, ms, bandwidth=1e9)
+    costs = replace(costs, units=tuple(replace(unit, optimizer_bytes=size) for unit in costs.units))
+    held = Holdings.of(LAYOUT).without(lost)
+    chosen = POLICIES["elastic"].lose(LAYOUT, lost, held, 1, costs)
+    assert (chosen.stages != POLICIES["recycle"].lose(LAYOUT, lost, held, 1, costs).stages) == moves
+    transfers(chosen, held)
+    if moves:
+        assert POLICIES["elastic"].settle(chosen, costs).stages == chosen.stages, "that is where it ends"
+
+
 # ---- megatron-elastic plan ------------------------------------------------------------------------
 
 

@@ -1,16 +1,39 @@
-"""Elastic: ours. The others of a stage share a lost cell's grains at once; then units and cells move on the side."""
+"""Elastic: ours. The others of a stage share a lost cell's grains at once, and units and cells move on the side; or, if
+that gains more, they move at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 
-from megatron_elastic.layout import Holdings, Layout
+from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
 from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, WORTH, Way, best, splits, step, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
+from megatron_elastic.plan.migration import duration_ms
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
+
+_UNTIL_THEN = 4
+"""Steps from a loss until what was copied on the side is in force, besides those that copying takes: all hear of it,
+switch, say that all is there, hear of the next layout, switch. Measured: five to seven with those of copying."""
+_COMPARING_MS = 1000.0
+"""For which all wait while ways are compared, at most, with 16 cells."""
+_AGAIN = 0.5
+"""Steps that are done again where units move at once: that in which ranks are lost, of which half was done."""
+
+
+def _on_the_side(way: Way, stays: Way) -> float:
+    """Steps until the next event if all that a way needs is copied while training goes on as it ``stays``."""
+    until = min(_UNTIL_THEN * stays.step_ms + way.moves_ms, HORIZON_MS) if way is not stays else 0.0
+    return until / stays.step_ms + (HORIZON_MS - until) / way.step_ms
+
+
+def _at_once(way: Way, moves_ms: float) -> float:
+    """Steps until the next event if training waits until all that a way needs has been copied."""
+    return max(HORIZON_MS - moves_ms, 0.0) / way.step_ms - _AGAIN
 
 
 class Elastic(Policy):
@@ -28,29 +51,42 @@ class Elastic(Policy):
         self, layout: Layout, lost: Collection[int], held: Holdings, epoch: int, costs: Costs | None,
         schedules: Collection[str] = SCHEDULES,
     ) -> Layout:
-        """Nothing moves, unless memory is short: who gets slices of the lost ones may own far more than others until
-        they are spread evenly, and there may be no room for what a better way needs to have copied on the side. Then
-        the best way is gone at once that devices have room for, if training has waited for that before long.
+        """Nothing moves, unless memory is short or a step much longer than it could be.
+
+        Who gets slices of the lost ones may own far more than others until they are spread evenly, and there may be no
+        room for what a better way needs to have copied on the side. And until that is in force, several steps are done
+        in the layout that stays. Then the way is gone at once, training waiting for what moves, by which most is
+        computed until the next event.
         """
         stay, split = super().lose(layout, lost, held, epoch, costs, schedules), splits(schedules)
-        if costs is None or costs.memory_bytes is None:
+        if costs is None:
             return stay
-        roomy = replace(costs, memory_bytes=costs.memory_bytes // 2)
-        if overflow(stay, stay.ranks, roomy, split) is None:
-            return stay  # and there is room for whatever is copied
+        roomy = costs if costs.memory_bytes is None else replace(costs, memory_bytes=costs.memory_bytes // 2)
+        short = overflow(stay, stay.ranks, roomy, split) is not None
+        if not short and not self._may_hurry(stay, costs, schedules):
+            return stay
         left = without_shadows(stay)
         found = ways(left, costs, left.is_tied, schedules)
         on_the_side = best(found)
         fits = overflow(stay, stay.ranks, costs, split) is None
-        gain = on_the_side.gain * (1 + WORTH) if fits and on_the_side.problem is None else 0.0
+        computed = _on_the_side(on_the_side, found[0]) if fits and on_the_side.problem is None else 0.0
         chosen = stay
-        for way in found:
-            waited = (1 - min(way.moves_ms / HORIZON_MS, 1.0)) * found[0].step_ms / way.step_ms
-            if waited > gain and (way.problem is not None or not fits):
-                spread = even(way.layout, epoch, costs.slow)
-                if overflow(spread, spread.ranks, costs, split) is None:
-                    chosen, gain = spread, waited
+        for way in found[1:] if fits else found:
+            spread = even(way.layout, epoch, costs.slow)
+            with suppress(SliceLost):
+                moves = [move for move in transfers(spread, held) if move.role == "owner"]
+                at_once = _at_once(way, duration_ms(moves, spread, costs))
+                if at_once > computed and overflow(spread, spread.ranks, costs, split) is None:
+                    chosen, computed = spread, at_once
         return chosen
+
+    def _may_hurry(self, stay: Layout, costs: Costs, schedules: Collection[str]) -> bool:
+        """Whether until then more could be lost than while all wait for ways to be compared, and do a part of a step
+        again: by a step in which all cells are busy all the time.
+        """
+        cells = sum(1 / costs.slow.get(cell.leader, 1.0) for cell in stay.cells.values() if not cell.shadow)
+        ideal = stay.num_grains * sum(unit.forward_ms + unit.backward_ms for unit in costs.units) / cells
+        return _UNTIL_THEN * (step(stay, costs, schedules) - ideal) > _COMPARING_MS + _AGAIN * ideal
 
     def uses_all(self, costs: Costs | None) -> bool:
         """Where it is not known what units cost."""
