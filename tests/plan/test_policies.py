@@ -412,3 +412,17 @@ def test_real_ranks_take_the_way_that_is_best(jobs: Jobs, tmp_path: Path) -> Non
     assert names[0] == "reroute" and considered[-1]["chosen"] in names
     steps = {way["way"]: way["step_ms"] for way in considered[-1]["ways"]}
     assert steps[considered[-1]["chosen"]] < steps["reroute"]
+
+
+def test_cells_of_real_ranks_move_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    """By costs that are given steps take so long that all had better wait for it; two ranks of a stage are killed."""
+    grid = Grid(tp=1, pp=2, steps=6)
+    reference = jobs.undisturbed(*grid.flags)
+    first = reference.layouts()[0]
+    profile = tmp_path / "P.json"
+    profile.write_text(alike(first, 2000.0).to_json(first.units))
+    job = jobs.run(*grid.flags, "--elastic-profile", str(profile), *inject("0@3:backward", "2@3:backward"))
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert_exactly_once(job)
+    left = next(layout for layout in job.layouts() if layout.lost == (0, 2))
+    assert widths(left) == [3, 3], "a cell of the other stage takes part at once"
