@@ -62,12 +62,12 @@ def test_kills(jobs: Jobs, point: str) -> None:
 
 def test_states_come_no_faster_than_allowed(jobs: Jobs) -> None:
     """Then they follow for more steps, in cells of the old shape. Who watches sees how far they are."""
-    job = start(jobs, *EP2, "--train-iters", "64", "--elastic-background-mbps", "1", ranks=4)
-    job.read_until(" 1/64")
+    job = start(jobs, *EP2, "--train-iters", "128", "--elastic-background-mbps", "0.4", ranks=4)
+    job.read_until(" 1/128")
     for size in ("1", "2"):
         reshape(job, "--ep", size)
     job.finish()
-    assert_same(job, jobs.undisturbed(*EP2, "--train-iters", "64", ranks=4))
+    assert_same(job, jobs.undisturbed(*EP2, "--train-iters", "128", ranks=4))
     assert all(event["steps"] > 1 for event in job.events("reshaped"))
     first = job.layouts()[0].epoch
     told = [each for each in job.events("copying") if each["epoch"] == first]
