@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.simulate import Step, Timeline, scheduled
+from megatron_elastic.plan import choice
 from megatron_elastic.plan.choice import SCHEDULES
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.power import PowerModel
@@ -18,7 +19,12 @@ from megatron_elastic.plan.policies import Outcome
 from megatron_elastic.plan.work.clock import loads
 
 MOST_SIMULATED = 100_000
-"""Grains times stages beyond which step times are estimated instead of simulated."""
+"""Grains times stages beyond which step times are estimated instead of simulated, where nobody trains meanwhile."""
+
+
+def takes_long(layout: Layout) -> bool:
+    """Whether it would take long to simulate a step of ``layout``."""
+    return choice.takes_long(layout, MOST_SIMULATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ def _times(
     layout: Layout, costs: Costs, clocks: Mapping[int, float], schedules: Collection[str], redundant: bool
 ) -> tuple[float, dict[int, float]]:
     """Milliseconds of a step, and those in which each cell computes."""
-    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if takes_long(layout):
         busy = {leader: load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs).items()}
         return costs.pace_of(layout).step_ms, busy
     found = fastest_of(layout, costs, clocks, schedules)

@@ -48,6 +48,11 @@ WORTH = 1e-3
 """What another way has to gain at least, as a share of what is computed: predictions are not better than that."""
 
 
+def takes_long(layout: Layout, most: int = MOST_SIMULATED) -> bool:
+    """Whether it would take long to simulate a step of ``layout``: for more than ``most`` grains times stages."""
+    return layout.num_grains * layout.pipeline_size > most
+
+
 def splits(schedules: Collection[str]) -> bool:
     """Whether one of ``schedules`` has to be used that has backwards in two, and keeps more activations for that."""
     return "1f1b" not in schedules
@@ -180,7 +185,7 @@ def step(
     layout that could be, as that takes too long, but only nearly so, unless it is to be ``searched``.
     """
     clocks = expected_clocks(layout, costs) if clocks is None else clocks
-    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if takes_long(layout):
         usual = max(load.at(1.0) for load in loads(layout, replace(costs, slow={})).values())
         slowest = max(load.at(clocks.get(leader, 1.0)) for leader, load in loads(layout, costs).items())
         return costs.pace_of(layout).step_ms * (slowest / usual if usual else 1.0)
@@ -206,7 +211,7 @@ def expected_clocks(layout: Layout, costs: Costs) -> Mapping[int, float]:
 def _settled(layout: Layout, costs: Costs) -> Layout:
     """With slices where they will be in the end, if it is known what that makes different, and simulated."""
     matters = costs.exchange is not None or costs.memory_bytes is not None
-    if not matters or layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if not matters or takes_long(layout):
         return layout
     return even(layout, layout.epoch, costs.slow)
 

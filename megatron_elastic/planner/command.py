@@ -16,7 +16,7 @@ from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.pipeline.dag import Dag
 from megatron_elastic.pipeline.picture import svg
-from megatron_elastic.pipeline.prediction import MOST_SIMULATED
+from megatron_elastic.pipeline.prediction import MOST_SIMULATED, takes_long
 from megatron_elastic.pipeline.search import NotFitting
 from megatron_elastic.plan import NoLayout
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = recomputed(outcome, costs, options.schedule)
         if options.dag:
             goal = outcome.after
-            if goal.num_grains * goal.pipeline_size > MOST_SIMULATED:
+            if takes_long(goal):
                 raise UsageError(f"the layout is too large: --dag takes up to {MOST_SIMULATED} grains x stages")
             dag = Dag.of(program(goal, costs, options.schedule), goal, costs)
             options.dag.write_text(dag.to_json(), encoding="utf-8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_elastic.layout import Holdings, Layout, LayoutError, SliceLost, Transfer, transfers
-from megatron_elastic.pipeline.prediction import MOST_SIMULATED
+from megatron_elastic.pipeline.prediction import takes_long
 from megatron_elastic.pipeline.program import Program
 from megatron_elastic.pipeline.search import find
 from megatron_elastic.pipeline.simulate import Step, Timeline, fastest, run, scheduled
@@ -93,7 +93,7 @@ def timeline(layout: Layout, costs: Costs, schedule: str | None = None) -> Timel
     """A step of ``layout``, simulated; None where that would take long. The overhead is not in it. ``schedule`` as
     ``program`` has it.
     """
-    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if takes_long(layout):
         return None
     return run(program(layout, costs, schedule), layout, costs)
 
@@ -113,7 +113,7 @@ def recomputed(outcome: Outcome, costs: Costs, schedule: str | None) -> Outcome:
         return outcome
 
     def searched(layout: Layout) -> Layout:
-        if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+        if takes_long(layout):
             return layout
         return replace(layout, recomputed=find(layout, costs).recomputed)
 
@@ -125,7 +125,7 @@ def recomputed(outcome: Outcome, costs: Costs, schedule: str | None) -> Outcome:
 
 def step_ms(layout: Layout, costs: Costs, schedule: str | None) -> float:
     """Milliseconds of a step of ``layout``, simulated, or estimated where that would take long."""
-    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED:
+    if takes_long(layout):
         return costs.pace_of(layout).step_ms
     return Step.of(program(layout, costs, schedule), layout, costs).ms
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.plan.choice import MOST_SIMULATED, SCHEDULES, SEARCH, step
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH, step, takes_long
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work import order
 from megatron_elastic.plan.work.clock import clocks
@@ -31,7 +31,7 @@ def plan_clocks(layout: Layout, costs: Costs, schedule: str, present: bytes | No
     steps are simulated; where one takes long, nothing is planned.
     """
     assert costs.clocking is not None
-    large = layout.num_grains * layout.pipeline_size > MOST_SIMULATED
+    large = takes_long(layout)
     usual = SCHEDULES[0] if schedule == SEARCH else schedule
     searched = None if present is None or large else order.unpacked(present, layout)
 

@@ -13,7 +13,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Program, pack, unpack
 from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
-from megatron_elastic.plan.choice import MOST_SIMULATED, SCHEDULES, SEARCH, expected_clocks
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks, takes_long
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.work.clock import speeds as speeds_of
 from megatron_elastic.plan.work.placing import elsewhere
@@ -84,7 +84,7 @@ def known(layout: Layout, costs: Costs) -> bytes | None:
     """The program, packed, of the known schedule that cells do best to begin with in a layout for which no order has
     been searched; None: the usual one, as nothing that fits is faster, or it would take long to find out.
     """
-    if layout.num_grains * layout.pipeline_size > MOST_SIMULATED or any(cell.parts for cell in layout.cells.values()):
+    if takes_long(layout) or any(cell.parts for cell in layout.cells.values()):
         return None
     clocks, usual = expected_clocks(layout, costs), scheduled(SCHEDULES[0], layout)
     best, best_ms = usual, run(usual, layout, costs, clocks).makespan * (1 - WORTH)
