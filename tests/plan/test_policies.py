@@ -23,6 +23,7 @@ from megatron_elastic.plan.choice import WORTH, best, fastest_grid, ways
 from megatron_elastic.plan.costs.cost import Costs, UnitCost
 from megatron_elastic.plan.costs.exchange import Exchange
 from megatron_elastic.plan.graph import Planner
+from megatron_elastic.plan.growth import improve
 from megatron_elastic.plan.policies import POLICIES
 from megatron_elastic.plan.policies.column import columns
 from megatron_elastic.plan.work.order import foreseen
@@ -303,6 +304,22 @@ def test_units_move_at_once_where_the_steps_until_they_have_been_copied_cost_mor
     transfers(chosen, held)
     if moves:
         assert POLICIES["elastic"].settle(chosen, costs).stages == chosen.stages, "that is where it ends"
+
+
+def test_who_only_follows_may_keep_copies_that_go_elsewhere_at_a_loss() -> None:
+    """Newcomers that have been sent slices, and get nothing to do as cells move at once."""
+    layout = LAYOUT
+    costs = alike(LAYOUT, 300.0)
+    newcomers = dict.fromkeys(range(16, 18), 16)
+    grown, _ = improve(layout, newcomers, 1) or (layout, None)
+    followers = {cell.leader for cell in grown.cells.values() if cell.shadow}
+    assert followers & {copy for row in grown.replicas for copies in row for copy in copies}
+    lost = [4, 5]
+    held = Holdings.of(layout).without(lost)  # nothing has come yet
+    chosen = POLICIES["elastic"].lose(grown, lost, held, 2, costs)
+    chosen.validate()
+    assert set(chosen.spares) >= followers and widths(chosen) == [4, 4, 3, 3]
+    transfers(chosen, held)
 
 
 # ---- megatron-elastic plan ------------------------------------------------------------------------

@@ -7,14 +7,14 @@ then, and ``arrange`` for the stages to work towards in the background. ``forese
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_elastic.layout import Holdings, Layout, transfers
 from megatron_elastic.plan.choice import SCHEDULES, Way
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.growth import improve
-from megatron_elastic.plan.loss import lose
+from megatron_elastic.plan.loss import lose, release
 from megatron_elastic.plan.migration import duration_ms
 
 _MOST_LAYOUTS = 100
@@ -135,12 +135,9 @@ class Policy:
 
 
 def without_shadows(layout: Layout) -> Layout:
-    """The same with the ranks of cells that only follow as spares."""
-    stages = tuple(
-        replace(stage, cells=tuple(cell for cell in stage.cells if not cell.shadow)) for stage in layout.stages
-    )
-    members = {rank for stage in stages for cell in stage.cells for rank in cell.ranks}
-    return replace(layout, stages=stages, spares=tuple(sorted({*layout.ranks, *layout.spares} - members)))
+    """The same with the ranks of cells that only follow as spares: what they own or keep copies of, others do."""
+    shadows = [rank for cell in layout.cells.values() if cell.shadow for rank in cell.ranks]
+    return release(layout, shadows, layout.epoch) if shadows else layout
 
 
 def apart(layout: Layout, stage_units: Sequence[tuple[int, ...]], grains: int, width: int = 1) -> Layout:
