@@ -105,7 +105,7 @@ class _Run:
         self._number(device, place, to)
 
     def take_back(self, device: int, place: int, to: int) -> None:
-        """Undo a change that could not be evaluated."""
+        """Undo a change that came to nothing."""
         ops = self.orders[device]
         ops.insert(place, ops.pop(to))
         self._number(device, place, to)

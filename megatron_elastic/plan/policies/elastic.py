@@ -18,7 +18,8 @@ from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
 _UNTIL_THEN = 4
 """Steps from a loss until what was copied on the side is in force, besides those that copying takes: all hear of it,
-switch, say that all is there, hear of the next layout, switch. Measured: five to seven with those of copying."""
+switch, say that all is there, hear of the next layout, switch. Five to seven, with those of copying, were measured with
+16 cells (docs/emulation.md)."""
 _COMPARING_MS = 1000.0
 """For which all wait while ways are compared, at most, with 16 cells."""
 _AGAIN = 0.5
