@@ -158,9 +158,10 @@ def fails_once(name):
 """
 
 
-def test_what_fails_once_is_unsteady(project: Path) -> None:
+@pytest.mark.parametrize("several", [(), ("--numprocesses", "2")], ids=["alone", "two workers"])
+def test_what_fails_once_is_unsteady(project: Path, several: tuple[str, ...]) -> None:
     (project / "test_it.py").write_text(ONCE + "def test_one(): fails_once('one')\ndef test_two(): pass\n")
-    code, output = run(project, "--once-more")
+    code, output = run(project, "--once-more", *several)
     assert code == 0, output
     assert "2 passed" in output
     assert "unsteady: test_it.py::test_one (first: " in output

@@ -20,7 +20,20 @@ MOST = 2
 """Unsteady tests that a run may have."""
 _LIMIT = 600.0
 """Seconds that the second time may take, start of the process and undisturbed jobs for comparison included."""
-_found = pytest.StashKey[list[dict[str, str]]]()
+_UNSTEADY = "unsteady"
+"""Property of a report that says where both outputs are; so workers of xdist tell it."""
+_found = pytest.StashKey["Found"]()
+
+
+class Found:
+    """What was unsteady."""
+
+    def __init__(self) -> None:
+        self.tests: list[dict[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep it."""
+        self.tests += [value for name, value in report.user_properties if name == _UNSTEADY and isinstance(value, dict)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing is unsteady yet."""
-    config.stash[_found] = []
+    config.stash[_found] = Found()
+    config.pluginmanager.register(config.stash[_found])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,9 +56,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     if any(report.failed for report in reports) and (found := _once_more(item, reports)) is not None:
-        item.config.stash[_found].append(found)
         for report in reports:
             report.outcome, report.longrepr = "passed", None
+        reports[-1].user_properties.append((_UNSTEADY, found))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -75,14 +89,16 @@ def _once_more(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> dict[
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """A line for each unsteady test."""
-    for found in config.stash[_found]:
+    for found in config.stash[_found].tests:
         terminalreporter.write_line(f"unsteady: {found['test']} (first: {found['first']}, second: {found['second']})")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write down what was unsteady; too many of them fail the run."""
-    found = session.config.stash[_found]
+    if hasattr(session.config, "workerinput"):
+        return
+    found = session.config.stash[_found].tests
     if session.config.getoption("once_more"):
         path = _build(session.config) / "unsteady.json"
         path.parent.mkdir(exist_ok=True)
