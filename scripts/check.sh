@@ -8,14 +8,13 @@ echo "== ruff"
 ruff check .
 echo "== import-linter"
 lint-imports
-# Three at a time on two cores: some tests wait for what is to happen.
 echo "== pytest: pure tests, and mypy beside them"
 mkdir -p build
 rm -f build/not-tested.txt
 mypy >build/mypy.log 2>&1 &
 types=$!
 tests=0
-python -m pytest -m pure --numprocesses 3 --dist worksteal || tests=$?
+python -m pytest -m pure --numprocesses 2 --dist worksteal || tests=$?
 if ! wait "$types"; then
     echo "== mypy"
     cat build/mypy.log
