@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_elastic.layout import Layout, Transfer
+from megatron_elastic.layout import Holdings, Layout, SliceLost, Transfer, transfers
 from megatron_elastic.plan.costs.cost import Costs
 
 
@@ -23,3 +24,12 @@ def duration_ms(moves: Iterable[Transfer], layout: Layout, costs: Costs) -> floa
         received[move.dst] += round(size(move, layout, costs))
     most = max((*sent.values(), *received.values()), default=0)
     return costs.transfer_ms(most) if most else 0.0
+
+
+def pause_ms(layout: Layout, held: Holdings, costs: Costs) -> float:
+    """Milliseconds that training waits until owners have what ``layout`` asks for; infinite if nobody holds a slice."""
+    try:
+        moves = [move for move in transfers(layout, held) if move.role == "owner"]
+    except SliceLost:
+        return math.inf
+    return duration_ms(moves, layout, costs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 
-from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
+from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, step
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.errors import NoLayout
-from megatron_elastic.plan.migration import duration_ms
+from megatron_elastic.plan.migration import pause_ms
 from megatron_elastic.plan.policies.grid import Grid
 from megatron_elastic.plan.policies.policy import Policy
 from megatron_elastic.plan.policies.recycle import Recycle
@@ -68,8 +68,4 @@ class Chameleon(Policy):
 
 def _computes(layout: Layout, held: Holdings, costs: Costs, schedules: Collection[str]) -> float:
     """Steps until the next loss, after what ``layout`` needs has been copied."""
-    try:
-        moves = [move for move in transfers(layout, held) if move.role == "owner"]
-    except SliceLost:
-        return 0.0
-    return max(0.0, HORIZON_MS - duration_ms(moves, layout, costs)) / step(layout, costs, schedules)
+    return max(0.0, HORIZON_MS - pause_ms(layout, held, costs)) / step(layout, costs, schedules)

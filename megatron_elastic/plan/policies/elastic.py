@@ -5,15 +5,14 @@ that gains more, they move at once.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import replace
 
-from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
+from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, WORTH, Way, best, splits, step, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
-from megatron_elastic.plan.migration import duration_ms
+from megatron_elastic.plan.migration import pause_ms
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
 _UNTIL_THEN = 4
@@ -74,11 +73,9 @@ class Elastic(Policy):
         chosen = stay
         for way in found[1:] if fits else found:
             spread = even(way.layout, epoch, costs.slow)
-            with suppress(SliceLost):
-                moves = [move for move in transfers(spread, held) if move.role == "owner"]
-                at_once = _at_once(way, duration_ms(moves, spread, costs))
-                if at_once > computed and overflow(spread, spread.ranks, costs, split) is None:
-                    chosen, computed = spread, at_once
+            at_once = _at_once(way, pause_ms(spread, held, costs))
+            if at_once > computed and overflow(spread, spread.ranks, costs, split) is None:
+                chosen, computed = spread, at_once
         return chosen
 
     def _may_hurry(self, stay: Layout, costs: Costs, schedules: Collection[str]) -> bool:

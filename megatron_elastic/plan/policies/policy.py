@@ -15,7 +15,7 @@ from megatron_elastic.plan.choice import SCHEDULES, Way
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.growth import improve
 from megatron_elastic.plan.loss import lose, release
-from megatron_elastic.plan.migration import duration_ms
+from megatron_elastic.plan.migration import duration_ms, pause_ms
 
 _MOST_LAYOUTS = 100
 """On the way from one layout to where a policy wants to be; more would mean that it does not know."""
@@ -107,12 +107,11 @@ class Policy:
         """What becomes of ``layout`` when ``lost`` ranks die, all copies of slices being live. Raises NoLayout."""
         held = Holdings.of(layout).without(lost)
         interim = self.lose(layout, lost, held, layout.epoch + 1, costs, schedules)
-        first = transfers(interim, held)
         final = self.settle(interim, costs, schedules)
         return Outcome(
             (final,),
             interim=None if final.stages == interim.stages else interim,
-            pause_ms=duration_ms([move for move in first if move.role == "owner"], interim, costs),
+            pause_ms=pause_ms(interim, held, costs),
             background_ms=duration_ms(transfers(final, Holdings.of(interim)), final, costs),
         )
 

@@ -226,10 +226,13 @@ def enter(turn: Turn, before: Layout | None) -> None:
     """A layout has come into force after the one ``before``: what was measured counts of who does the same in it."""
     pace, layout = turn.job.pace, turn.job.layout
     assert layout is not None
-    same = {rank for leader, cell in layout.cells.items() for rank in cell.ranks
-            if before is not None and leader in before.cells and layout.task_of(leader) == before.task_of(leader)}
+    others = {*pace.measured, *pace.better}
+    if before is not None and others:  # where nobody is measured, thousands of cells need not be compared
+        others.difference_update(
+            rank for leader, cell in layout.cells.items()
+            if leader in before.cells and layout.task_of(leader) == before.task_of(leader) for rank in cell.ranks
+        )  # fmt: skip
     turn.set(pace=replace(
-        pace, measured=without(pace.measured, set(pace.measured) - same), told=Map(), settled=Map(),
-        better=without(pace.better, set(pace.better) - same),
+        pace, measured=without(pace.measured, others), better=without(pace.better, others), told=Map(), settled=Map(),
         believed=without(pace.believed, set(pace.believed) - layout.places.keys()),
     ))  # fmt: skip
