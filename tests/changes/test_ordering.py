@@ -255,6 +255,43 @@ def test_after_a_loss_cells_begin_with_the_best_of_the_known_orders(schedule: st
     assert {op.kind for ops in order.cells.values() for op in ops} >= {"backward_input", "backward_weight"}
 
 
+@pytest.mark.parametrize("searching", [False, True])
+def test_units_that_move_at_once_come_with_the_order_that_is_searched(searching: bool) -> None:
+    """All wait for the units anyway; nothing is looked for afterwards, unless a search was still under way."""
+    play = along_a_pipeline(width=4)
+    costs = play.job.costs
+    assert costs is not None
+    units = [dataclasses.replace(unit, forward_ms=600 * unit.forward_ms, backward_ms=600 * unit.backward_ms)
+             for unit in costs.units]  # fmt: skip
+    costs = dataclasses.replace(costs, units=tuple(units), latency_ms=300.0)
+    play.job = replace(
+        play.job, settings=replace(play.job.settings, schedule="search"),
+        arrangement=replace(play.job.arrangement, costs=costs),
+        ordering=replace(play.job.ordering, searching=searching, sought=play.job.layout),
+    )  # fmt: skip
+    for rank in (2, 3):
+        play.news(RankDying(rank=rank, time=1.0))
+    epoch = play.job.epoch
+    play.say(*(Report(rank=rank, epoch=epoch, member=True, step=2, vote=None, last=None, held=None, interrupted_at=1.0)
+               for rank in (0, 1, 4, 5, 6, 7)))  # fmt: skip
+    layout, costs = play.job.layout, play.job.costs
+    assert layout is not None and costs is not None and layout.lost == (2, 3)
+    assert [len(stage.units) for stage in layout.stages] != [4, 4], "units have moved"
+    order = search(layout, costs, None)
+    assert order is not None and order.program != begun_with(play.job, layout)
+    assert {each.program for each in play.sent(Back).values()} == {order.program}
+    assert ordering.in_force(play.job, layout) == order.program
+    assert [each.fields["name"] for each in play.effects if isinstance(each, WriteEvent) and each.kind == "ordered"]
+    turn = Turn(play.job, 1.0)
+    ordering.consider(turn, layout)
+    assert not [effect for effect in turn.effects if isinstance(effect, Search)]
+    if searching:
+        play.happens(Found(now=1.0, epoch=0, order=order, seconds=0.1))
+        turn = Turn(play.job, 1.0)
+        ordering.consider(turn, layout)
+        assert [effect.layout for effect in turn.effects if isinstance(effect, Search)] == [layout]
+
+
 def test_the_known_order_is_one_that_fits() -> None:
     """Backwards in two keep more until they are done, most at the last stage."""
     play = along_a_pipeline(width=1)

@@ -1,10 +1,11 @@
 """Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
 
 Orders are looked for beside the protocol, when costs are known and all that a layout asks for is live. A layout that a
-loss has led to begins with the best of the known schedules, so that nothing waits for a search; one that is found then
-comes into force between two steps as a planned layout does, which is the same but for its epoch. A layout that is
-planned waits for its order before anybody is told, but not for long. While copies are under way cells do what they did,
-in the order that they had, and an order is looked for in which they can begin when all copies are there.
+loss has led to begins with the best of the known schedules, so that nothing waits for a search, unless units move at
+once, for which all wait anyway; one that is found then comes into force between two steps as a planned layout does,
+which is the same but for its epoch. A layout that is planned waits for its order before anybody is told, but not for
+long. While copies are under way cells do what they did, in the order that they had, and an order is looked for in which
+they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from megatron_elastic.cluster.protocol.events import Found
 from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
-from megatron_elastic.plan.choice import SEARCH
-from megatron_elastic.plan.work.order import WORTH, Order, alike, known
+from megatron_elastic.plan.choice import SEARCH, takes_long
+from megatron_elastic.plan.work.order import WORTH, Order, alike, known, search
 
 _PATIENCE = 0.5
 """Of a step, for which a planned layout waits for its order at most: it comes into force one step later at most."""
@@ -72,10 +73,30 @@ def planned(job: Job, new: Layout) -> tuple[Layout, bytes | None]:
     return new, _first(job, new)
 
 
-def recovered(turn: Turn, new: Layout) -> None:
-    """Cells are to begin in a layout that a loss has led to, in what order ``in_force`` says from now on."""
-    if (program := _first(turn.job, new)) is not None:
+def recovered(turn: Turn, new: Layout, moves: bool) -> Layout:
+    """Cells are to begin in a layout that a loss has led to, in what order ``in_force`` says from now on; it, with what
+    is recomputed there.
+
+    ``moves``: whether units move before, so that the order is worth a wait of as long as a search takes.
+    """
+    if moves and (order := _searched(turn.job, new)) is not None:
+        _tell(turn, order)
+        new = dataclasses.replace(new, recomputed=order.recomputed)
+        entered(turn, new.epoch, order.program)
+        if not turn.job.ordering.searching:  # what is found would be taken for this one's
+            turn.set(ordering=replace(turn.job.ordering, sought=new, costs=turn.job.costs, before=order.program,
+                                      better=None))
+    elif (program := _first(turn.job, new)) is not None:
         entered(turn, new.epoch, program)
+    return new
+
+
+def _searched(job: Job, new: Layout) -> Order | None:
+    """The order for a layout, searched while all wait; None where that would take long, or there is none."""
+    costs = job.costs
+    if job.settings.schedule != SEARCH or job.settings.places or costs is None or takes_long(new):
+        return None
+    return search(new, costs, None)
 
 
 def _first(job: Job, new: Layout) -> bytes | None:
@@ -118,18 +139,21 @@ def found(turn: Turn, event: Found) -> None:
     if order is None or last.sought is None or job.layout is None:
         return
     present = _is_for(last.sought, job.layout)
+    _tell(turn, order, seconds=round(event.seconds, 3), **({} if present else {"ahead": True}))
+    if order.stage_units is not None:
+        turn.set(arrangement=replace(job.arrangement, placed=order.stage_units if present else None))
+    elif not order.present_fits or order.ms < order.present_ms * (1 - WORTH):
+        turn.set(ordering=replace(turn.job.ordering, better=order))
+
+
+def _tell(turn: Turn, order: Order, **more: object) -> None:
     turn.record("ordered", name=order.name, ms=round(order.ms, 3), present_ms=round(order.present_ms, 3),
-                bound_ms=round(order.bound_ms, 3), seconds=round(event.seconds, 3),
-                **({} if present else {"ahead": True}),
+                bound_ms=round(order.bound_ms, 3), **more,
                 **({"recomputed": list(order.recomputed)} if order.recomputed else {}),
                 **({} if order.stage_units is None or order.placed_ms is None else {
                     "placed_ms": round(order.placed_ms, 3),
                     "through": [position.stage for position in positions(order.stage_units)],
                 }))  # fmt: skip
-    if order.stage_units is not None:
-        turn.set(arrangement=replace(job.arrangement, placed=order.stage_units if present else None))
-    elif not order.present_fits or order.ms < order.present_ms * (1 - WORTH):
-        turn.set(ordering=replace(turn.job.ordering, better=order))
 
 
 def entered(turn: Turn, epoch: int, program: bytes) -> None:

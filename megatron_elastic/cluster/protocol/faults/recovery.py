@@ -176,16 +176,16 @@ def _decide(turn: Turn) -> None:
     # A coordinator that has taken over does not know what weights a layout moved that they have not made true.
     behind = recovery.decided is None and any(report.layout < old.epoch for report in at_work)
     decided = _resumed(turn, decided, layout)
-    recovery = turn.job.recovery
+    recovery, moves = turn.job.recovery, units_move(old, layout)
     assert recovery is not None
     gather = (recovery.gather or turn.job.trust.healing or ahead or behind or any(report.stale for report in at_work)
-              or units_move(old, layout))
+              or moves)
     turn.cancel_timer("report")
     turn.set(recovery=replace(recovery, gather=gather, decided=decided, collecting=False, reported=turn.now,
                               edit_ms=0.0, state_ms=0.0))
     if decided.vote is not None:
         ledger.finishing(turn, decided.vote, layout.epoch)
-    ordering.recovered(turn, layout)
+    layout = ordering.recovered(turn, layout, moves)
     _send(turn, decided, held, layout)
     use(turn, layout)
 
