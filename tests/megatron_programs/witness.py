@@ -139,14 +139,16 @@ def install() -> None:
 
     stand_in.install()
     from megatron_elastic.adaptor.model.stage import Stage
+    from megatron_elastic.adaptor.training import adoption, building
+    from megatron_elastic.adaptor.training.tenure import begin_tenure
     from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.state.store import StateStore
 
-    begin, begin_tenure, hold = Trainer.__init__, Trainer.begin_tenure, Stage.hold
+    begin, hold = Trainer.__init__, Stage.hold
 
-    def begin_tenure_and_check(self: Trainer, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
-        check(layout, self.rank)
-        return begin_tenure(self, layout, store, program)
+    def begin_tenure_and_check(trainer: Trainer, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
+        check(layout, trainer.rank)
+        return begin_tenure(trainer, layout, store, program)
 
     def hold_and_compare(self: Stage, layout: Layout) -> None:
         before = layers(self)
@@ -162,7 +164,7 @@ def install() -> None:
             self.hooks.attach(lambda point, step, grain: death.look(self, point))
 
     Stage.hold = hold_and_compare  # type: ignore[method-assign]
-    Trainer.begin_tenure = begin_tenure_and_check  # type: ignore[method-assign]
+    adoption.begin_tenure = building.begin_tenure = begin_tenure_and_check  # type: ignore[attr-defined]
     if "WITNESS_DIES" in os.environ:
         Trainer.__init__ = begin_to_die  # type: ignore[method-assign]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_elastic.adaptor.checkpoints import common, sliced
 from megatron_elastic.adaptor.checkpoints.folder import has_step, step_folder
 from megatron_elastic.adaptor.training.evaluation import tell_of_none
+from megatron_elastic.adaptor.training.tenure import begin_tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.messages import Built, Invite, Ready
 from megatron_elastic.cluster.rank import standing
@@ -23,7 +24,7 @@ def build(trainer: Trainer) -> None:
     tell_of_none(trainer)
     store = trainer.make_store(trainer.stage.partitions)
     load(trainer, store, trainer.standing.step - 1)
-    tenure = trainer.begin_tenure(layout, store, program=None)
+    tenure = begin_tenure(trainer, layout, store, program=None)
     trainer.store, trainer.tenure, trainer.standing = store, tenure, standing.built(trainer.standing)
     trainer.counted_from = trainer.standing.step, trainer.transport.bytes_sent
     tell(trainer)

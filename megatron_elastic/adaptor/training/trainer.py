@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from megatron_elastic.adaptor.checkpoints.origin import Origin
 from megatron_elastic.adaptor.checkpoints.saving import DiskFault, Saving
 from megatron_elastic.adaptor.layers import attention, documents, engine, experts, latent, linear, mtp, random, router
 from megatron_elastic.adaptor.model import groups, tokens
-from megatron_elastic.adaptor.model.grains import ForwardStep, GrainModel
+from megatron_elastic.adaptor.model.grains import ForwardStep
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups, make_optimizer
 from megatron_elastic.adaptor.model.scale import LossFactor
 from megatron_elastic.adaptor.model.stage import ModelProvider, Stage
-from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype, params_dtype
+from megatron_elastic.adaptor.settings import build_optimizer_config, build_scheduler, main_grads_dtype
 from megatron_elastic.adaptor.training import ending
 from megatron_elastic.adaptor.training.batches import Batches, DatasetsProvider
 from megatron_elastic.adaptor.training.recutting import Recutting, Room
@@ -41,10 +41,8 @@ from megatron_elastic.cluster.node.line import FIRST_HOST_VARIABLE
 from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.control import Control
 from megatron_elastic.cluster.rank.standing import Standing
-from megatron_elastic.cluster.title import entitle
 from megatron_elastic.comm.device.communicators import Communicators
 from megatron_elastic.comm.device.devices import Devices
-from megatron_elastic.comm.group import Group
 from megatron_elastic.comm.tag import check_sizes, describe
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.config import ElasticConfig, UsageError
@@ -52,9 +50,7 @@ from megatron_elastic.device import allowance
 from megatron_elastic.device.choice import choose
 from megatron_elastic.device.device import Device
 from megatron_elastic.emulation.accelerator import Accelerator
-from megatron_elastic.emulation.executor import EmulatedExecutor
 from megatron_elastic.emulation.profile import Profile
-from megatron_elastic.emulation.reduction import EmulatedReduction
 from megatron_elastic.faults.hooks import Hooks
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import Layout
@@ -62,28 +58,17 @@ from megatron_elastic.numerics import keyed
 from megatron_elastic.numerics.deferred import make_deferred
 from megatron_elastic.numerics.exact import Accumulator, make_accumulator
 from megatron_elastic.observe.tracing.tracer import FOLDER, Tracer, Window
-from megatron_elastic.pipeline.executor import Executor
-from megatron_elastic.pipeline.meter import Meter
-from megatron_elastic.pipeline.program import unpack
-from megatron_elastic.pipeline.route import usual
-from megatron_elastic.pipeline.schedule import for_cell
 from megatron_elastic.pipeline.work import Work
 from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.split import mtp_layers
 from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.state.buffer import UnitBuffer
-from megatron_elastic.state.device_reduction import DeviceReduction
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.partition import Partition
-from megatron_elastic.state.reduction import Reduction
-from megatron_elastic.state.replay import GradientReplay, Replay, StateReplay
 from megatron_elastic.state.store import StateStore
-from megatron_elastic.state.verification import Verification
 
 _SHOWN_EVERY = 2.0
 """Seconds from one look at memory to the next."""
-_VOTE_GROUP = (1 << 14) - 1
-"""Group id of the vote, beyond any that Megatron's groups reach."""
 
 
 class Trainer:
@@ -194,7 +179,7 @@ class Trainer:
         """What it has done of the step in progress, from the first grain to the commit."""
         self.counted_from = first, 0
         """The step, and bytes sent before it, from which on traffic is counted."""
-        self._forward_step = forward_step
+        self.forward_step = forward_step
         self._shown = float("-inf")
         """When memory was looked at last."""
 
@@ -384,60 +369,6 @@ class Trainer:
             rate = min(rate, emulated) if rate else emulated
         dials = self.odometer.dials
         return StateStore(partitions, self.optimizer, self.transport, keeps, rate, self.device, dials)
-
-    def begin_tenure(self, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
-        """What ``layout`` alone determines. The stage holds what it is to hold there.
-
-        ``program``: in what order cells do their work, packed; None: in the usual one.
-        """
-        args, stage, every = self.args, self.stage, self.config.verify_every
-        store.own(layout.owned(self.rank))
-        replay: Replay = (
-            StateReplay(layout, store)
-            if self.config.replay == "state"
-            else GradientReplay(layout, self.transport, store, self.accumulator.mean_dtype)
-        )
-        neighbours = layout.hosts[layout.host_of(self.rank)]
-        index, cell = layout.stage_of(self.rank), layout.cell_of(self.rank)
-        # An embedding that is at home elsewhere is the head's weight here.
-        parameters = {layout.units[unit] if layout.home(unit) == index else "head": buffer.params
-                      for unit, buffer in stage.units.items()}  # fmt: skip
-        metered, since = stage.meter, layout.epoch
-        stage.meter = Meter(parameters, len(layout.chunks(index)), self.config.schedule == "search")
-        if (before := self.tenure) is not None and before.layout.task_of(self.rank) == layout.task_of(self.rank):
-            stage.meter.go_on(metered)
-            since = before.since
-        entitle(f"rank {self.rank} (stage {index}, cell {layout.stages[index].cells.index(cell)})")
-        leader, last = cell.leader, index == layout.way[-1].stage
-        # Who only follows does nothing, and may have come when the others had their order.
-        ops = (for_cell(self.config.schedule, layout, leader) if program is None or cell.shadow
-               else unpack(program, leader))  # fmt: skip
-        make_reduction: Callable[..., Reduction] = Reduction
-        make_executor: Callable[..., Executor] = Executor
-        if not self.device.is_host and self.config.reduction == "device":
-            make_reduction = partial(DeviceReduction, communicators=self.communicators)
-        if self.accelerator is not None:
-            self.accelerator.enter(layout)
-            make_reduction = partial(EmulatedReduction, accelerator=self.accelerator)
-            make_executor = partial(EmulatedExecutor, accelerator=self.accelerator)
-        sequence = args.seq_length // (layout.cp * (layout.tp if args.sequence_parallel else 1))
-        return Tenure(
-            layout, since, store,
-            reduction=make_reduction(layout, self.transport, stage.units, store, self.accumulator),
-            replay=replay,
-            verification=Verification(layout, self.transport, stage.units, store, every) if every else None,
-            legs=usual(layout, leader, ops),
-            grains=GrainModel(
-                stage.wrapped, stage.models[0].config, self._forward_step, stage.key, last,
-                documents.kept_apart(args), self.accumulator,
-            ),
-            executor=make_executor(
-                layout, self.transport, self.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-                params_dtype(args), stage.meter, tokens.of_sums(args), self.device,
-            ),
-            vote_group=Group(self.transport, _VOTE_GROUP, layout.ranks),
-            speaker=min(rank for rank in neighbours if rank in layout.places),
-        )  # fmt: skip
 
     def await_parameters(self, tenure: Tenure) -> None:
         """Return when all parameters are here that the newest step made."""
