@@ -235,7 +235,7 @@ def _measure(
 ) -> tuple[dict[str, Any], str, int]:
     """Figures, as a table as well, and the exit code."""
     if options.trace is not None:
-        replayed = traced.run(root, options, profile)
+        replayed = traced.run(root, options, profile, layout)
         return replayed, traced.table(replayed["policies"]), int(bool(traced.ended(replayed["policies"])))
     if options.slow:
         slow = [slowed.run_case(root, options, profile, layout, each) for each in options.slow]

@@ -17,7 +17,15 @@ from typing import Any
 from common import JobFailed, progress
 
 from emulated.availability import Change, TraceError, changes, presence, read
+from emulated.job import Variant
 from emulated.replayed import replay
+from megatron_elastic.emulation.forecast import forecast
+from megatron_elastic.emulation.profile import Profile
+from megatron_elastic.layout import Layout
+from megatron_elastic.plan.choice import SCHEDULES, SEARCH
+
+_SLOWER = 0.1
+"""Undisturbed steps that take so much longer than foreseen tell of this machine, and not of the devices."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +57,7 @@ def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     options.replicas = max(options.replicas, 2)
 
 
-def run(root: Path, options: argparse.Namespace, profile: Path) -> dict[str, Any]:
+def run(root: Path, options: argparse.Namespace, profile: Path, layout: Layout) -> dict[str, Any]:
     """All variants, one after the other: what ``--trace`` gives, and the plot."""
     seconds, slots = 60 * options.minutes, options.layout.ranks
     found: dict[str, dict[str, Any]] = {}
@@ -57,6 +65,10 @@ def run(root: Path, options: argparse.Namespace, profile: Path) -> dict[str, Any
         each = found[variant.name] = replay(root / variant.name, options, profile, variant, options.happens)
         progress(f"{variant.name}: {each['tokens']} tokens, {each['recoveries']} recoveries"
                  + (f"; it has ended: {each['ended']}" if each["ended"] else ""))
+        each["slower"] = round(_foreseen(profile, layout, variant) / each["undisturbed_tokens_per_s"] - 1, 4)
+        if each["slower"] > _SLOWER:
+            progress(f"WARNING: undisturbed steps take {each['slower']:.0%} longer than those of the devices would, as "
+                     "this machine is too slow: give more --minutes, or more --samples and fewer --grains")
     # All jobs are the same until the trace begins.
     rate = median(each["undisturbed_tokens_per_s"] for each in found.values())
     there = presence(options.happens, slots, seconds)[-1].done
@@ -73,16 +85,23 @@ def run(root: Path, options: argparse.Namespace, profile: Path) -> dict[str, Any
     }  # fmt: skip
 
 
+def _foreseen(profile: Path, layout: Layout, variant: Variant) -> float:
+    """Tokens a second with which a job begins on real devices, in the usual order if one is searched."""
+    told = Profile.read(profile)
+    schedule = SCHEDULES[0] if variant.schedule == SEARCH else variant.schedule
+    return layout.num_grains * told.emulation.tokens * 1e3 / forecast(layout, told, schedule).step_ms
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown; times lost are of the trace, in s."""
     lines = ["| policy | tokens | of undisturbed | of what is there | recoveries | fell back | lost until it was known "
-             "| in recoveries | redone |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             "| in recoveries | redone | slower |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, each in found.items():
         lost = each["lost_s"]
         values = (name + (", ended" if each["ended"] else ""), each["tokens"], f"{each['share_of_undisturbed']:.3f}",
                   f"{each['share_of_limit']:.3f}", each["recoveries"], each["fallbacks"], f"{lost['detect']:.0f}",
                   f"{sum(s for part, s in lost.items() if part not in ('detect', 'redo')):.0f}",
-                  f"{lost['redo']:.0f}")  # fmt: skip
+                  f"{lost['redo']:.0f}", f"{each['slower']:.3f}")  # fmt: skip
         lines.append(f"| {' | '.join(map(str, values))} |")
     return "\n".join(lines)
 

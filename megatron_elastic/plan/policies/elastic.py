@@ -66,7 +66,7 @@ class Elastic(Policy):
         if not short and not self._may_hurry(stay, costs, schedules):
             return stay
         left = without_shadows(stay)
-        found = ways(left, costs, left.is_tied, schedules)
+        found = ways(left, costs, left.is_tied, schedules, briefly=True)
         on_the_side = best(found)
         fits = overflow(stay, stay.ranks, costs, split) is None
         computed = _on_the_side(on_the_side, found[0]) if fits and on_the_side.problem is None else 0.0
