@@ -15,8 +15,6 @@ from megatron_elastic.cluster import wire
 from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject, open_ports
 from tests.launches import TOKEN, free_port
 
-pytestmark = pytest.mark.timeout(400)
-
 STEPS = 60
 """More than two ranks need to join one after the other."""
 DP4 = Grid(tp=1, pp=1, steps=STEPS, ranks=4)

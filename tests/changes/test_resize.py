@@ -9,8 +9,6 @@ import pytest
 from megatron_elastic.layout import Layout
 from tests.jobs import Grid, Job, Jobs, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 SIZE = 2
 """Samples of a micro-batch."""
 FLAGS = ["--micro-batch-size", str(SIZE), "--elastic-slices", "4"]

@@ -8,8 +8,6 @@ import pytest
 
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(300)
-
 PP2_DP2 = Grid(tp=1, pp=2, steps=8, ranks=4)
 TRACKER = "latest_checkpointed_iteration.txt"
 

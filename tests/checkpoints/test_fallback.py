@@ -10,8 +10,6 @@ import pytest
 
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 DP4 = Grid(tp=1, pp=1, steps=8, ranks=4)
 SMALL = ("--num-layers", "2", "--micro-batch-size", "2")
 BOTH = ("1@6:vote", "2@6:vote")

@@ -259,7 +259,6 @@ class Fleet:
             member.reports.close()
 
 
-@pytest.mark.timeout(300)
 def test_a_thousand_edits_under_fire() -> None:
     draw = random.Random(20261121)
     fleet = Fleet(draw)

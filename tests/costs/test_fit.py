@@ -109,7 +109,6 @@ def test_slices_are_spread_at_once_where_one_cannot_own_those_of_two() -> None:
     assert nothing == stay, "nothing fits: who does not is told so by its device"
 
 
-@pytest.mark.timeout(300)
 def test_real_ranks_do_not_overflow_after_a_loss(jobs: Jobs, tmp_path: Path) -> None:
     grid = Grid(tp=1, pp=2, steps=6)
     profile = profile_of(layer_ms=2, memory=21_500_000, positions=True)
@@ -118,7 +117,6 @@ def test_real_ranks_do_not_overflow_after_a_loss(jobs: Jobs, tmp_path: Path) -> 
     assert "OutOfMemory" not in job.output
 
 
-@pytest.mark.timeout(300)
 def test_a_schedule_that_keeps_too_much_does_not_begin(jobs: Jobs, tmp_path: Path) -> None:
     profile = profile_of(memory=18_002_500, positions=True)  # the last of two stages: one activation of 2 kB, or two
     grid = Grid(tp=1, pp=2, steps=2)

@@ -26,7 +26,7 @@ from tests.models.test_checkout import (
 from tests.models.test_models import FLAGS, STEPS, log_of_plain, resumed
 
 __all__ = ["checkout", "patched"]
-pytestmark = [needs_checkout, pytest.mark.timeout(600)]
+pytestmark = needs_checkout
 
 TOLERANCE = 1e-6
 """Of a loss from the records to the one that Megatron logs with seven digits."""

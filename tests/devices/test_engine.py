@@ -132,7 +132,6 @@ def test_local_layers(jobs: Jobs, engine_jobs: EngineJobs, flags: tuple[str, ...
 
 @needs_checkout
 @needs_engine
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["latent attention", "latent attention, no latent queries", "DeepSeek-like"])
 def test_latent_attention_over_tensor_ranks(patched: CheckoutJobs, tmp_path: Path, name: str) -> None:
     """Losses and norms of gradients are those of one rank: the key that all heads share gets all of its gradient."""
@@ -155,7 +154,6 @@ def test_latent_attention_over_tensor_ranks(patched: CheckoutJobs, tmp_path: Pat
 
 @needs_checkout
 @needs_engine
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("tp", "pp", "flags"),
     [(1, 2, SPLIT), (2, 1, ("--sequence-parallel", "--bf16", "--swiglu", *ROPE, "--no-rope-fusion"))],

@@ -16,10 +16,7 @@ from tests.faults.test_elastic import STEP_POINTS
 from tests.jobs import MODERN, ROOT, Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 from tests.models.test_experts import EXPERTS
 
-pytestmark = [
-    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler (g++, or what CXX names)"),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler (g++, or what CXX names)")
 
 COUNTED = ROOT / "tests" / "megatron_programs" / "counted.py"
 SMALL = ("--num-layers", "2", "--global-batch-size", "8")

@@ -17,8 +17,6 @@ from tests.emulation.test_emulated import emulate, lines
 from tests.emulation.test_emulation import profile_of
 from tests.jobs import Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(300)
-
 GRID = Grid(tp=1, pp=2, steps=10, ranks=4)
 
 

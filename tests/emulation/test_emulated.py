@@ -15,8 +15,6 @@ from megatron_elastic.observe.compare import compare
 from tests.emulation.test_emulation import profile_of
 from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(300)
-
 PP2 = Grid(tp=1, pp=2, steps=7)
 SETTLED = 2
 """Steps until a job that nothing disturbs takes what it takes."""

@@ -15,8 +15,6 @@ from megatron_elastic.faults.injection import HOOK_POINTS
 from megatron_elastic.observe.records import read_digest
 from tests.jobs import Grid, Job, Jobs, assert_exactly_once, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 DP8 = Grid(tp=1, pp=1, steps=9)
 TP2_PP2 = Grid(tp=2, pp=2, steps=5)
 PP4 = Grid(tp=1, pp=4, steps=5)

@@ -8,8 +8,6 @@ import pytest
 
 from tests.jobs import MODERN, Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(400)
-
 DP8 = Grid(tp=1, pp=1, steps=5)
 PP2_DP4 = Grid(tp=1, pp=2, steps=5)
 PP4 = Grid(tp=1, pp=4, steps=4)

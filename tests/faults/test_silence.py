@@ -207,7 +207,6 @@ def test_a_node_without_a_coordinator_ends(launch: Launch) -> None:
 # ---- a real job ----------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(400)
 def test_a_stopped_rank_of_a_real_job(jobs: Jobs) -> None:
     grid = Grid(tp=1, pp=2, steps=9)
     reference = jobs.undisturbed(*grid.flags)

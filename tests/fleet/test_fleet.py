@@ -422,7 +422,6 @@ def paced(four: Fleet, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Paced:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_it_grows_when_idle_and_gives_back_to_who_comes(paced: Paced, four: Fleet) -> None:
     """While it trains, and its result is that of the undisturbed job, bit for bit."""
     four.holder("first")
@@ -468,7 +467,6 @@ def until_grown(paced: Paced, four: Fleet) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_killed_in_the_middle_of_growing(paced: Paced, four: Fleet) -> None:
     """And again while a node leaves: the next one goes on, nothing is begun twice, and bits stay."""
     four.holder("first")
@@ -501,7 +499,6 @@ def test_killed_in_the_middle_of_growing(paced: Paced, four: Fleet) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_a_node_is_lost_and_then_the_job(paced: Paced, four: Fleet) -> None:
     """Losing a node costs the job that node only; losing its first one is the end of it, and of nobody else."""
     four.holder("first")
@@ -524,7 +521,6 @@ def test_a_node_is_lost_and_then_the_job(paced: Paced, four: Fleet) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_a_job_that_does_not_obey(paced: Paced, four: Fleet) -> None:
     """Its first launcher is stopped, so that it answers nobody: that is said, others wait, and it obeys later."""
     four.holder("first")
@@ -548,7 +544,6 @@ def test_a_job_that_does_not_obey(paced: Paced, four: Fleet) -> None:
 
 
 @pytest.mark.job
-@pytest.mark.timeout(400)
 def test_nodes_that_do_not_come(paced: Paced, four: Fleet) -> None:
     """The job does not get to let them in: they are ended, and after three times it is left as it is."""
     four.holder("first")

@@ -238,7 +238,6 @@ def test_rigid_jobs_beside_pods_of_others(manager: Kubernetes, cluster: Cluster,
         four.until("a killed pod", lambda: four.phase("first") == "failed")
 
 
-@pytest.mark.timeout(600)
 def test_it_makes_room_for_pods_of_others(
     cluster: Cluster, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

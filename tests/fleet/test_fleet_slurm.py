@@ -50,7 +50,6 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
         yield made
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(_REASON), reason=_REASON)
 def test_it_makes_room_for_jobs_of_slurm(
     cluster: Slurm, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

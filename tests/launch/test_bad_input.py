@@ -12,8 +12,6 @@ import pytest
 
 from tests.jobs import Grid, Jobs, inject
 
-pytestmark = pytest.mark.timeout(300)
-
 GRID = Grid(tp=1, pp=2, steps=4)
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -185,7 +185,6 @@ def small(script: str, scripts: ScriptJobs, folder: Path) -> list[str]:
 
 @pytest.mark.job
 @needs_checkout
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", CHANGES)
 def test_a_launch_script_trains_elastically(scripts: ScriptJobs, tmp_path: Path, script: str) -> None:
     """On 8 ranks, one of which is killed: as if none were."""

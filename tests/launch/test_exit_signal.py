@@ -12,8 +12,6 @@ from megatron_elastic.observe.records import read_digest
 from tests.jobs import Grid, Jobs
 from tests.launches import family
 
-pytestmark = pytest.mark.timeout(300)
-
 GRID = Grid(tp=1, pp=2, steps=60, ranks=4)
 
 

@@ -24,7 +24,7 @@ from tests.models.test_checkout import (
 from tests.models.test_models import FLAGS, KILLS, MODELS, PP2, STEPS, TOLERANCE, resumed
 
 __all__ = ["checkout", "patched"]
-pytestmark = [needs_checkout, pytest.mark.timeout(600)]
+pytestmark = needs_checkout
 
 
 def last_plain_log(patched: CheckoutJobs) -> Path:

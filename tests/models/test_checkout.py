@@ -231,7 +231,6 @@ def test_the_checkout_fits(checkout: Path) -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 def test_plain_training_is_the_same_with_our_lines(patched: CheckoutJobs) -> None:
     """And it runs on a CPU, with all of Megatron's own code."""
     flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--train-iters", "3")
@@ -435,7 +434,6 @@ def test_optimizers_as_megatron_saves_them(
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Megatron only loads here, by parameter, and saves in its default format: without a GPU it computes no numbers."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -455,7 +453,6 @@ def test_virtual_stages_have_buckets_of_their_own(patched: CheckoutJobs, tmp_pat
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("placement", "readers"), [("loop", {"0 0", "1 1"}), ("v", {"0 None"})])
 def test_chunks_read_only_what_they_need(
     patched: CheckoutJobs, tmp_path: Path, placement: str, readers: set[str]
@@ -483,7 +480,6 @@ def get_batch(data_iterator, vp_stage=None):
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
     """The script's own batches, as Megatron gives them to the first stage, have labels where the model ends there."""
     flags = ("--elastic", *PP2.split(), "--train-iters", "3")
@@ -493,7 +489,6 @@ def test_chunks_as_a_v(patched: CheckoutJobs) -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(300)
 def test_a_checkpoint_that_only_its_own_layout_can_load(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Megatron's default. What to do instead is said in one line."""
     patched.plain("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2", ranks=2)
@@ -544,7 +539,6 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     """The rank that joins begins in the middle, reads the same data, and writes the log when it is the last."""
     saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3", "--async-save")
@@ -560,7 +554,6 @@ def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Another rank writes on when the one that did is lost."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_multiplexer")
@@ -575,7 +568,6 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -626,7 +618,6 @@ def test_flags_are_counted() -> None:
 
 
 @needs_checkout
-@pytest.mark.timeout(300)
 def test_help_shows_our_flags(patched: CheckoutJobs) -> None:
     """They are a group of Megatron's own parser. (That of 0.19.0 cannot print its help, with a lone % in it.)"""
     if Checkout.at(patched.checkout).tag.startswith("core_v0.19"):
@@ -663,7 +654,6 @@ def test_a_flag_that_cannot_work_is_the_last_line(
 
 @pytest.mark.job
 @needs_checkout
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("flags", [
     ("--decoder-first-pipeline-num-layers", "1"), ("--decoder-last-pipeline-num-layers", "1"),
     ("--pipeline-model-parallel-layout", "Ettt|tL"),

@@ -48,7 +48,6 @@ def test_killed(jobs: Jobs, kills: Sequence[str]) -> None:
     assert_same_training(job, jobs.undisturbed(*SMALL), [int(kill[0]) for kill in kills])
 
 
-@pytest.mark.timeout(400)
 def test_stages_as_asked(jobs: Jobs) -> None:
     """Two, four, three, two; where a stage has one cell, nobody could be missing."""
     flags = (*SMALL, "--train-iters", "28")

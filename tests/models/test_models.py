@@ -24,7 +24,7 @@ from tests.models.test_checkout import (
 )
 
 __all__ = ["checkout", "patched"]
-pytestmark = [needs_checkout, pytest.mark.timeout(600)]
+pytestmark = needs_checkout
 
 STEPS = 8
 FLAGS = ("--train-iters", str(STEPS), "--attention-dropout", "0", "--hidden-dropout", "0", "--save-interval", "2",

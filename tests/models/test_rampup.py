@@ -170,7 +170,6 @@ def test_killed_while_the_batch_grows(jobs: Jobs) -> None:
     assert all(event["redone_ops"] <= 2 * SIZES[event["step"] - 1] for event in resumed)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", ["data", "forward", "backward", "grad_sync", "replay", "vote", "apply", "param_sync",
                                    "commit"])  # fmt: skip
 @pytest.mark.parametrize(("tp", "pp", "extra"), [(1, 2, ()), (2, 1, MODERN.split())], ids=["PP2 x DP4", "TP2 x DP4"])
@@ -183,7 +182,6 @@ def test_killed_anywhere_before_and_after_a_change(
     assert_same(job, jobs.undisturbed(*flags), [1, 2, 6])
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("tp", "pp", "extra"), [
     (2, 2, [*MODERN.split(), *OVERLAP]),
     (1, 4, ["--elastic-schedule", "split", "--elastic-verify-every", "1"]),
@@ -239,7 +237,6 @@ def test_stages_change_while_the_batch_grows(jobs: Jobs) -> None:
     assert sizes_at(job, "switched")[0] < BATCH
 
 
-@pytest.mark.timeout(400)
 def test_a_checkpoint_from_the_middle(jobs: Jobs, tmp_path: Path) -> None:
     """Under another layout, with the same bits, also when the batch has grown; with other batches it is refused."""
     flags, saves = (*grid(1, 2), *SHORT, "--elastic-slices", "4"), ("--save", str(tmp_path), "--save-interval", "1")
@@ -268,7 +265,6 @@ def test_everybody_goes_back_to_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None
     assert [event["decision"] for event in job.events("recovered")] == ["reload"]
 
 
-@pytest.mark.timeout(400)
 def test_as_plain_training(jobs: Jobs, tmp_path: Path) -> None:
     """From the same weights; learning rate and weight decay follow the samples."""
     flags = f"{MODEL} {' '.join(SHORT)} --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine " \
@@ -300,7 +296,6 @@ def logged(*logs: Path) -> dict[int, tuple[int, str, int]]:
 
 
 @needs_checkout
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("extra", "parallel"), [
     ("", ""),
     ("--calculate-per-token-loss --eod-mask-loss --vocab-size 399 --train-samples 140", ""),

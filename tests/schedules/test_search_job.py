@@ -16,8 +16,6 @@ from tests.emulation.test_emulated import emulate
 from tests.emulation.test_emulation import profile_of
 from tests.jobs import BATCH, Grid, Job, Jobs, assert_same_training, inject
 
-pytestmark = pytest.mark.timeout(300)
-
 PP4 = Grid(tp=1, pp=4, steps=26)
 KILLED_AT = 10
 """Where others use the machine a search may take as long as eight steps, before it and after."""
