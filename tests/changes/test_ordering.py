@@ -18,6 +18,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.search import fits
 from megatron_elastic.pipeline.simulate import scheduled
 from megatron_elastic.plan.choice import MOST_SIMULATED
+from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import device_bytes
 from megatron_elastic.plan.work import order
 from megatron_elastic.plan.work.order import Order, search, unpacked
@@ -174,6 +175,33 @@ def test_an_order_is_found_while_layers_are_copied() -> None:
     assert play.sent(Plan)[0].program == order.program
     switch(play, 13, range(2))
     assert sought(play) == [] and play.job.idle
+
+
+def test_cells_leave_an_order_that_does_not_fit_beside_what_is_copied() -> None:
+    """It was searched for all the memory that there was: a device that was sent a unit besides had too little."""
+    play = searching()
+    layout, costs = play.job.layout, play.job.costs
+    assert layout is not None and costs is not None
+    units = tuple(dataclasses.replace(unit, activation_bytes=40) for unit in costs.units)
+    costs = dataclasses.replace(costs, units=units)
+    state = round(max(device_bytes(layout, rank, costs) for rank in layout.ranks))
+    with_memory(play, dataclasses.replace(costs, memory_bytes=state + 640))
+    order = found(play)
+    switch_to(play, order, 3)
+    program = unpacked(order.program, layout)
+    least = next(room for room in range(1000) if fits(program, layout, costs, float(room)))
+    costs = dataclasses.replace(costs, memory_bytes=state + least)
+    with_memory(play, costs)
+    a_slow_rank(play)
+    assert play.job.change is not None
+    between = play.job.change.layout
+    assert not fits(program, between, costs)
+    (other,) = {each.program for each in play.sent(Plan).values()}
+    assert fits(scheduled("1f1b", between) if other is None else unpacked(other, between), between, costs)
+    copying(play, 12)
+    found(play)
+    there(play)
+    assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
 
 
 def test_what_is_found_while_something_else_is_planned_waits() -> None:
@@ -345,6 +373,12 @@ def test_chunks_are_placed_by_what_was_found_for_the_present_layout_alone() -> N
     play.job = replace(play.job, layout=turned(layout))
     play.happens(Found(now=1.0, epoch=layout.epoch, order=placed, seconds=0.1))
     assert play.job.arrangement.placed is None
+
+
+def with_memory(play: Play, costs: Costs) -> None:
+    """Costs are these, also those by which an order is being looked for."""
+    play.job = replace(play.job, arrangement=replace(play.job.arrangement, costs=costs),
+                       ordering=replace(play.job.ordering, costs=costs))  # fmt: skip
 
 
 def turned(layout: Layout) -> Layout:

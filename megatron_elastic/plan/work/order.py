@@ -97,8 +97,17 @@ def known(layout: Layout, costs: Costs) -> bytes | None:
 
 
 def unpacked(program: bytes, layout: Layout) -> Program:
-    """What all cells of a layout do in the order that ``search`` found."""
-    return Program({leader: unpack(program, leader) for leader in layout.cells})
+    """What all cells of a layout do in the order that ``search`` found; who only follows does nothing."""
+    return Program({leader: () if cell.shadow else unpack(program, leader) for leader, cell in layout.cells.items()})
+
+
+def fits_beside(program: bytes, layout: Layout, costs: Costs) -> bool:
+    """Whether the memory of devices is enough for a packed program in a layout for which it was not searched, where
+    cells do the same, but may hold more: what is on its way to them. Where it would take long to tell: no.
+    """
+    if costs.memory_bytes is None:
+        return True
+    return not takes_long(layout) and fits(unpacked(program, layout), layout, costs)
 
 
 def step_ms(program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float]) -> float:

@@ -4,8 +4,8 @@ Orders are looked for beside the protocol, when costs are known and all that a l
 loss has led to begins with the best of the known schedules, so that nothing waits for a search, unless units move at
 once, for which all wait anyway; one that is found then comes into force between two steps as a planned layout does,
 which is the same but for its epoch. A layout that is planned waits for its order before anybody is told, but not for
-long. While copies are under way cells do what they did, in the order that they had, and an order is looked for in which
-they can begin when all copies are there.
+long. While copies are under way cells do what they did, in the order that they had if it fits beside them, and an
+order is looked for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_elastic.cluster.protocol.job import Job
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Layout, positions
 from megatron_elastic.plan.choice import SEARCH, takes_long
-from megatron_elastic.plan.work.order import WORTH, Order, alike, known, search
+from megatron_elastic.plan.work.order import WORTH, Order, alike, fits_beside, known, search
 
 _PATIENCE = 0.5
 """Of a step, for which a planned layout waits for its order at most: it comes into force one step later at most."""
@@ -38,8 +38,10 @@ def consider(turn: Turn, layout: Layout) -> None:
     if not present and job.settings.places:
         return  # where chunks should be is found out of layouts that are there
     program = in_force(job, layout) if present else _first(job, layout)
-    done = last.better is not None or last.before == program
-    if done and _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs):
+    if (
+        _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs)
+        and (last.before == program or _better(job, layout) is not None)
+    ):  # fmt: skip
         return
     turn.set(ordering=replace(last, sought=layout, costs=costs, before=program, searching=True, better=None))
     assert job.first is not None
@@ -67,8 +69,7 @@ def planned(job: Job, new: Layout) -> tuple[Layout, bytes | None]:
     """A planned layout, with what is recomputed in it, and the packed program that cells begin with there: what was
     found for it; or what they begin with else.
     """
-    better = job.ordering.better
-    if better is not None and _is_for(job.ordering.sought, new):
+    if (better := _better(job, new)) is not None:
         return dataclasses.replace(new, recomputed=better.recomputed), better.program
     return new, _first(job, new)
 
@@ -106,16 +107,27 @@ def _first(job: Job, new: Layout) -> bytes | None:
     layout, costs = job.layout, job.costs
     assert layout is not None
     if _is_for(layout, new) and layout.recomputed == new.recomputed:
-        return in_force(job, layout)
+        present = in_force(job, layout)
+        if present is None or costs is None or fits_beside(present, new, costs):
+            return present
     return known(new, costs) if job.settings.schedule == SEARCH and costs is not None else None
 
 
 def due(job: Job, layout: Layout) -> Order | None:
     """The order that cells are to change to in the present layout, if any."""
-    better = job.ordering.better
-    if better is None or not _is_for(job.ordering.sought, layout) or better.program == in_force(job, layout):
+    better = _better(job, layout)
+    return None if better is None or better.program == in_force(job, layout) else better
+
+
+def _better(job: Job, layout: Layout) -> Order | None:
+    """What was found for what cells do in a layout, if it fits what they hold there."""
+    better, costs = job.ordering.better, job.costs
+    if better is None or costs is None or not _is_for(job.ordering.sought, layout):
         return None
-    return better
+    if better.program == in_force(job, layout):
+        return better
+    layout = dataclasses.replace(layout, recomputed=better.recomputed)
+    return better if fits_beside(better.program, layout, costs) else None
 
 
 def _is_for(one: Layout | None, other: Layout) -> bool:
