@@ -139,12 +139,11 @@ def install() -> None:
 
     stand_in.install()
     from megatron_elastic.adaptor.model.stage import Stage
-    from megatron_elastic.adaptor.training import adoption, building
-    from megatron_elastic.adaptor.training.tenure import begin_tenure
+    from megatron_elastic.adaptor.training import building
     from megatron_elastic.adaptor.training.trainer import Trainer
     from megatron_elastic.state.store import StateStore
 
-    begin, hold = Trainer.__init__, Stage.hold
+    begin, begin_tenure, hold = Trainer.__init__, building.begin_tenure, Stage.hold
 
     def begin_tenure_and_check(trainer: Trainer, layout: Layout, store: StateStore, program: bytes | None) -> Tenure:
         check(layout, trainer.rank)
@@ -164,7 +163,7 @@ def install() -> None:
             self.hooks.attach(lambda point, step, grain: death.look(self, point))
 
     Stage.hold = hold_and_compare  # type: ignore[method-assign]
-    adoption.begin_tenure = building.begin_tenure = begin_tenure_and_check  # type: ignore[attr-defined]
+    building.begin_tenure = begin_tenure_and_check
     if "WITNESS_DIES" in os.environ:
         Trainer.__init__ = begin_to_die  # type: ignore[method-assign]
 

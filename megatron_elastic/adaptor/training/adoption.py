@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.training import building, intermission, step
 from megatron_elastic.adaptor.training.recutting import Preparation, Recutting
-from megatron_elastic.adaptor.training.tenure import Tenure, begin_tenure
+from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.messages import (
     Back,
@@ -263,7 +263,7 @@ def _edit(trainer: Trainer, decision: Decision, gather: bool, work: Sequence[Kep
         trainer.stage.learn(decision.shapes, layout)
         with trainer.odometer.patient():  # modules may have to be made
             trainer.stage.hold(layout)
-        trainer.tenure = begin_tenure(trainer, layout, store, decision.program)
+        trainer.tenure = building.begin_tenure(trainer, layout, store, decision.program)
     ended = time.time()
     trainer.hooks.at("promote")
     kept = store.held() if own.kept is None else own.kept
