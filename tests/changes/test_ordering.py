@@ -204,6 +204,24 @@ def test_cells_leave_an_order_that_does_not_fit_beside_what_is_copied() -> None:
     assert play.job.change is not None and layers(play.job.change.layout) == [4, 2]
 
 
+def test_where_it_takes_long_to_tell_what_fits_an_order_comes_where_nobody_holds_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Than in the layout that it was searched for; beside copies cells leave it."""
+    monkeypatch.setattr(order, "takes_long", lambda layout: True)
+    play = searching()
+    costs = play.job.costs
+    assert costs is not None
+    with_memory(play, dataclasses.replace(costs, memory_bytes=10_000))
+    switch_to(play, found(play), 3)
+    a_slow_rank(play)
+    assert {each.program for each in play.sent(Plan).values()} == {None}
+    copying(play, 12)
+    better = found(play)
+    there(play)
+    assert {each.program for each in play.sent(Plan).values()} == {better.program}
+
+
 def test_what_is_found_while_something_else_is_planned_waits() -> None:
     """Layers are to move when the first order comes: that of the goal is looked for next."""
     play = searching()

@@ -15,6 +15,7 @@ from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks, takes_long
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.fit import device_bytes
 from megatron_elastic.plan.work.clock import speeds as speeds_of
 from megatron_elastic.plan.work.placing import elsewhere
 
@@ -101,11 +102,14 @@ def unpacked(program: bytes, layout: Layout) -> Program:
     return Program({leader: () if cell.shadow else unpack(program, leader) for leader, cell in layout.cells.items()})
 
 
-def fits_beside(program: bytes, layout: Layout, costs: Costs) -> bool:
-    """Whether the memory of devices is enough for a packed program in a layout for which it was not searched, where
-    cells do the same, but may hold more: what is on its way to them. Where it would take long to tell: no.
+def fits_beside(program: bytes, found_for: Layout, layout: Layout, costs: Costs) -> bool:
+    """Whether the memory of devices is enough for a packed program, which fits the layout that it was found for, in one
+    in which cells do the same, but may hold more: what is on its way to them. Where it would take long to tell: no.
     """
     if costs.memory_bytes is None:
+        return True
+    at_work = [rank for cell in layout.cells.values() if not cell.shadow for rank in cell.ranks]
+    if all(device_bytes(layout, rank, costs) <= device_bytes(found_for, rank, costs) for rank in at_work):
         return True
     return not takes_long(layout) and fits(unpacked(program, layout), layout, costs)
 

@@ -108,7 +108,7 @@ def _first(job: Job, new: Layout) -> bytes | None:
     assert layout is not None
     if _is_for(layout, new) and layout.recomputed == new.recomputed:
         present = in_force(job, layout)
-        if present is None or costs is None or fits_beside(present, new, costs):
+        if present is None or costs is None or fits_beside(present, layout, new, costs):
             return present
     return known(new, costs) if job.settings.schedule == SEARCH and costs is not None else None
 
@@ -121,13 +121,13 @@ def due(job: Job, layout: Layout) -> Order | None:
 
 def _better(job: Job, layout: Layout) -> Order | None:
     """What was found for what cells do in a layout, if it fits what they hold there."""
-    better, costs = job.ordering.better, job.costs
-    if better is None or costs is None or not _is_for(job.ordering.sought, layout):
+    better, sought, costs = job.ordering.better, job.ordering.sought, job.costs
+    if better is None or sought is None or costs is None or not _is_for(sought, layout):
         return None
     if better.program == in_force(job, layout):
         return better
     layout = dataclasses.replace(layout, recomputed=better.recomputed)
-    return better if fits_beside(better.program, layout, costs) else None
+    return better if fits_beside(better.program, sought, layout, costs) else None
 
 
 def _is_for(one: Layout | None, other: Layout) -> bool:
