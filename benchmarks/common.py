@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_elastic import __version__
 from megatron_elastic.cluster.asking import scale
@@ -41,17 +40,6 @@ class JobFailed(Exception):
 def progress(text: str) -> None:
     """Say on stderr how far the benchmark is."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
-def run(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run the benchmark as this process, and end it: 1 and a line where a job failed, 130 after Ctrl-C."""
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except JobFailed as error:
-        print(f"{shlex.join(_words(name))}: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 @contextmanager
@@ -168,7 +156,7 @@ def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:
     record = {
         "benchmark": name,
         **figures,
-        "command": shlex.join([*_words(name), *argv]),
+        "command": shlex.join([*words(name), *argv]),
         "versions": {"megatron-elastic": __version__, "python": platform.python_version(),
                      **_versions()},
         "machine": machine(),
@@ -185,7 +173,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _words(name: str) -> list[str]:
+def words(name: str) -> list[str]:
+    """The command that a benchmark is."""
     return ["megatron-elastic", name] if name == "chaos" else ["megatron-elastic", "bench", name]
 
 
@@ -261,12 +250,3 @@ def check(code: int, command: Sequence[str], output: Path) -> None:
     if code:
         tail = "\n".join(output.read_text(errors="replace").splitlines()[-15:])
         raise JobFailed(f"exit code {code} of: {shlex.join(command)}\n{tail}")
-
-
-def _quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say nothing of Ctrl-C, which ends the process all the same."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _quietly

@@ -185,4 +185,3 @@ class Guests:
         for task in self._tasks.values():
             with contextlib.suppress(Exception):
                 await task
-

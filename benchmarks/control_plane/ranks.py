@@ -221,4 +221,3 @@ class Ranks:
         ]
         copies = [copy for unit, k in layout.owned(rank)[:1] for copy in layout.copies(unit, k, tp)]
         return sorted({other for other in (*around, *copies) if other // NODE != rank // NODE})
-

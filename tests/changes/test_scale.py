@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disturbed import migration
 
 from megatron_elastic import cli
 from megatron_elastic.cluster import wire
@@ -373,10 +373,8 @@ def test_the_last_cell_dies_before_its_copies_are_made(jobs: Jobs, saved: bool) 
         assert "no checkpoint has been written: start the job anew, with --save" in job.output
 
 
-def test_the_benchmark_sends_as_many_bytes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_sends_as_many_bytes_the_usual_way() -> None:
     """State as much as we copy, and parameters for those that get units anew; in contiguous pieces."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    migration = importlib.import_module("migration")
     units, stage_units = gpt_units(8, 4, True, positions=True)
     before = Layout.grid(tp=1, pp=4, dp=2, stage_units=stage_units, units=units, num_grains=8, num_slices=8, replicas=1)
     parameters = [4096, 128, *[2048] * 8, 64]

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from emulated import availability
 from hypothesis import given
 from hypothesis import strategies as st
 
-_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def availability() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(_BENCHMARKS))
-        return importlib.import_module("emulated.availability")
-
-
-def test_a_trace_is_read(availability: ModuleType, tmp_path: Path) -> None:
+def test_a_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("0,add,a\n0,add,b\n1500,remove,a\n2000,add,c\n")
     assert availability.read(path) == [(0.0, 1), (0.0, 2), (1.5, 1), (2.0, 2)]
@@ -35,7 +25,7 @@ def test_a_trace_is_read(availability: ModuleType, tmp_path: Path) -> None:
     ("5,add,a\n1,add,b\n", "line 2: add b"),
     ("0,lose,a\n", "line 1: lose a"),
 ])
-def test_a_trace_that_is_none_says_where(availability: ModuleType, tmp_path: Path, text: str, says: str) -> None:
+def test_a_trace_that_is_none_says_where(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(availability.TraceError) as caught:
@@ -48,7 +38,7 @@ def test_a_trace_that_is_none_says_where(availability: ModuleType, tmp_path: Pat
     slots=st.integers(1, 16), begin=st.integers(0, 50), length=st.integers(1, 60), seed=st.integers(0, 5),
 )  # fmt: skip
 def test_as_large_a_part_of_the_ranks_is_there(
-    availability: ModuleType, machines: list[tuple[int, int]], slots: int, begin: int, length: int, seed: int
+    machines: list[tuple[int, int]], slots: int, begin: int, length: int, seed: int
 ) -> None:
     """At every time; the same slot never comes or goes twice in a row, and one stays."""
     machines = [*sorted(machines), (1000, 32)]

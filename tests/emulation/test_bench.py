@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import itertools
 import json
 import os
@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import JobFailed
+from disturbed.by_size import redoing
+from undisturbed import turns, watching
 
 from megatron_elastic import bench
 from megatron_elastic.config import add_elastic_arguments
@@ -29,21 +32,22 @@ from tests.jobs import MODEL, PATIENT, Jobs
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def _benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(_CHECKOUT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", _CHECKOUT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def _benchmark(name: str) -> ModuleType:
+    return importlib.import_module(f"{bench.rooms()[name]}.{name}")
 
 
-def test_the_benchmarks_of_the_issue_are_there() -> None:
-    assert {"overhead", "recovery"} <= set(bench.available())
-    for name in bench.available():
-        assert 'if __name__ == "__main__":' in (_CHECKOUT / "benchmarks" / f"{name}.py").read_text(), name
+def test_a_benchmark_is_what_has_main() -> None:
+    assert {"overhead", "recovery", "chaos"} <= set(bench.rooms())
+    for name in bench.rooms():
+        assert callable(_benchmark(name).main), name
+
+
+def test_help_lists_all_by_room(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    for name, room in bench.rooms().items():
+        assert (f"\n  {name} " in told) is (name != "chaos"), name
+        assert f"\n{room.replace('_', ' ').capitalize()}: " in told
 
 
 @pytest.mark.job
@@ -57,7 +61,7 @@ def test_bench_becomes_the_benchmark(name: str) -> None:
 
 def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["recovrey"]) == 2
-    assert f"no benchmark 'recovrey'; one of {', '.join(bench.available())}" in capsys.readouterr().err
+    assert "no benchmark 'recovrey'; one of control, leadership, " in capsys.readouterr().err
 
 
 def test_without_a_checkout_it_says_where_benchmarks_come_from(
@@ -69,8 +73,8 @@ def test_without_a_checkout_it_says_where_benchmarks_come_from(
 
 
 @pytest.mark.parametrize("columns", [4, 5, 8])
-def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recovery = _benchmark("recovery", monkeypatch)
+def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int) -> None:
+    recovery = _benchmark("recovery")
     layout = Layout.grid(tp=1, pp=2, dp=columns, stage_units=[[0], [1]], units=["a", "b"], num_grains=columns,
                          num_slices=columns, replicas=1)
     column = {cell.ranks[0]: i for stage in layout.stages for i, cell in enumerate(stage.cells)}
@@ -85,8 +89,8 @@ def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int, monke
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("2M", 2e6), ("20M", 20e6), ("100M", 100e6), ("0.5M", 0.5e6)])
-def test_models_have_about_the_size_asked_for(name: str, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    recovery = _benchmark("recovery", monkeypatch)
+def test_models_have_about_the_size_asked_for(name: str, wanted: float) -> None:
+    recovery = _benchmark("recovery")
     model = recovery.Model.parse(name)
     assert model.parameters == pytest.approx(wanted, rel=0.1)
     assert model.layers % 4 == 0  # four stages hold the same
@@ -94,17 +98,16 @@ def test_models_have_about_the_size_asked_for(name: str, wanted: float, monkeypa
     assert recovery.accumulation([model], available=1e3) == "fast"
 
 
-def test_the_victim_of_a_step_has_done_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    recovery = _benchmark("recovery", monkeypatch)
-    redoing = importlib.import_module("by_size.redoing")
+def test_the_victim_of_a_step_has_done_its_share() -> None:
+    recovery = _benchmark("recovery")
     model = recovery.Model.parse("2M")
     assert [redoing.kill(model, 1, 1, 0, share).partition("at=")[2] for share in redoing.SHARES] == [
         "backward,grain=0", "forward,grain=32", "forward,grain=56",
     ]  # fmt: skip
 
 
-def test_endurance_measures_from_each_fault_to_the_full_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    endurance = _benchmark("endurance", monkeypatch)
+def test_endurance_measures_from_each_fault_to_the_full_width(tmp_path: Path) -> None:
+    endurance = _benchmark("endurance")
     even = {"kind": "switched", "entered": [], "shadows": [], "epoch": 1}
     events = [
         {"time": 5.0, "kind": "fault", "epoch": 1, "rank": 1, "exited_at": 4.0},
@@ -117,8 +120,8 @@ def test_endurance_measures_from_each_fault_to_the_full_width(monkeypatch: pytes
     assert endurance.times_to_width(tmp_path, 8) == [4.0]
 
 
-def test_peers_count_from_the_kill_to_the_first_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    peers = _benchmark("peers", monkeypatch)
+def test_peers_count_from_the_kill_to_the_first_commit(tmp_path: Path) -> None:
+    peers = _benchmark("peers")
 
     def line(step: int, began: float, committed: bool = True, replicas: int = 8) -> dict[str, Any]:
         return {"step": step, "began": began, "ended": began + 0.2, "committed": committed, "replicas": replicas}
@@ -136,8 +139,8 @@ def test_peers_count_from_the_kill_to_the_first_commit(monkeypatch: pytest.Monke
         peers.outcome([usual, [*usual, {"killed": 4.1}]])
 
 
-def test_peers_give_medians_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = _benchmark("peers", monkeypatch)
+def test_peers_give_medians_and_ranges() -> None:
+    peers = _benchmark("peers")
     outcomes = {
         "megatron_elastic": [peers.Outcome([10.0, 20.0], {"back_ms": 30.0}), peers.Outcome([30.0], {"back_ms": 50.0})],
         "torchft": [peers.Outcome([24.0], {"back_ms": 90.0}), peers.Outcome([36.0], {"back_ms": 80.0})],
@@ -151,8 +154,8 @@ def test_peers_give_medians_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.job
-def test_peers_say_how_to_get_torchft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    peers = _benchmark("peers", monkeypatch)
+def test_peers_say_how_to_get_torchft(tmp_path: Path) -> None:
+    peers = _benchmark("peers")
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torchft'\" >&2\nexit 1\n")
     python.chmod(0o755)
@@ -160,17 +163,16 @@ def test_peers_say_how_to_get_torchft(monkeypatch: pytest.MonkeyPatch, tmp_path:
         peers.versions_of(str(python))
 
 
-def test_overhead_rotates_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    overhead = _benchmark("overhead", monkeypatch)
+def test_overhead_rotates_the_order() -> None:
+    overhead = _benchmark("overhead")
     width = len(overhead.VARIANTS)
     jobs = list(overhead.plan_jobs(width))
     assert Counter(name for _, name in jobs) == dict.fromkeys(overhead.VARIANTS, width)
     assert {name for _, name in jobs[::width]} == set(overhead.VARIANTS)
 
 
-def test_jobs_take_turns(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, tmp_path: Path) -> None:
+def test_jobs_take_turns(jobs: Jobs, tmp_path: Path) -> None:
     """One trains, the other does nothing at all; and nobody is lost by standing still."""
-    turns = _benchmark("turns", monkeypatch)
     flags = [*PATIENT, "--data-path", str(jobs.data), *MODEL.split(), "--pipeline-model-parallel-size", "2"]
     starts = {name: partial(turns.TakingTurns, tmp_path / name, 2, [*flags, "--train-iters", "1000", *more])
               for name, more in {"elastic": ["--elastic"], "plain": []}.items()}
@@ -187,13 +189,13 @@ def test_jobs_take_turns(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, tmp_path: 
             assert recorded()[other] == before[other]
             assert recorded()[name] >= before[name] + 4  # the one that it was stopped in does not count
     short = partial(turns.TakingTurns, tmp_path / "short", 2, [*flags, "--train-iters", "5"])
-    with pytest.raises(turns.JobFailed, match="ended before step"), turns.started({"short": short}) as training:
+    with pytest.raises(JobFailed, match="ended before step"), turns.started({"short": short}) as training:
         training["short"].take(10)
 
 
 @pytest.mark.job
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked = _benchmark("forked", monkeypatch)
+def test_the_slowest_rank_counts() -> None:
+    forked = _benchmark("forked")
     times = forked.Times(2, 3)
 
     def body(me: int, _: Path) -> None:
@@ -206,10 +208,8 @@ def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.job
-def test_a_rank_that_fails_takes_the_others_along(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    forked = _benchmark("forked", monkeypatch)
+def test_a_rank_that_fails_takes_the_others_along(capfd: pytest.CaptureFixture[str]) -> None:
+    forked = _benchmark("forked")
 
     def body(me: int, _: Path) -> None:
         if me == 1:
@@ -221,8 +221,8 @@ def test_a_rank_that_fails_takes_the_others_along(
     assert capfd.readouterr().err.count("RuntimeError: on purpose") == 1
 
 
-def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    overhead = _benchmark("overhead", monkeypatch)
+def test_ratios_are_of_medians() -> None:
+    overhead = _benchmark("overhead")
     result = overhead.figures({"plain": [[10.0], [20.0]], "fast": [[11.0], [20.0]], "bitwise": [[12.0], [30.0]],
                                "without_log": [[12.0], [18.0]]})
     assert result["ratio_log"] == pytest.approx(21 / 15, abs=1e-4)
@@ -235,9 +235,9 @@ def test_ratios_are_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
         1.1, 1.2, 0.9167]
 
 
-def test_traced_steps_are_compared_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_steps_are_compared_with_their_neighbours() -> None:
     """The machine becomes slower all the time."""
-    tracing = _benchmark("tracing", monkeypatch)
+    tracing = _benchmark("tracing")
     took = {0: 1.0, 1: 1.05, 2: 1.02}
     result = tracing.figures([{step: took[step % 3] * 1.001**step for step in range(1, 61)}])
     assert result["ratio_traced"] == pytest.approx(1.05, rel=2e-3)
@@ -245,8 +245,7 @@ def test_traced_steps_are_compared_with_their_neighbours(monkeypatch: pytest.Mon
     assert list(result["step_ms"]) == ["off", "traced", "written"]
 
 
-def test_watching_costs_what_is_written_and_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    watching = _benchmark("watching", monkeypatch)
+def test_watching_costs_what_is_written_and_looked_at(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank, moved in enumerate((100, 300)):
         (tmp_path / "logs" / f"rank{rank}.log").write_text(f'step 10\nodometer {{"worked": 10, "moved": {moved}}}\n')
@@ -256,12 +255,12 @@ def test_watching_costs_what_is_written_and_looked_at(monkeypatch: pytest.Monkey
     assert result["ratio_rank"] == pytest.approx(us / 1e5, abs=1e-6)
     assert result["ratio_agent"] == pytest.approx(result["look_us"] / 1e6 / result["looks_every_s"], rel=0.01)
     (tmp_path / "logs" / "rank1.log").write_text("")
-    with pytest.raises(watching.JobFailed, match=r"rank1\.log does not say"):
+    with pytest.raises(JobFailed, match=r"rank1\.log does not say"):
         watching.watching(tmp_path, 2, 100.0)
 
 
-def test_replay_is_compared_with_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay = _benchmark("replay", monkeypatch)
+def test_replay_is_compared_with_no_replicas() -> None:
+    replay = _benchmark("replay")
     times = {"off": [[10.0], [20.0]], "gradient": [[11.0], [20.0]], "state": [[12.0], [30.0]]}
     result = replay.figures(times, {"off": [1.0], "gradient": [2.0], "state": [4.0]})
     assert result["ratio_state"] == pytest.approx(21 / 15, abs=1e-4)
@@ -269,8 +268,8 @@ def test_replay_is_compared_with_no_replicas(monkeypatch: pytest.MonkeyPatch) ->
     assert result["bytes_per_step"] == {"off": 1, "gradient": 2, "state": 4}
 
 
-def test_dataflow_is_compared_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataflow = _benchmark("dataflow", monkeypatch)
+def test_dataflow_is_compared_after_the_loss() -> None:
+    dataflow = _benchmark("dataflow")
     before = {"reroute": [[10.0]], "resize": [[10.0]]}
     result = dataflow.figures(before, {"reroute": [[20.0]], "resize": [[15.0]]})
     assert (result["after_ms"], result["ratio_after"]) == ({"reroute": 20.0, "resize": 15.0}, 0.75)
@@ -279,8 +278,8 @@ def test_dataflow_is_compared_after_the_loss(monkeypatch: pytest.MonkeyPatch) ->
     assert dataflow.samples_of_fullest(lose(layout, [2], everything(layout), 1), 4) == 6
 
 
-def test_consistency_is_held_against_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    consistency = _benchmark("consistency", monkeypatch)
+def test_consistency_is_held_against_the_usual_way() -> None:
+    consistency = _benchmark("consistency")
     assert consistency.kills(1, 4, 2) == ["kill:rank=5,step=5,at=vote", "kill:rank=2,step=9,at=forward"]
     ours = consistency.Trained({4: 8.0, 5: 4.0, 6: 2.0}, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
     theirs = consistency.Trained({4: 8.0, 5: 5.0, 6: 1.0}, {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0])})
@@ -337,9 +336,9 @@ def test_the_page_of_flags_is_up_to_date() -> None:
     assert "\n".join(rows) in page, "docs/flags.md should have this table:\n" + "\n".join(rows)
 
 
-def test_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     """Searched orders are no slower than known ones that fit, in each row; layers by cost than layers and no-ops."""
-    schedules = _benchmark("schedules", monkeypatch)
+    schedules = _benchmark("schedules")
     assert schedules.main(["--table", "--models", "flextrain-small", "--stages", "2", "--optimum", "0"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -354,9 +353,9 @@ def test_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "| flextrain-small | 2 | 0.5 |" in err
 
 
-def test_predicted_layouts_are_held_against_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_layouts_are_held_against_measured_ones() -> None:
     """The present one says nothing of errors, and counts in the order."""
-    foresight = _benchmark("foresight", monkeypatch)
+    foresight = _benchmark("foresight")
     rows = [{"predicted_ms": predicted, "measured_ms": measured, "error": error} for predicted, measured, error in
             [(100.0, 50.0, 1.0), (200.0, 190.0, 0.05), (90.0, 100.0, -0.1), (300.0, 240.0, 0.25)]]  # fmt: skip
     assert foresight.figures(rows) == {
@@ -364,8 +363,8 @@ def test_predicted_layouts_are_held_against_measured_ones(monkeypatch: pytest.Mo
     assert len(foresight.OTHERS) == 7 and foresight.PRESENT not in foresight.OTHERS
 
 
-def test_what_emulated_jobs_tell_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = _benchmark("schedules", monkeypatch).measured
+def test_what_emulated_jobs_tell_of_schedules() -> None:
+    measured = _benchmark("schedules").measured
     jobs = [
         {"layout": layout, "schedule": schedule, "step_ms": ms, "foreseen_ms": 0.98 * ms, "error": -0.02}
         for layout in ("tp1,pp2,dp2", "tp1,pp4,dp2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import threading
 from dataclasses import replace
@@ -13,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from common import JobFailed
+from emulated import ablation, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,6 @@ from megatron_elastic.pipeline.simulate import Step, fastest, scheduled
 from megatron_elastic.plan import choice, everything, lose
 from megatron_elastic.plan.costs.cost import Costs, ProfileError
 from megatron_elastic.plan.costs.fit import overflow
-from tests.jobs import ROOT
 from tests.tiers.examples import examples
 
 EMULATION = Emulation(
@@ -232,9 +232,7 @@ def test_a_forecast_after_a_loss() -> None:
 # ---- what is lost in a benchmark --------------------------------------------------------------------
 
 
-def test_cases_leave_a_cell_in_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    cases = importlib.import_module("emulated.cases")
+def test_cases_leave_a_cell_in_each_stage() -> None:
     found = list(cases.cases(layout(pp=4, dp=4, grains=32), [1, 2, 3, 4], ("same", "different")))
     assert [(case.lost, case.where, case.ranks) for case in found] == [
         (1, "same", (4,)), (2, "same", (4, 5)), (2, "different", (4, 9)), (3, "same", (4, 5, 6)),
@@ -248,16 +246,15 @@ def test_cases_leave_a_cell_in_each_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_ablation_adds_one_axis_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    ablation, found = importlib.import_module("emulated.ablation"), layout(pp=4, dp=4, grains=32)
-    case = importlib.import_module("emulated.cases").Case(2, "same", (4, 5))
+    found = layout(pp=4, dp=4, grains=32)
+    case = cases.Case(2, "same", (4, 5))
     seen = []
 
     def measure(run_dir: Path, options: Any, profile: Path, layout: Layout, variant: Any, case: Any) -> Any:
         flags = [*variant.flags, "--elastic-schedule", variant.schedule, "--elastic-policy", variant.policy]
         seen.append(tuple(add_elastic_arguments(argparse.ArgumentParser()).parse_args(flags).__dict__.values()))
         if len(seen) == 3:
-            raise ablation.JobFailed("out of memory")
+            raise JobFailed("out of memory")
         # With clocks all are faster before the loss, too, and a searched order is not there yet: that is not what they
         # are held against.
         undisturbed = 200.0 if {"performance", "search"} & set(flags) else 100.0
@@ -266,7 +263,7 @@ def test_an_ablation_adds_one_axis_at_a_time(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(ablation, "measure", measure)
     (profile := tmp_path / "profile.json").write_text(profile_of().text)
-    result = ablation.ablate(tmp_path, SimpleNamespace(schedule="1f1b"), profile, found, [case])
+    result = ablation.ablate(tmp_path, argparse.Namespace(schedule="1f1b"), profile, found, [case])
     assert len(set(seen)) == len(seen) == len(ablation.VARIANTS)
     assert "+ graph" not in result[0]["variants"]
     assert {each["share_of_limit"] for each in result[0]["variants"].values()} == {0.8}

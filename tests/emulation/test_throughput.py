@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from common import JobFailed
+from emulated import job, slowed, throughput
+from emulated.cases import Case
+from emulated.ceiling import ceiling
 
 from tests.emulation.test_emulation import layout, profile_of
 
-_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def throughput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(_BENCHMARKS))
-    return importlib.import_module("throughput")
-
-
-def test_the_forms_of_the_command(throughput: ModuleType, tmp_path: Path) -> None:
+def test_the_forms_of_the_command(tmp_path: Path) -> None:
     (trace := tmp_path / "trace.csv").write_text("0,add,a\n0,add,b\n3600000,remove,a\n")
     losses = throughput.parse_args(["--emulate", "llama2-13b", "--layout", "tp1,pp4,dp4", "--lose", "1,2,3", "--policy",
                                     "all", "--elastic-dvfs", "performance"])
@@ -49,7 +43,7 @@ def test_the_forms_of_the_command(throughput: ModuleType, tmp_path: Path) -> Non
     (["--steps", "8"], "--steps must be at least 10"), (["--where", "here"], "one of same, different"),
 ])
 def test_what_cannot_be_meant_is_said_before_anything_starts(
-    throughput: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+    capsys: pytest.CaptureFixture[str], flags: list[str], says: str
 ) -> None:
     with pytest.raises(SystemExit) as end:
         throughput.parse_args(flags)
@@ -60,32 +54,30 @@ def test_what_cannot_be_meant_is_said_before_anything_starts(
     (["--emulate", "llama2-34b", "--device", "a100"], "would hold 77.1 GB of weights.*but has 80.0 GB"),
     (["--lose", "4", "--where", "same"], "a stage of 4 cells has none left"),
 ])
-def test_what_cannot_be_emulated_is_said_before_anything_starts(
-    throughput: ModuleType, flags: list[str], says: str
-) -> None:
-    with pytest.raises(throughput.JobFailed, match=says):
+def test_what_cannot_be_emulated_is_said_before_anything_starts(flags: list[str], says: str) -> None:
+    with pytest.raises(JobFailed, match=says):
         throughput.main(flags)
 
 
-def test_a_case_has_what_nothing_can_pass(throughput: ModuleType, tmp_path: Path) -> None:
+def test_a_case_has_what_nothing_can_pass(tmp_path: Path) -> None:
     """One of four cells of two stages of two layers is lost: the other has twice as many grains, or all move. Eight
     grains cannot be dealt evenly to three cells, so that less can be had than is left.
     """
-    found, case = layout(pp=2, dp=2, replicas=1), throughput.Case(1, "same", (2,))
-    most = throughput.ceiling(found, profile_of(layer_ms=10.0), case, 0)
+    found, case = layout(pp=2, dp=2, replicas=1), Case(1, "same", (2,))
+    most = ceiling(found, profile_of(layer_ms=10.0), case, 0)
     assert set(most) == {"share_of_limit", "recycle", "column"}
-    assert most["recycle"] > 1.2 and most["column"] > 1.2 and 0.95 < most["share_of_limit"] < 1.0
+    recycle, column, share = (most[name] for name in ("recycle", "column", "share_of_limit"))
+    assert recycle is not None and column is not None and share is not None
+    assert recycle > 1.2 and column > 1.2 and 0.95 < share < 1.0
 
 
-def test_slow_ranks_are_held_against_what_is_left(throughput: ModuleType) -> None:
-    slowed = importlib.import_module("emulated.slowed")
+def test_slow_ranks_are_held_against_what_is_left() -> None:
     assert slowed.Slow(5, 2.0).limit_share(layout(pp=4, dp=4, grains=32)) == pytest.approx(15.5 / 16)
     assert slowed.Slow(5, 2.0, bursts=3).limit_share(layout(pp=4, dp=4, grains=32)) == pytest.approx(15.75 / 16)
 
 
-def test_orders_that_are_searched_do_not_count_as_undisturbed(throughput: ModuleType) -> None:
+def test_orders_that_are_searched_do_not_count_as_undisturbed() -> None:
     """They begin with the usual order; where all are searched, it is what has changed that counts."""
-    job = importlib.import_module("emulated.job")
     variants = [job.Variant("elastic", "elastic", (), "search"), job.Variant("recycle", "recycle"),
                 job.Variant("elastic+performance", "elastic", ("--elastic-dvfs", "performance"))]  # fmt: skip
     found: dict[str, dict[str, Any]] = {
@@ -100,7 +92,7 @@ def test_orders_that_are_searched_do_not_count_as_undisturbed(throughput: Module
     assert job.undisturbed_steps({step: {"epoch": 0} for step in range(1, 10)}) == [4, 5]
 
 
-def test_shares_are_of_what_all_cases_do_undisturbed(throughput: ModuleType) -> None:
+def test_shares_are_of_what_all_cases_do_undisturbed() -> None:
     """One of three was measured while the machine was busy."""
     variants = throughput.parse_args(["--policy", "recycle"]).variants
     cases: list[dict[str, Any]] = [{"limit_share": 0.8, "ceiling": {"share_of_limit": 1.25}, "policies": {
@@ -114,14 +106,14 @@ def test_shares_are_of_what_all_cases_do_undisturbed(throughput: ModuleType) -> 
         assert each["share_of_limit_since"] == 0.6
 
 
-def test_rounds_give_medians_and_how_far_they_are_apart(throughput: ModuleType) -> None:
+def test_rounds_give_medians_and_how_far_they_are_apart() -> None:
     rounds = [{"tokens_per_s": rate, "ranks": 15, "widths": [4, 3]} for rate in (99.0, 100.0, 104.0)]
     found = throughput._median(rounds)
     assert found["tokens_per_s"] == 100.0 and found["spread"] == [99.0, 104.0] and found["widths"] == [4, 3]
     assert found["deviation"] == pytest.approx(0.0262, abs=1e-3)
 
 
-def test_the_table_leaves_out_who_could_not_go_on(throughput: ModuleType) -> None:
+def test_the_table_leaves_out_who_could_not_go_on() -> None:
     figures = {"tokens_per_s": 1.0, "share_of_undisturbed": 0.9, "share_of_limit": 0.96, "predicted_share": 0.95,
                "share_of_ceiling": 0.9, "share_of_limit_since": 0.8, "joules_per_token": 0.1, "seconds_until": 3.0}
     case = {"lost": 1, "where": "same",

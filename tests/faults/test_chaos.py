@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import chaos
 import pytest
-from under_fire.draw import KINDS, KINDS_OF_DEVICES, KINDS_OF_HOSTS, Round
+from disturbed import chaos
+from disturbed.under_fire.draw import KINDS, KINDS_OF_DEVICES, KINDS_OF_HOSTS, Round
 
 from megatron_elastic import cli
 from megatron_elastic.faults.injection import Injection
@@ -40,4 +40,4 @@ def test_it_says_what_it_does(capfd: pytest.CaptureFixture[str], monkeypatch: py
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda path, arguments: became.append(arguments))
     cli.main(["chaos", "--seed", "3"])
-    assert became[0][1:] == [str(ROOT / "benchmarks" / "chaos.py"), "--seed", "3"]
+    assert became[0][1:] == [str(ROOT / "benchmarks"), "chaos", "--seed", "3"]

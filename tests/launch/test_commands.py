@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disturbed import chaos
 
 from megatron_elastic import bench, cli, usage
 from tests.jobs import ROOT
@@ -45,8 +46,6 @@ def test_help_fits_a_terminal(words: list[str], capsys: pytest.CaptureFixture[st
 
 
 def test_the_help_of_chaos_fits_as_well() -> None:
-    import chaos  # of benchmarks/
-
     assert max(map(len, chaos.make_parser().format_help().splitlines())) <= WIDTH
 
 
@@ -132,7 +131,7 @@ def test_ctrl_c_ends_a_command_quietly(
 
 
 def test_ctrl_c_ends_a_benchmark_quietly() -> None:
-    done = subprocess.run([sys.executable, "-c", "import common; raise KeyboardInterrupt"], cwd=ROOT / "benchmarks",
+    done = subprocess.run([sys.executable, "-c", "import benchmarks.__main__; raise KeyboardInterrupt"], cwd=ROOT,
                           capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")  # of which a shell makes 130
 

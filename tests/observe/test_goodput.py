@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import random
@@ -15,22 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import goodput as bench
+from planned.on_paper import policies as paper
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _LONG = 1e13
 """MTBF in s of a job to which nothing happens."""
-
-
-def _loaded(name: str) -> Any:
-    sys.path.insert(0, str(_CHECKOUT / "benchmarks"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(_CHECKOUT / "benchmarks"))
-
-
-paper = _loaded("on_paper.policies")
-bench = _loaded("goodput")
 FIVE = {policy.name: policy for policy in paper.policies(paper.Constants())}
 MTBFS = (3 * 3600.0, 1800.0, 180.0)
 STEPS = (5.0, 20.0, 60.0)
@@ -210,7 +199,7 @@ def test_what_it_refuses(arguments: list[str], why: str, capsys: pytest.CaptureF
 def test_without_matplotlib_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "on_paper.plot", None)
+    monkeypatch.setitem(sys.modules, "planned.on_paper.plot", None)
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--svg", str(tmp_path / "plot.svg")])
     assert "pip install 'megatron-elastic[plot]'" in capsys.readouterr().err

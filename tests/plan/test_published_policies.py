@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
+from planned import published
 
 from megatron_elastic.fleet.admission import fill
 from megatron_elastic.fleet.job import Job

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from planned import search
 
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.schedule import usual
 from megatron_elastic.pipeline.simulate import simulate
 
 
-@pytest.fixture
-def search(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    import search
-
-    yield search
-    for name in ("search", "common", "searched"):
-        sys.modules.pop(name, None)
-
-
-def cases(search: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+def cases(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     assert search.main(argv) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     found: list[dict[str, Any]] = json.loads(last)["cases"]
     return found
 
 
-def test_all_that_is_asked_for_is_there(search: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    found = cases(search, capsys, "--stages", "1,2,3", "--grains", "4", "--memory", "0.5,1,1.5", "--layers", "2,7",
+def test_all_that_is_asked_for_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    found = cases(capsys, "--stages", "1,2,3", "--grains", "4", "--memory", "0.5,1,1.5", "--layers", "2,7",
                   "--optimum", "20")
     assert [(case["stages"], case["memory"], case["layers"]) for case in found] == [
         (stages, memory, layers) for stages in (1, 2, 3) for memory in (0.5, 1, 1.5) for layers in (2, 7)
@@ -58,10 +45,10 @@ def test_all_that_is_asked_for_is_there(search: ModuleType, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_the_papers_figures(stages: int, search: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_figures(stages: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What stages wait for one another, in forwards of a layer, of which each has four, and what they keep at most."""
     grains = 4 * stages
-    (case,) = cases(search, capsys, "--stages", f"{stages}", "--grains", f"{grains}", "--memory", "2", "--layers",
+    (case,) = cases(capsys, "--stages", f"{stages}", "--grains", f"{grains}", "--memory", "2", "--layers",
                     f"{4 * stages}", "--optimum", "0")
     found = {name: (of["step"] - 12 * grains, of["peak"]) for name, of in case["schedules"].items()}
     behind = 4 * (stages - 1)
@@ -76,10 +63,10 @@ def test_the_papers_figures(stages: int, search: ModuleType, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("layers", "stages"), [(15, 4), (29, 8), (61, 16)])
 def test_layers_that_no_number_of_stages_divides(
-    layers: int, stages: int, search: ModuleType, capsys: pytest.CaptureFixture[str]
+    layers: int, stages: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """1F1B is as long as the simulator of programs says, with the stages in front a layer more."""
-    (case,) = cases(search, capsys, "--stages", f"{stages}", "--grains", "16", "--memory", "1", "--layers", f"{layers}",
+    (case,) = cases(capsys, "--stages", f"{stages}", "--grains", "16", "--memory", "1", "--layers", f"{layers}",
                     "--optimum", "0")
     layout = Layout.grid(tp=1, pp=stages, dp=1, units=[f"{unit}" for unit in range(stages)], num_grains=16,
                          num_slices=1, replicas=0, stage_units=[[stage] for stage in range(stages)])
@@ -90,7 +77,7 @@ def test_layers_that_no_number_of_stages_divides(
 
 
 @pytest.mark.parametrize("wrong", ["0", "2,,4", "two", "-1", "inf"])
-def test_bad_sizes_are_refused(wrong: str, search: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_sizes_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--stages", "--memory"):
         with pytest.raises(SystemExit) as error:
             search.main([f"{flag}={wrong}"])

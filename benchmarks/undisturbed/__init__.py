@@ -1,0 +1,1 @@
+"""Undisturbed: what being elastic costs while nothing fails."""
