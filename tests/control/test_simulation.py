@@ -13,8 +13,8 @@ import pytest
 
 from megatron_elastic.plan.work.order import Order
 from tests.simulation import mutants, run
-from tests.simulation.coordinator import Coordinator
 from tests.simulation.scenario import Scenario
+from tests.simulation.shell.coordinator import Coordinator
 
 WENT_WRONG = Path(__file__).parents[1] / "simulation" / "went_wrong.json"
 """Small histories that found a defect which no test of one module shows."""

@@ -13,9 +13,9 @@ from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
-    from tests.simulation.coordinator import Coordinator
-    from tests.simulation.rank import Rank
+    from tests.simulation.ranks.rank import Rank
+    from tests.simulation.shell.agent import Agent
+    from tests.simulation.shell.coordinator import Coordinator
     from tests.simulation.world import World
 
 

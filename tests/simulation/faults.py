@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster.messages import Failed, Paced, Scale
-from tests.simulation.agent import Agent
-from tests.simulation.link import Link
-from tests.simulation.rank import Rank
+from tests.simulation.ranks.rank import Rank
 from tests.simulation.scenario import SAYINGS, Fault
+from tests.simulation.shell.agent import Agent
+from tests.simulation.shell.link import Link
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

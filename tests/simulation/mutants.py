@@ -19,7 +19,7 @@ from megatron_elastic.cluster.protocol.faults import damage, decision, loss, rec
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.cluster.rank import standing
 from megatron_elastic.plan import everything
-from tests.simulation.disk import Recorder
+from tests.simulation.shell.disk import Recorder
 
 LIMIT = 20_000
 """Seeds after which a mutant counts as not found."""

@@ -15,16 +15,16 @@ from megatron_elastic.cluster.protocol import Job, Settings, events
 from megatron_elastic.cluster.protocol.effects import End
 from megatron_elastic.layout import Layout
 from tests.simulation import faults
-from tests.simulation.agent import Agent
 from tests.simulation.checks import Checks
-from tests.simulation.coordinator import Coordinator
-from tests.simulation.disk import Disk, Recorder
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import first_layout
-from tests.simulation.leadership import Leadership
-from tests.simulation.meeting import Meeting
-from tests.simulation.rank import Rank
+from tests.simulation.ranks.meeting import Meeting
+from tests.simulation.ranks.rank import Rank
 from tests.simulation.scenario import Scenario
+from tests.simulation.shell.agent import Agent
+from tests.simulation.shell.coordinator import Coordinator
+from tests.simulation.shell.disk import Disk, Recorder
+from tests.simulation.shell.leadership import Leadership
 
 _HORIZON = 1500.0
 """Seconds after the last fault within which a job must be over."""

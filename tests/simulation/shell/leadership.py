@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster.leadership.embedded import seats
 from megatron_elastic.cluster.protocol import Job, events
-from tests.simulation.coordinator import Coordinator
+from tests.simulation.shell.coordinator import Coordinator
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
+    from tests.simulation.shell.agent import Agent
     from tests.simulation.world import World
 
 TORCH_PORT = 1234

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster.messages import Enter, Finished, Hello, Invite, SliceDigest, Start, Stop
 from tests.simulation.errors import Interrupted, Violation
-from tests.simulation.training import adoption, building, intermission, interruption, parameters, step
+from tests.simulation.ranks.training import adoption, building, intermission, interruption, parameters, step
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
-    from tests.simulation.training.tenure import Tenure
+    from tests.simulation.ranks.rank import Rank, Waits
+    from tests.simulation.ranks.training.tenure import Tenure
 
 
 def live(rank: Rank) -> Waits:

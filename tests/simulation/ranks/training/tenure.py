@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op
-from tests.simulation.store import Store
-from tests.simulation.training.recutting import Preparation
+from tests.simulation.ranks.store import Store
+from tests.simulation.ranks.training.recutting import Preparation
 
 
 @dataclass(slots=True, eq=False)

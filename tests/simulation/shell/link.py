@@ -6,8 +6,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
-    from tests.simulation.coordinator import Coordinator
+    from tests.simulation.shell.agent import Agent
+    from tests.simulation.shell.coordinator import Coordinator
     from tests.simulation.world import World
 
 

@@ -40,12 +40,12 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteMetrics,
 )
 from megatron_elastic.plan.work import order
-from tests.simulation.disk import Recorder
 from tests.simulation.errors import Violation
-from tests.simulation.link import Link
+from tests.simulation.shell.disk import Recorder
+from tests.simulation.shell.link import Link
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
+    from tests.simulation.shell.agent import Agent
     from tests.simulation.world import World
 
 ADVANCE = protocol_advance

@@ -9,11 +9,11 @@ from megatron_elastic.cluster.messages import Plan
 from megatron_elastic.layout import Layout
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
-from tests.simulation.store import SliceId, State, Store
+from tests.simulation.ranks.store import SliceId, State, Store
 
 if TYPE_CHECKING:
-    from tests.simulation.meeting import Meeting
-    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.ranks.meeting import Meeting
+    from tests.simulation.ranks.rank import Rank, Waits
 
 _Told = dict[tuple[int, int, int], tuple[int, bool]]
 """(unit, slice, part) of a rank's states -> after how many steps they are, and whether they are damaged."""

@@ -29,15 +29,15 @@ from megatron_elastic.layout import Transfer
 from megatron_elastic.pipeline.resumption import remainder
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
-from tests.simulation.store import SliceId, Store
-from tests.simulation.training import building, parameters, step
-from tests.simulation.training.recutting import Preparation, Recutting
-from tests.simulation.training.tenure import Tenure
-from tests.simulation.training.verification import verify
-from tests.simulation.work import grains
+from tests.simulation.ranks.store import SliceId, Store
+from tests.simulation.ranks.training import building, parameters, step
+from tests.simulation.ranks.training.recutting import Preparation, Recutting
+from tests.simulation.ranks.training.tenure import Tenure
+from tests.simulation.ranks.training.verification import verify
+from tests.simulation.ranks.work import grains
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.ranks.rank import Rank, Waits
 
 
 class _Edit(NamedTuple):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster.messages import Event
 from tests.simulation.errors import Violation
-from tests.simulation.training import parameters
+from tests.simulation.ranks.training import parameters
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
-    from tests.simulation.training.tenure import Tenure
+    from tests.simulation.ranks.rank import Rank, Waits
+    from tests.simulation.ranks.training.tenure import Tenure
 
 
 def hold(rank: Rank, tenure: Tenure, done: int) -> Waits:

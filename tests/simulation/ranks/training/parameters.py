@@ -9,8 +9,8 @@ from megatron_elastic.cluster.rank import standing
 from tests.simulation.errors import Violation
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
-    from tests.simulation.training.tenure import Tenure
+    from tests.simulation.ranks.rank import Rank, Waits
+    from tests.simulation.ranks.training.tenure import Tenure
 
 
 class Parameters:

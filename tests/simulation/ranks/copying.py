@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_elastic.layout import Layout, Transfer
 from tests.simulation.errors import Violation
-from tests.simulation.store import SliceId, Store
+from tests.simulation.ranks.store import SliceId, Store
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank
+    from tests.simulation.ranks.rank import Rank
 
 
 class _Fetch(NamedTuple):

@@ -1,8 +1,8 @@
-"""Rank: a model of one rank's process, as the scheduler sees it. What it does is in ``tests.simulation.training``.
+"""Rank: a model of one rank's process, as the scheduler sees it. What it does is in ``ranks.training``.
 
 Its decisions are those of ``cluster.rank.standing``, its messages the real ones. Its main thread is a generator that
 yields what it waits for: seconds, during which it notices nothing; message types; a ``Meeting``; a condition. What it
-computes are numbers of steps (``tests.simulation.store``), and whatever would hang, raise or count wrongly is a
+computes are numbers of steps (``tests.simulation.ranks.store``), and whatever would hang, raise or count wrongly is a
 violation.
 """
 
@@ -15,20 +15,20 @@ from megatron_elastic.cluster.messages import RankReading
 from megatron_elastic.cluster.rank.standing import Standing
 from megatron_elastic.faults.odometer import COORDINATOR
 from megatron_elastic.layout import Layout
-from tests.simulation.control import Control
-from tests.simulation.copying import Copies
 from tests.simulation.errors import Gone, Interrupted, Violation
-from tests.simulation.meeting import Meeting
-from tests.simulation.store import Store
-from tests.simulation.training import interruption, life
-from tests.simulation.training.parameters import Parameters
-from tests.simulation.training.recutting import Recutting
-from tests.simulation.training.tenure import Tenure
-from tests.simulation.transport import Transport
-from tests.simulation.work import Work
+from tests.simulation.ranks.control import Control
+from tests.simulation.ranks.copying import Copies
+from tests.simulation.ranks.meeting import Meeting
+from tests.simulation.ranks.store import Store
+from tests.simulation.ranks.training import interruption, life
+from tests.simulation.ranks.training.parameters import Parameters
+from tests.simulation.ranks.training.recutting import Recutting
+from tests.simulation.ranks.training.tenure import Tenure
+from tests.simulation.ranks.transport import Transport
+from tests.simulation.ranks.work import Work
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
+    from tests.simulation.shell.agent import Agent
     from tests.simulation.world import World
 
 Waits = Generator[Any, Any, Any]

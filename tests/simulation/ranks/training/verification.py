@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.cluster.messages import Damage, Damaged
 from megatron_elastic.cluster.rank import standing
-from tests.simulation.store import SliceId
+from tests.simulation.ranks.store import SliceId
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
-    from tests.simulation.training.tenure import Tenure
+    from tests.simulation.ranks.rank import Rank, Waits
+    from tests.simulation.ranks.training.tenure import Tenure
 
 
 def verify(rank: Rank, tenure: Tenure) -> Waits:

@@ -7,5 +7,5 @@
     parameters     what a rank computes with
     tenure         what one layout makes of a member: made anew with each
 
-Functions that wait are generators; ``tests.simulation.rank`` says what they yield.
+Functions that wait are generators; ``tests.simulation.ranks.rank`` says what they yield.
 """

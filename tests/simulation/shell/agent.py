@@ -29,12 +29,12 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.node.relay import Post
 from tests.simulation.errors import Violation
-from tests.simulation.leadership import TORCH_PORT
-from tests.simulation.link import Link
-from tests.simulation.rank import Rank
+from tests.simulation.ranks.rank import Rank
+from tests.simulation.shell.leadership import TORCH_PORT
+from tests.simulation.shell.link import Link
 
 if TYPE_CHECKING:
-    from tests.simulation.coordinator import Coordinator
+    from tests.simulation.shell.coordinator import Coordinator
     from tests.simulation.world import World
 
 

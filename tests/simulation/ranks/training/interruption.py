@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from megatron_elastic.cluster.messages import Back, Forward, Reload, Resume, Suspect, WorkDone
 from megatron_elastic.cluster.rank import standing
 from tests.simulation.errors import Interrupted
-from tests.simulation.training.adoption import adopt, come_into
-from tests.simulation.work import grains
+from tests.simulation.ranks.training.adoption import adopt, come_into
+from tests.simulation.ranks.work import grains
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.ranks.rank import Rank, Waits
 
 DECISIONS = (Forward, Back, Resume, Reload)
 """What a rank waits for that has reported."""

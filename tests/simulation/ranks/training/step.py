@@ -12,15 +12,15 @@ from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.plan.costs.profile import Sample
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
-from tests.simulation.training import intermission, parameters
-from tests.simulation.training.verification import verify
-from tests.simulation.work import Work, check_sums, grains
+from tests.simulation.ranks.training import intermission, parameters
+from tests.simulation.ranks.training.verification import verify
+from tests.simulation.ranks.work import Work, check_sums, grains
 
 if TYPE_CHECKING:
-    from tests.simulation.meeting import Meeting
-    from tests.simulation.rank import Rank, Waits
-    from tests.simulation.store import Store
-    from tests.simulation.training.tenure import Tenure
+    from tests.simulation.ranks.meeting import Meeting
+    from tests.simulation.ranks.rank import Rank, Waits
+    from tests.simulation.ranks.store import Store
+    from tests.simulation.ranks.training.tenure import Tenure
 
 
 def take(rank: Rank, tenure: Tenure) -> Waits:

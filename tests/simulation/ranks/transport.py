@@ -10,8 +10,8 @@ from megatron_elastic.layout import Layout
 from tests.simulation.errors import Violation
 
 if TYPE_CHECKING:
-    from tests.simulation.meeting import Meeting
-    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.ranks.meeting import Meeting
+    from tests.simulation.ranks.rank import Rank, Waits
 
 _LINKED, _NEAR = b"linked", b"near"
 """Addresses: of who can be reached from other hosts, and of who cannot."""

@@ -9,11 +9,11 @@ from megatron_elastic.cluster.rank import standing
 from megatron_elastic.layout import EXPERTS, UnitShape
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
-from tests.simulation.store import Store
-from tests.simulation.training.tenure import Tenure
+from tests.simulation.ranks.store import Store
+from tests.simulation.ranks.training.tenure import Tenure
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank, Waits
+    from tests.simulation.ranks.rank import Rank, Waits
 
 _SHAPE = UnitShape(members=(), dtype="float32")
 _EXPERTS = UnitShape(members=(), dtype="float32", experts=4)

@@ -9,7 +9,7 @@ from megatron_elastic.cluster.messages import Decision, Interrupt, Moves, Stop, 
 from tests.simulation.errors import Gone, Interrupted
 
 if TYPE_CHECKING:
-    from tests.simulation.rank import Rank
+    from tests.simulation.ranks.rank import Rank
 
 
 class Control:
