@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,13 @@ class Case:
     def limit_share(self, layout: Layout) -> float:
         """What is left to compute with, as a share of what there was."""
         return 1 - self.lost / len(layout.cells)
+
+
+def most_of_a_stage(stages: int, width: int, counts: Sequence[int], where: Sequence[str]) -> int:
+    """How many cells of one stage are lost at once, in any of the cases."""
+    same = [count for count in counts if count == 1 or ("same" in where and count < width)]
+    different = [math.ceil(count / stages) for count in counts if "different" in where]
+    return max([*same, *different], default=0)
 
 
 def cases(layout: Layout, counts: Sequence[int], where: Sequence[str]) -> Iterator[Case]:

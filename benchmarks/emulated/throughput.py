@@ -22,7 +22,7 @@ from typing import Any
 from common import JobFailed, emit, load_average, progress, run_root
 
 from emulated import ablation, slowed, traced
-from emulated.cases import WHERE, Case, cases
+from emulated.cases import WHERE, Case, cases, most_of_a_stage
 from emulated.ceiling import ceiling
 from emulated.job import (
     KILLED_AT,
@@ -100,7 +100,8 @@ def _check_losses(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--lose {options.lose} is not like 1,2,3")
     options.counts = [int(count) for count in options.lose.split(",")]
     # Cells that go at once may be all that have a slice, unless there is one copy more.
-    options.replicas = max(options.replicas, *options.counts)
+    of_a_stage = most_of_a_stage(options.layout.pp, options.layout.dp, options.counts, options.places)
+    options.replicas = max(options.replicas, of_a_stage)
 
 
 def run_case(root: Path, options: argparse.Namespace, profile: Path, layout: Layout, case: Case) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,11 @@ def test_cases_leave_a_cell_in_each_stage() -> None:
     (twelve,) = cases.cases(many, [12], ("different",))
     assert len({many.cell_of(rank).leader for rank in twelve.ranks}) == 12
     assert len({many.stage_of(rank) for rank in twelve.ranks}) == 8
+    for where in (("same",), ("different",), ("same", "different")):
+        for counts in ([1], [4], [2, 12], [1, 3, 11, 12]):
+            lost = [Counter(many.stage_of(rank) for rank in case.ranks) for case in cases.cases(many, counts, where)]
+            most = max((max(each.values()) for each in lost), default=0)
+            assert cases.most_of_a_stage(8, 12, counts, where) == most, (counts, where)
 
 
 def test_an_ablation_adds_one_axis_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

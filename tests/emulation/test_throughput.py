@@ -20,6 +20,8 @@ def test_the_forms_of_the_command(tmp_path: Path) -> None:
     losses = throughput.parse_args(["--emulate", "llama2-13b", "--layout", "tp1,pp4,dp4", "--lose", "1,2,3", "--policy",
                                     "all", "--elastic-dvfs", "performance"])
     assert losses.counts == [1, 2, 3] and losses.replicas == 3
+    spread = throughput.parse_args(["--layout", "tp1,pp8,dp12", "--lose", "4,12", "--where", "different"])
+    assert spread.replicas == 2, "as of no stage more are lost at once"
     schedules = {each.name: each.schedule for each in losses.variants}
     assert schedules["elastic"] == "search" and schedules["recycle"] == "split"
     assert schedules["elastic+performance"] == "search", "as without clocks"

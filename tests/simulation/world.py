@@ -142,7 +142,12 @@ class World:
                 raise Violation("stuck", self._standstill())
             self.now, _, function, args = heapq.heappop(heap)
             self.count += 1
-            function(*args)
+            try:
+                function(*args)
+            except Violation:
+                raise
+            except Exception as error:  # so that its seed is told, as of all that must not happen
+                raise Violation("raised", f"{error!r} in {function.__qualname__}") from error
             if self.pending and (scenario.early or self._all_built()):
                 self._faults()
             if self.count > limit or self.now > self.last_fault + _HORIZON:

@@ -60,7 +60,9 @@ def _compute(rank: Rank, tenure: Tenure, step: int) -> Waits:
         rank.parameters.check(layout.stages[stage].units, rank.rank, step)
     if ops is None:
         some = grains(layout, step)
-        whole = for_cell("1f1b", layout, cell.leader) if tenure.program is None else unpack(tenure.program, cell.leader)
+        # Who only follows does nothing, and may have come when the others had their order.
+        whole = (for_cell("1f1b", layout, cell.leader) if tenure.program is None or cell.shadow
+                 else unpack(tenure.program, cell.leader))  # fmt: skip
         ops = tuple(op for op in whole if op.grain < some)
     if rank.work is None:
         rank.work = Work(step, grains(layout, step))
