@@ -72,7 +72,7 @@ class Program:
 
 
 def pack(program: Program) -> bytes:
-    """A program as it travels; ``unpack`` reads it."""
+    """A program as it travels; ``unpack`` reads what one cell does, ``unpack_all`` the whole."""
     return zlib.compress(program.text().encode())
 
 
@@ -83,6 +83,11 @@ def unpack(data: bytes, leader: int) -> tuple[Op, ...]:
         if line.startswith(head):
             return Program.parse(line)[leader]
     raise KeyError(leader)
+
+
+def unpack_all(data: bytes) -> Program:
+    """What all cells of a packed program do."""
+    return Program.parse(zlib.decompress(data).decode())
 
 
 def _parse_op(word: str, line: int) -> Op:

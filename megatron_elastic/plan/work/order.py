@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatron_elastic.layout import Layout
-from megatron_elastic.pipeline.program import Program, pack, unpack
+from megatron_elastic.pipeline.program import Program, pack, unpack_all
 from megatron_elastic.pipeline.search import NotFitting, find, fits
 from megatron_elastic.pipeline.simulate import Step, run, scheduled
 from megatron_elastic.plan.choice import SCHEDULES, SEARCH, expected_clocks, takes_long
@@ -99,7 +99,8 @@ def known(layout: Layout, costs: Costs) -> bytes | None:
 
 def unpacked(program: bytes, layout: Layout) -> Program:
     """What all cells of a layout do in the order that ``search`` found; who only follows does nothing."""
-    return Program({leader: () if cell.shadow else unpack(program, leader) for leader, cell in layout.cells.items()})
+    cells = unpack_all(program)
+    return Program({leader: () if cell.shadow else cells[leader] for leader, cell in layout.cells.items()})
 
 
 def fits_beside(program: bytes, found_for: Layout, layout: Layout, costs: Costs) -> bool:
