@@ -9,7 +9,7 @@ from megatron_elastic.plan.choice import SCHEDULES, best, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies.elastic import Elastic
-from megatron_elastic.plan.policies.policy import without_shadows
+from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
 
 class Paused(Elastic):
@@ -23,7 +23,7 @@ class Paused(Elastic):
         schedules: Collection[str] = SCHEDULES,
     ) -> Layout:
         """The best way of all; what it needs is copied before training goes on."""
-        stay = super().lose(layout, lost, held, epoch, costs, schedules)
+        stay = Policy.lose(self, layout, lost, held, epoch, costs, schedules)  # not as elastic, which weighs ways, too
         if costs is None:
             return stay
         left = without_shadows(stay)
