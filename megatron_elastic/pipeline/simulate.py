@@ -17,6 +17,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.pipeline.program import Op, Program, Result, check, live, result, walk
 from megatron_elastic.pipeline.schedule import one_forward_one_backward, split_backward, usual
 from megatron_elastic.plan.costs.cost import Costs
+from megatron_elastic.plan.costs.exchange import Phases
 
 
 class Span(NamedTuple):
@@ -110,9 +111,10 @@ class Step:
     @classmethod
     def of(
         cls, program: Program, layout: Layout, costs: Costs, clocks: Mapping[int, float] | None = None,
+        phases: Mapping[int, Phases] | None = None,
     ) -> Step:
-        """Of ``program``. ``clocks`` as ``run`` has them."""
-        phases = costs.cell_phases(layout)
+        """Of ``program``. ``clocks`` as ``run`` has them. ``phases``: the layout's, if they are known already."""
+        phases = costs.cell_phases(layout) if phases is None else phases
         begins = {leader: each.spread_ms for leader, each in phases.items()}
         line = run(program, layout, costs, clocks, begins)
         ends = {leader: spans[-1].end for leader, spans in line.spans.items() if spans}

@@ -9,7 +9,7 @@ where a clock does as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -98,8 +98,8 @@ def ways(
 ) -> tuple[Way, ...]:
     """All ways to go on with the cells of ``layout``, 'reroute' first. All state that it asks for is live.
 
-    ``briefly``: in two thirds of the time, as somebody waits for it: no order is really searched, and steps are known
-    to a hundredth or two.
+    ``briefly``: in half of the time, as somebody waits for it: no order is really searched, so that steps are known to
+    a hundredth or two, and what cannot be better than what has been found is left out.
     """
     found: list[Way] = []
     split = splits(schedules)
@@ -110,13 +110,18 @@ def ways(
             if any(other.stages == way.layout.stages for way in found):
                 continue
             goal = _settled(other, costs)
+            # Where memory is short who asks may have to take another than the fastest.
+            if briefly and found and found[0].problem is None and (
+                _floor_ms(goal, costs) * _most(found) >= found[0].step_ms
+            ):
+                continue
             moves_ms = math.inf
             with suppress(SliceLost):
                 moves_ms = duration_ms(transfers(other, Holdings.of(layout)), other, costs)
             problem = overflow_on_the_way(layout, goal, costs, split)
             way = Way(name, other, 0.0, moves_ms, 1.0, problem, expected_clocks(goal, costs))
             found.append(_timed(way, goal, costs, schedules))
-        found[:] = _weighed(found, horizon_ms)
+            found[-1] = _weighed(found[0], found[-1], horizon_ms)
 
     weigh(_eased(_candidates(layout, costs, planner, tied, schedules), costs, planner))
     if costs.slow:
@@ -143,7 +148,7 @@ def _with_orders(found: list[Way], costs: Costs, schedules: Collection[str], hor
         for at in new:
             found[at] = _timed(found[at], _settled(found[at].layout, costs), costs, schedules, searched=True)
         searched |= new
-        found = _weighed(found, horizon_ms)
+        found = [_weighed(found[0], way, horizon_ms) for way in found]
     return found
 
 
@@ -156,15 +161,30 @@ def _timed(
     return replace(way, step_ms=step_ms, base_ms=base_ms)
 
 
-def _weighed(found: Sequence[Way], horizon_ms: float) -> list[Way]:
-    """With what they gain over the first."""
-    first, weighed = found[0], []
-    for way in found:
-        away = min(way.moves_ms / horizon_ms, 1.0)
-        times = first.step_ms / way.step_ms, first.base_ms / way.base_ms
-        gain, base_gain = (away + (1 - away) * each for each in times)
-        weighed.append(replace(way, gain=gain, base_gain=base_gain))
-    return weighed
+def _weighed(first: Way, way: Way, horizon_ms: float) -> Way:
+    """With what it gains over the first."""
+    away = min(way.moves_ms / horizon_ms, 1.0)
+    times = first.step_ms / way.step_ms, first.base_ms / way.base_ms
+    gain, base_gain = (away + (1 - away) * each for each in times)
+    return replace(way, gain=gain, base_gain=base_gain)
+
+
+def _most(found: Collection[Way]) -> float:
+    """What any of these gains for which memory is enough; 1 if nothing more."""
+    return max((way.gain for way in found if way.problem is None), default=1.0)
+
+
+def _floor_ms(layout: Layout, costs: Costs) -> float:
+    """Milliseconds that a step takes at least, without simulating it: those of the cell that takes longest, as if it
+    never waited for others; 0 where that would take long to tell, or depends on clocks.
+    """
+    if takes_long(layout) or costs.clocking is not None:
+        return 0.0
+    phases, least = costs.cell_phases(layout), 0.0
+    for leader, load in loads(layout, costs).items():
+        exchange = phases[leader].spread_ms + phases[leader].reduce_ms if phases else 0.0
+        least = max(least, load.at(1.0) + exchange)
+    return least + costs.overhead_ms
 
 
 def best(found: Collection[Way], clocked: bool = True) -> Way:
@@ -200,8 +220,8 @@ def step(
         with suppress(NotFitting):
             order = find(layout, costs, speeds(layout, costs, clocks)).program
             return Step.of(order, layout, costs, clocks).ms
-    programs = (scheduled(each, layout) for each in schedules if each != SEARCH)
-    known_ms, known = min(((Step.of(each, layout, costs, clocks).ms, each) for each in programs),
+    programs, phases = (scheduled(each, layout) for each in schedules if each != SEARCH), costs.cell_phases(layout)
+    known_ms, known = min(((Step.of(each, layout, costs, clocks, phases).ms, each) for each in programs),
                           key=lambda by: by[0])
     if searched or not free:
         return known_ms

@@ -20,6 +20,7 @@ from megatron_elastic.plan.costs.exchange import Exchange
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.policies import POLICIES
+from megatron_elastic.plan.policies.policy import Policy
 from megatron_elastic.plan.replan import fill
 from tests.plan.test_policies import EXECUTABLE, LAYOUT, alike, make, random_job
 from tests.tiers.examples import examples
@@ -73,6 +74,20 @@ def test_the_best_way_is_judged_by_the_order_that_a_job_will_have() -> None:
         assert way.step_ms == Step.of(order, goal, costs).ms
     nearly = {way.name: step(even(way.layout, 1), costs, schedules, {}) for way in found}
     assert any(nearly[way.name] != way.step_ms for way in (found[0], best(found)))
+
+
+@pytest.mark.parametrize("lost", [[5], [4, 5], [4, 5, 9]])
+def test_while_somebody_waits_only_what_is_no_better_is_left_out(lost: list[int]) -> None:
+    schedules = ("1f1b", "split", "search")
+    exchange = Exchange(sum_bytes=4, gradient_bytes=4, weight_bytes=2, memory_bandwidth=1e3)
+    costs = replace(alike(LAYOUT), memory_bytes=ROOMY, exchange=exchange, bandwidth=1e4, latency_ms=0.0)
+    interim = Policy.lose(ELASTIC, LAYOUT, lost, Holdings.of(LAYOUT).without(lost), 1, costs)
+    briefly = ways(interim, costs, False, schedules, briefly=True)
+    kept = [way.layout.stages for way in briefly]
+    left_out = [way for way in ways(interim, costs, False, schedules) if way.layout.stages not in kept]
+    assert left_out
+    for way in left_out:
+        assert step(even(way.layout, 1), costs, schedules, {}) > briefly[0].step_ms / max(way.gain for way in briefly)
 
 
 @settings(max_examples=examples(60), deadline=None)
