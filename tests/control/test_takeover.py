@@ -46,7 +46,8 @@ from megatron_elastic.cluster.protocol import Job, Settings, advance, events
 from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.cluster.protocol.faults import decision
 from megatron_elastic.cluster.protocol.job import Decided
-from megatron_elastic.layout import Layout, changed, decode, encode
+from megatron_elastic.layout import Holdings, Layout, changed, decode, encode
+from megatron_elastic.plan import lose
 
 SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
                     report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
@@ -487,6 +488,18 @@ def test_a_job_all_of_whose_nodes_are_to_leave_ends() -> None:
                     events.NodeCame(now=11.2, node=2, hello=replace(hello(2), leaving=True)))
     assert job.outcome is not None and not job.outcome.ok
     assert (job.outcome.reason, job.outcome.code) == ("all nodes of the job are to leave (SIGTERM)", 143)
+
+
+def test_a_job_does_not_end_while_a_node_comes_again() -> None:
+    """It was cut off, so that its rank is lost; all others are to leave."""
+    layout = lose(LAYOUT, [1], Holdings.of(LAYOUT).without([1]), 1)
+    job, effects = happen(Job.new(SETTINGS, 3), took_over(),
+                          events.NodeCame(now=11.1, node=1, hello=hello(1, layout=layout)),
+                          events.NodeCame(now=11.2, node=2, hello=replace(hello(2, layout=layout), leaving=True)),
+                          layout=layout)  # fmt: skip
+    told = [each.message for each in effects if isinstance(each, Tell)]
+    assert [each.again for each in told if isinstance(each, Stop)] == [True]
+    assert job.outcome is None and job.leaving == {2}
 
 
 # ---- what was asked for --------------------------------------------------------------------

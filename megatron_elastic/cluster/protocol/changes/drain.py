@@ -60,10 +60,12 @@ def can_resign(job: Job) -> bool:
     return enough and _problem(replace(job, here=0), [job.here]) is None
 
 
-def end_if_all_leave(turn: Turn) -> None:
-    """Who signals all nodes of a job ends it: there is nobody for whom anything could be copied."""
-    if turn.job.nodes and turn.job.leaving.issuperset(turn.job.nodes):
-        turn.end(False, "all nodes of the job are to leave (SIGTERM)", 128 + signal.SIGTERM)
+def end_if_all_leave(turn: Turn) -> bool:
+    """Who signals all nodes of a job ends it: there is nobody for whom anything could be copied. Whether that is so."""
+    if not turn.job.nodes or not turn.job.leaving.issuperset(turn.job.nodes):
+        return False
+    turn.end(False, "all nodes of the job are to leave (SIGTERM)", 128 + signal.SIGTERM)
+    return True
 
 
 def _named(node_ranks: Sequence[int]) -> str:

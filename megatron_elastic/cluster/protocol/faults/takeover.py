@@ -199,7 +199,9 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for rank, each in known.running.items():
         if each.hello is None and not turn.job.ranks[rank].lost:
             turn.set_timer(f"coming {rank}", job.settings.start_timeout)
-    _send_away(turn, layout)
+    if drain.end_if_all_leave(turn):
+        return
+    _send_away(turn, layout)  # who comes again, so that the job does not end though all others leave
     since = turn.now if known.since is None else known.since
     if missing:
         loss.lose(turn, missing, f"node {layout.host_of(missing[0])} lost", since)
@@ -214,7 +216,6 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     for node, slots in early:
         if node in turn.job.nodes:
             membership.join(turn, node, slots)
-    drain.end_if_all_leave(turn)
 
 
 def _send_away(turn: Turn, layout: Layout) -> None:
