@@ -18,20 +18,23 @@ def _quietly(kind: type[BaseException], error: BaseException, trace: TracebackTy
 sys.excepthook = _quietly  # before the imports of a benchmark, which take seconds
 
 
-def main(name: str, arguments: Sequence[str]) -> int:
-    """Run the benchmark: 1 and a line where a job failed, 130 after Ctrl-C."""
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark: 1 and a line where a job failed, 130 after Ctrl-C. What is none is refused as ``bench`` does."""
     from common import JobFailed, words
 
-    from megatron_elastic.bench import rooms
+    from megatron_elastic import bench
 
+    room = bench.rooms().get(argv[0]) if argv else None
+    if room is None:
+        return bench.main(argv)
     try:
-        return int(importlib.import_module(f"{rooms()[name]}.{name}").main(arguments))
+        return int(importlib.import_module(f"{room}.{argv[0]}").main(argv[1:]))
     except JobFailed as error:
-        print(f"{shlex.join(words(name))}: error: {error}", file=sys.stderr)
+        print(f"{shlex.join(words(argv[0]))}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))
