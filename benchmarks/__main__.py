@@ -19,7 +19,7 @@ sys.excepthook = _quietly  # before the imports of a benchmark, which take secon
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark: 1 and a line where a job failed, 130 after Ctrl-C. What is none is refused as ``bench`` does."""
+    """Run the benchmark: 1 and a line where a job failed, 130 after Ctrl-C. Refuses what is none, as ``bench`` does."""
     from common import JobFailed, words
 
     from megatron_elastic import bench
