@@ -52,6 +52,7 @@ _WATCHED = 6
 """Steps of the job that counts how ranks are watched."""
 _ENOUGH = 4
 """Rounds of which a mean says something."""
+_OF_EXPERTS = "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Variant -> rounds -> steps, in ms. A round is a job, or a turn of one, of each variant."""
 
@@ -74,7 +75,8 @@ def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
         "global-batch-size": options.global_batch_size,
         "train-iters": options.steps, "lr": 1e-3, "attention-dropout": 0.1, "hidden-dropout": 0.1, "eval-iters": 0,
     }
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    experts = ["--num-experts", str(options.num_experts), *_OF_EXPERTS.split()] if options.num_experts else []
+    return [*(text for name, value in values.items() for text in (f"--{name}", str(value))), *experts]
 
 
 def figures(times: Times) -> dict[str, Any]:
@@ -144,6 +146,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
 
+    parser.add_argument("--num-experts", type=int, default=0, metavar="N",
+                        help="in every layer, of which each token goes to two; 0: dense (default: %(default)s)")
+
 
 def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with an error unless there is something to measure."""
@@ -158,8 +163,9 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
         "steps_counted": (options.steps - 2) * options.rounds,
         "layout": {"tp": options.tp, "pp": options.pp, "dp": options.nproc_per_node // (options.tp * options.pp)},
         "model": {name: getattr(options, name)
-                  for name in ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "global_batch_size")},
-    }
+                  for name in ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "global_batch_size",
+                               "num_experts")},
+    }  # fmt: skip
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
