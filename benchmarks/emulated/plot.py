@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,6 +14,8 @@ from emulated.availability import Change, presence
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
 """Of Okabe and Ito's palette, which the colour-blind can tell apart."""
+_STYLES = ("-", ":")
+"""Of those that have each colour."""
 
 
 def draw(
@@ -34,9 +37,9 @@ def draw(
         tokens.plot(times, [each.done for each in there], color="#999999", linestyle=(0, (4, 3)),
                     label="as much as is there could do")  # fmt: skip
         order = sorted(done, key=lambda name: -done[name][-1][1])
-        for name, colour in zip(order, _COLOURS, strict=False):
+        for name, (style, colour) in zip(order, product(_STYLES, _COLOURS), strict=False):
             tokens.plot([time * hours for time, _ in done[name]], [share for _, share in done[name]], color=colour,
-                        linewidth=1.8, label=name)  # fmt: skip
+                        linestyle=style, linewidth=1.8, label=name)  # fmt: skip
         tokens.set_ylabel("tokens, of what all ranks\ncould do in all the time")
         tokens.legend(frameon=False, fontsize=9)
         ranks.step(times, [each.slots for each in there], where="post", color="#333333")

@@ -103,6 +103,21 @@ def test_where_nodes_meet(
     assert (found.nodes, found.node_rank, found.host, found.port) == (nodes, node_rank, host, port)
 
 
+@pytest.mark.parametrize("flags", [("--nnodes", "1", "--node-rank", "3"), ("--nnodes", "2:4", "--node-rank", "2")])
+def test_a_node_that_joins_may_have_fewer_ranks_than_a_job_begins_with(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of two pipeline stages, and fewer ranks than the job keeps as spares: both say nothing of the others."""
+    monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
+    gpt = str(ROOT / "examples" / "pretrain_gpt.py")
+    arguments = ("--elastic", "--elastic-spares", "2", "--pipeline-model-parallel-size", "2")
+    assert read(*flags, "--master-addr", "host0", script=gpt, arguments=arguments).rendezvous.joins
+    with pytest.raises(UsageError, match="there are 1 ranks in all"):
+        read("--nnodes", "1", script=gpt, arguments=arguments)
+    with pytest.raises(UsageError, match="the following arguments are required"):
+        read("--nnodes", "1", "--nproc-per-node", "4", script=gpt, arguments=arguments)
+
+
 def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
     flags = ("--nnodes", "2:4", "--master-addr", "host0")

@@ -152,12 +152,12 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
                        options.log_dir, _end_limit(options.shutdown_timeout), _signals(options.signals_to_handle),
                        Credentials(token, certificates_of(config)),
                        parse(config.store, where.nodes if config.elastic else 1))
-    if command.spares >= where.nodes * ranks:
+    if not where.joins and command.spares >= where.nodes * ranks:
         raise UsageError(f"--elastic-spares {command.spares}: there are {where.nodes * ranks} ranks in all, "
                          "and some must train: raise --nproc-per-node or --nnodes")
     if where.node_rank == 0:
         profiles.check(config)
-    script.check(program, config, where.nodes * ranks - command.spares)
+    script.check(program, config, None if where.joins else where.nodes * ranks - command.spares)
     return command
 
 

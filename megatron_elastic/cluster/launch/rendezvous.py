@@ -31,6 +31,11 @@ class Rendezvous:
     port: int
     several: bool = False
 
+    @property
+    def joins(self) -> bool:
+        """Whether this node comes to a job that has begun, and whose number of ranks it does not know."""
+        return self.node_rank >= self.nodes
+
 
 def nodes_of(text: str) -> tuple[int, int]:
     """The least and the most nodes of ``--nnodes``, which is N or MIN:MAX. Raises UsageError."""

@@ -18,9 +18,10 @@ _IMPORTED = ("pydantic", "regex", "six")
 """What ``megatron.training`` imports of what neither torch nor megatron-core brings along."""
 
 
-def check(program: Program, config: ElasticConfig, world_size: int) -> None:
+def check(program: Program, config: ElasticConfig, world_size: int | None) -> None:
     """Find the script, and let its ``check_arguments(argv, world_size)`` look at the arguments if it has one.
 
+    ``world_size``: of the ranks that train when the job begins; None: it has begun, and they were looked at then.
     Raises UsageError.
     """
     if not program.is_command:
@@ -56,11 +57,11 @@ def _module_file(program: Program) -> Path:
     return Path(spec.origin)
 
 
-def _check_file(program: Program, config: ElasticConfig, path: Path, world_size: int) -> None:
+def _check_file(program: Program, config: ElasticConfig, path: Path, world_size: int | None) -> None:
     folder = path.resolve().parent
     if config.elastic and (folder / "megatron" / "training").is_dir():
         _check_checkout(path.resolve(), program.arguments)
-    if _defines_check(path):
+    if world_size is not None and _defines_check(path):
         sys.path.insert(0, program.directory)
         try:
             runpy.run_path(str(path), run_name="__preflight__")["check_arguments"](program.arguments, world_size)

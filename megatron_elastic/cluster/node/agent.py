@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from megatron_elastic.cluster import wire
 from megatron_elastic.cluster.launch.output import Echo
@@ -202,14 +202,14 @@ class Agent:
         self._torch_port = 0
 
     def _launch(self, message: Launch) -> None:
-        told = self._assignment.world_size
-        if message.world_size != told:
+        told, begun = self._assignment.world_size, bool(message.first_host)
+        if message.world_size != told and not begun:  # who comes later may have fewer or more ranks
             self.stop(Stop(ok=False, reason=f"node 0 runs {message.world_size} ranks, this node was told "
                                             f"{told}; give every node the same --nnodes and "
                                             "--nproc-per-node"))
             return
         self._torch_port = message.torch_port
-        self._start(message.ranks, message.first_host)
+        self._start(message)
 
     def _warn(self, reason: str) -> None:
         """Clocks cannot be set; said in another thread."""
@@ -236,15 +236,16 @@ class Agent:
         if rank in self._running and not self.over.done():
             self._post.news(RankClosed(rank=rank, time=time.time()))
 
-    def _start(self, ranks: Mapping[int, int], first_host: int) -> None:
+    def _start(self, message: Launch) -> None:
         assignment = self._assignment
-        for local_rank, rank in ranks.items():
+        for local_rank, rank in message.ranks.items():
             self._running.add(rank)
             self._slots[rank] = local_rank
             self._idle.clear()
             self._gauge.odometers.begin(local_rank)
-            environment = assignment.environment(rank, local_rank, self._torch_port) | {
-                AGENT_VARIABLE: self._lines.name, FIRST_HOST_VARIABLE: str(first_host or assignment.ranks_per_node),
+            environment = assignment.environment(rank, local_rank, message) | {
+                AGENT_VARIABLE: self._lines.name,
+                FIRST_HOST_VARIABLE: str(message.first_host or assignment.ranks_per_node),
                 **self._gauge.odometers.environment(local_rank)}
             log, errors = assignment.log(rank), assignment.errors(rank, local_rank)
             if self._echo is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_elastic.cluster.launch.output import Console
+from megatron_elastic.cluster.messages import Launch
 from megatron_elastic.cluster.program import Program
 
 END_LIMIT = 10.0
@@ -46,7 +47,7 @@ class Assignment:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the job begins with."""
+        """Ranks that the job begins with, if this is one of its first nodes."""
         return self.nodes * self.ranks_per_node - self.spares
 
     @property
@@ -72,23 +73,23 @@ class Assignment:
         """Where is written down what a rank did that hung."""
         return self.run_dir / "stacks" / f"rank{rank}.txt"
 
-    def environment(self, rank: int, local_rank: int, torch_port: int) -> dict[str, str]:
+    def environment(self, rank: int, local_rank: int, launch: Launch) -> dict[str, str]:
         """What a rank finds in its environment besides the launcher's; the names are torchrun's."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(launch.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "GROUP_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.nodes),
             "ROLE_NAME": self.console.role,
             "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_WORLD_SIZE": str(launch.world_size),
             "TORCHELASTIC_RUN_ID": self.name,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(torch_port),
+            "MASTER_PORT": str(launch.torch_port),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
             "MEGATRON_ELASTIC_RUN_DIR": str(self.run_dir),
         }
