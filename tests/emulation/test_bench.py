@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 from common import JobFailed
@@ -196,7 +197,6 @@ def test_jobs_take_turns(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.job
 def test_the_slowest_rank_counts() -> None:
-    forked = _benchmark("forked")
     times = forked.Times(2, 3)
 
     def body(me: int, _: Path) -> None:
@@ -210,14 +210,13 @@ def test_the_slowest_rank_counts() -> None:
 
 @pytest.mark.job
 def test_a_rank_that_fails_takes_the_others_along(capfd: pytest.CaptureFixture[str]) -> None:
-    forked = _benchmark("forked")
 
     def body(me: int, _: Path) -> None:
         if me == 1:
             raise RuntimeError("on purpose")
         signal.pause()
 
-    with pytest.raises(forked.JobFailed, match="rank 1 ended with exit code 1"):
+    with pytest.raises(JobFailed, match="rank 1 ended with exit code 1"):
         forked.run_ranks(3, body)
     assert capfd.readouterr().err.count("RuntimeError: on purpose") == 1
 
