@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_elastic.layout import Holdings, Layout
-from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, WORTH, Way, best, splits, step, ways
+from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, SEARCH, WORTH, Way, best, splits, step, ways
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.fit import overflow
 from megatron_elastic.plan.growth import admit, even
@@ -25,10 +25,12 @@ _AGAIN = 0.5
 """Steps that are done again where units move at once: that in which ranks are lost, of which half was done."""
 
 
-def _on_the_side(way: Way, stays: Way) -> float:
-    """Steps until the next event if all that a way needs is copied while training goes on as it ``stays``."""
-    until = min(_UNTIL_THEN * stays.step_ms + way.moves_ms, HORIZON_MS) if way is not stays else 0.0
-    return until / stays.step_ms + (HORIZON_MS - until) / way.step_ms
+def _on_the_side(way: Way, stays: Way, meanwhile_ms: float) -> float:
+    """Steps until the next event if all that a way needs is copied while training goes on as it ``stays``, with steps
+    of so long.
+    """
+    until = min(_UNTIL_THEN * meanwhile_ms + way.moves_ms, HORIZON_MS) if way is not stays else 0.0
+    return until / meanwhile_ms + (HORIZON_MS - until) / way.step_ms
 
 
 def _at_once(way: Way, moves_ms: float) -> float:
@@ -63,13 +65,16 @@ class Elastic(Policy):
             return stay
         roomy = costs if costs.memory_bytes is None else replace(costs, memory_bytes=costs.memory_bytes // 2)
         short = overflow(stay, stay.ranks, roomy, split) is not None
-        if not short and not self._may_hurry(stay, costs, schedules):
+        # No order is searched for a layout in which something is on its way.
+        meanwhile_ms = step(stay, costs, [each for each in schedules if each != SEARCH])
+        if not short and not self._may_hurry(stay, costs, meanwhile_ms):
             return stay
         left = without_shadows(stay)
         found = ways(left, costs, left.is_tied, schedules, briefly=True)
         on_the_side = best(found)
         fits = overflow(stay, stay.ranks, costs, split) is None
-        computed = _on_the_side(on_the_side, found[0]) if fits and on_the_side.problem is None else 0.0
+        goes_on = fits and on_the_side.problem is None
+        computed = _on_the_side(on_the_side, found[0], meanwhile_ms) if goes_on else 0.0
         chosen = stay
         for way in found[1:] if fits else found:
             spread = even(way.layout, epoch, costs.slow)
@@ -78,13 +83,13 @@ class Elastic(Policy):
                 chosen, computed = spread, at_once
         return chosen
 
-    def _may_hurry(self, stay: Layout, costs: Costs, schedules: Collection[str]) -> bool:
-        """Whether until then more could be lost than while all wait for ways to be compared, and do a part of a step
-        again: by a step in which all cells are busy all the time.
+    def _may_hurry(self, stay: Layout, costs: Costs, meanwhile_ms: float) -> bool:
+        """Whether until then, with steps of so long, more could be lost than while all wait for ways to be compared and
+        do a part of a step again: by a step in which all cells are busy all the time.
         """
         cells = sum(1 / costs.slow.get(cell.leader, 1.0) for cell in stay.cells.values() if not cell.shadow)
         ideal = stay.num_grains * sum(unit.forward_ms + unit.backward_ms for unit in costs.units) / cells
-        return _UNTIL_THEN * (step(stay, costs, schedules) - ideal) > _COMPARING_MS + _AGAIN * ideal
+        return _UNTIL_THEN * (meanwhile_ms - ideal) > _COMPARING_MS + _AGAIN * ideal
 
     def uses_all(self, costs: Costs | None) -> bool:
         """Where it is not known what units cost."""
