@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -37,7 +37,7 @@ def draw(
         tokens.plot(times, [each.done for each in there], color="#999999", linestyle=(0, (4, 3)),
                     label="as much as is there could do")  # fmt: skip
         order = sorted(done, key=lambda name: -done[name][-1][1])
-        for name, (style, colour) in zip(order, product(_STYLES, _COLOURS), strict=False):
+        for name, (style, colour) in zip(order, cycle(product(_STYLES, _COLOURS)), strict=False):
             tokens.plot([time * hours for time, _ in done[name]], [share for _, share in done[name]], color=colour,
                         linestyle=style, linewidth=1.8, label=name)  # fmt: skip
         tokens.set_ylabel("tokens, of what all ranks\ncould do in all the time")

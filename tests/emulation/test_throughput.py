@@ -125,3 +125,24 @@ def test_the_table_leaves_out_who_could_not_go_on() -> None:
     rows, limits = text.split("\n\n")
     assert len(rows.splitlines()) == 3 and "column" not in text
     assert limits == "1 lost (same): the limit is 0.938 of undisturbed; at a clock of 1.2 it is 1.100"
+
+
+def test_a_plot_has_every_policy(tmp_path: Path) -> None:
+    """Also those beyond the colours that there are."""
+    pytest.importorskip("matplotlib")
+    from emulated.plot import draw
+
+    names = [f"policy {number}" for number in range(14)]
+    draw({name: [(0.0, 0.0), (60.0, 0.5)] for name in names}, [], 4, 60.0, 1.0, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert [name for name in names if f">{name}<" not in text] == []
+
+
+def test_a_plot_has_every_number_of_stages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from planned.searched.plot import draw
+
+    stages = range(1, 15)
+    draw([{"stages": each, "grains": 4, "search_s": 0.1} for each in stages], tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert [each for each in stages if f">{each} stages<" not in text] == []

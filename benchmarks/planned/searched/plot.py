@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def draw(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
         figure = Figure(figsize=(6.4, 4.0), facecolor="white", layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        for stages, mark in zip(sorted({case["stages"] for case in cases}), "osD^vP*Xhd8", strict=False):
+        for stages, mark in zip(sorted({case["stages"] for case in cases}), cycle("osD^vP*Xhd8"), strict=False):
             found = [case for case in cases if case["stages"] == stages and case["search_s"] is not None]
             axes.plot([stages * case["grains"] for case in found], [case["search_s"] for case in found], mark,
                       markersize=5, label=f"{stages} stages")  # fmt: skip
