@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+from figures import COLOURS, figure
 
 from emulated.availability import Change, presence
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
-"""Of Okabe and Ito's palette, which the colour-blind can tell apart."""
 _STYLES = ("-", ":")
 """Of those that have each colour."""
 
@@ -27,17 +23,14 @@ def draw(
     Times are shown as those of the trace, ``time_scale`` emulated seconds for each of its own.
     """
     hours = 1 / (3600 * time_scale)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spot",
-                         "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"]}):  # fmt: skip
-        figure = Figure(figsize=(8.2, 4.6), facecolor="white", layout="constrained")
-        FigureCanvasSVG(figure)
-        tokens, ranks = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    with figure(file, 8.2, 4.6) as drawn:
+        tokens, ranks = drawn.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         there = presence(happens, slots, seconds)
         times = [each.at * hours for each in there]
         tokens.plot(times, [each.done for each in there], color="#999999", linestyle=(0, (4, 3)),
                     label="as much as is there could do")  # fmt: skip
         order = sorted(done, key=lambda name: -done[name][-1][1])
-        for name, (style, colour) in zip(order, cycle(product(_STYLES, _COLOURS)), strict=False):
+        for name, (style, colour) in zip(order, cycle(product(_STYLES, COLOURS)), strict=False):
             tokens.plot([time * hours for time, _ in done[name]], [share for _, share in done[name]], color=colour,
                         linestyle=style, linewidth=1.8, label=name)  # fmt: skip
         tokens.set_ylabel("tokens, of what all ranks\ncould do in all the time")
@@ -45,6 +38,4 @@ def draw(
         ranks.step(times, [each.slots for each in there], where="post", color="#333333")
         ranks.set(ylim=(0, slots + 1), ylabel="ranks", xlabel="hours of the trace", xlim=(0, seconds * hours))
         for axes in (tokens, ranks):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+            axes.grid(axis="y")

@@ -6,11 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
+from figures import COLOURS, figure
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from planned.on_paper.policies import Policy
@@ -19,8 +16,6 @@ SHORTEST, LONGEST = 60.0, 24 * 3600.0
 """Ends of the axis of MTBFs, in s."""
 LEAST = 3e-6
 """Lower end of the axis of lost shares."""
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Of Okabe and Ito's palette, which the colour-blind can tell apart; what is too light on white is left out."""
 _POINTS = 200
 _APART = 0.24
 """Least distance of two labels, in powers of ten."""
@@ -28,26 +23,20 @@ _APART = 0.24
 
 def draw(which: Sequence[Policy], steps: Sequence[float], marked: Mapping[float, str], file: Path) -> None:
     """Write the plot as SVG. ``marked``: MTBFs in s to mark, and how they are called."""
-    # Text stays text; the same figures give the same file.
-    fonts = ["DejaVu Sans", "Arial", "Helvetica"]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "goodput", "font.sans-serif": fonts}):
-        # The space is so that "24 h" and the next panel's "1 min" do not touch.
-        figure = Figure(figsize=(3.3 * len(steps) + 1.6, 4.4), facecolor="white",
-                        layout=ConstrainedLayoutEngine(wspace=0.06))  # fmt: skip
-        FigureCanvasSVG(figure)
-        panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    # The space is so that "24 h" and the next panel's "1 min" do not touch.
+    with figure(file, 3.3 * len(steps) + 1.6, 4.4, wspace=0.06) as drawn:
+        panels = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
         for panel, step in zip(panels, steps, strict=True):
             _panel(panel, which, step, marked)
         panels[0].set_ylabel("share of the time that is lost")
         _labels(panels[-1], which, steps[-1])
-        figure.supxlabel("mean time between failures. Dashed: counting that a cell is absent until another takes part",
-                         fontsize=9)  # fmt: skip
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        drawn.supxlabel("mean time between failures. Dashed: counting that a cell is absent until another takes part",
+                        fontsize=9)  # fmt: skip
 
 
 def _panel(axes: Axes, which: Sequence[Policy], step: float, marked: Mapping[float, str]) -> None:
     mtbfs = [SHORTEST * (LONGEST / SHORTEST) ** (i / (_POINTS - 1)) for i in range(_POINTS)]
-    for policy, colour in zip(which, COLOURS, strict=True):
+    for policy, colour in zip(which, COLOURS[: len(which)], strict=True):
         axes.plot(mtbfs, [1 - policy.goodput(step, mtbf) for mtbf in mtbfs], color=colour, linewidth=1.8)
         if policy.rejoin is not None:
             axes.plot(mtbfs, [1 - policy.goodput(step, mtbf, absence=True) for mtbf in mtbfs], color=colour,
@@ -62,10 +51,8 @@ def _panel(axes: Axes, which: Sequence[Policy], step: float, marked: Mapping[flo
     axes.yaxis.set_minor_locator(NullLocator())
     for mtbf in marked:
         axes.axvline(mtbf, color="#999999", linewidth=0.8, zorder=0)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _labels(axes: Axes, which: Sequence[Policy], step: float) -> None:

@@ -101,38 +101,18 @@ class Trainer:
         self.tracer = self._make_tracer()
         self.odometer.tracer = self.tracer
         world_size = int(os.environ["WORLD_SIZE"])
+        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         first_host = int(os.environ.get(FIRST_HOST_VARIABLE, world_size))
-        crowded = allowance.crowded(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         limit = self.config.wait_timeout
-        self.transport = Transport(
-            self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
-            refused=lambda why: self.event("refused_message", reason=why),
-            lasts=lambda peers: self.event("waits", peers=peers, seconds=limit), odometer=self.odometer,
-            patience=self.config.hang_timeout, tracer=self.tracer,
-        )
+        self.transport = self._make_transport(allowance.crowded(on_machine))
         self.device = self._choose_device()
         """What this rank computes on."""
-        self.accelerator: Accelerator | None = None
+        self.accelerator = self._make_accelerator()
         """What this rank behaves as, if that is emulated."""
-        if self.config.emulate is not None:
-            run_dir = Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])
-            self.accelerator = Accelerator(
-                Profile.read(self.config.emulate), self.transport, run_dir, lambda: self.hooks.slowness)
         self.devices = Devices(control.interrupt, timedelta(seconds=limit))
         """Ends what of reductions blocks on a device."""
         self.communicators = Communicators(self.transport, self.devices, self.device.name)
-        stand_ins.apply()
-        writer.apply()
-        common.allow_enums()
-        random.install(args.seed)
-        linear.install()
-        if engine.used(args):
-            engine.install(self.config.consistency == "bitwise")
-        router.install(tokens.of_sums(args))
-        latent.install()
-        attention.install(documents.kept_apart(args))
-        mtp.install()
-        experts.install()
+        _adapt_megatron(args, self.config)
         self.layout = memory.first_layout(args, world_size, first_host)
         """The newest layout that this rank knows."""
         if self.accelerator is not None:
@@ -158,7 +138,7 @@ class Trainer:
         """What is measured besides losses and norms."""
         self.counts_zeros: bool = getattr(args, "log_num_zeros_in_grad", False)
         """Whether gradients are searched for zeros, too."""
-        self._check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        self._check_memory(on_machine)
         self._check_save()
         self._model_provider = model_provider
         self.take_shape(self.layout)
@@ -189,6 +169,23 @@ class Trainer:
         self.tracer.write()
         self.devices.close()
         self.transport.close()
+
+    def _make_transport(self, crowded: bool) -> Transport:
+        """The links to other ranks. ``crowded``: this machine has more ranks than processors."""
+        control, limit = self.control, self.config.wait_timeout
+        return Transport(
+            self.rank, control.interrupt, limit, crowded, find=partial(control.find, timeout=limit),
+            refused=lambda why: self.event("refused_message", reason=why),
+            lasts=lambda peers: self.event("waits", peers=peers, seconds=limit), odometer=self.odometer,
+            patience=self.config.hang_timeout, tracer=self.tracer,
+        )
+
+    def _make_accelerator(self) -> Accelerator | None:
+        """What ``--elastic-emulate`` asks for."""
+        if self.config.emulate is None:
+            return None
+        profile, run_dir = Profile.read(self.config.emulate), Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])
+        return Accelerator(profile, self.transport, run_dir, lambda: self.hooks.slowness)
 
     def _choose_device(self) -> Device:
         """The device of this rank, in use from now on. Raises UsageError if there is none as the flags want it."""
@@ -458,6 +455,22 @@ class Trainer:
             at = (self.layout.owned if what == "moments" else self.layout.replicated)(self.rank)[0]
             tensor = self.store[at].tensors[1]
         tensor.view(torch.int32)[tensor.nbytes // 8] ^= 1 << 21
+
+
+def _adapt_megatron(args: argparse.Namespace, config: ElasticConfig) -> None:
+    """Replace what Megatron's modules do otherwise here, before there are groups or a model."""
+    stand_ins.apply()
+    writer.apply()
+    common.allow_enums()
+    random.install(args.seed)
+    linear.install()
+    if engine.used(args):
+        engine.install(config.consistency == "bitwise")
+    router.install(tokens.of_sums(args))
+    latent.install()
+    attention.install(documents.kept_apart(args))
+    mtp.install()
+    experts.install()
 
 
 def _check_sizes(layout: Layout) -> None:
