@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from megatron_elastic.cluster.messages import Back, Plan, RankDying, Report, Settled, Switched
+from megatron_elastic.cluster.messages import (
+    Back,
+    Committed,
+    Plan,
+    RankDying,
+    RankExited,
+    Report,
+    Settled,
+    Switched,
+    VoteResult,
+)
 from megatron_elastic.cluster.protocol.changes import change, ordering
 from megatron_elastic.cluster.protocol.effects import Search, WriteEvent
 from megatron_elastic.cluster.protocol.events import Found
@@ -79,7 +89,7 @@ def a_slow_rank(play: Play) -> None:
 
 def test_a_better_order_comes_into_force_like_a_layout() -> None:
     play = searching()
-    assert sought(play) == [play.job.layout]
+    assert play.job.ordering.searching and play.job.ordering.sought == play.job.layout
     order = found(play)
     assert play.sent(Plan)[0].program == order.program
     copying(play, 3)
@@ -155,7 +165,10 @@ def test_who_only_follows_changes_no_order() -> None:
         play.job.arrangement, costs=along_a_pipeline(width=1).job.costs, fits=True))  # fmt: skip
     assert play.job.layout is not None
     program = begun_with(play.job, play.job.layout)
-    play.job = replace(play.job, ordering=replace(play.job.ordering, epoch=play.job.epoch, program=program))
+    # As if none better had been found for it.
+    play.job = replace(play.job, ordering=replace(
+        play.job.ordering, epoch=play.job.epoch, program=program, sought=play.job.layout, costs=play.job.costs,
+        before=program))  # fmt: skip
     play.say(Settled(rank=0, epoch=0), Settled(rank=1, epoch=0))
     change = play.job.change
     assert change is not None and change.entrants == {2}
@@ -177,8 +190,11 @@ def test_an_order_is_found_while_layers_are_copied() -> None:
     assert sought(play) == [] and play.job.idle
 
 
-def test_cells_leave_an_order_that_does_not_fit_beside_what_is_copied() -> None:
-    """It was searched for all the memory that there was: a device that was sent a unit besides had too little."""
+@pytest.mark.parametrize("soon", [True, False])
+def test_cells_leave_an_order_that_does_not_fit_beside_what_is_copied(soon: bool) -> None:
+    """It was searched for all the memory that there was: a device that was sent a unit besides had too little. They
+    take one that is searched for what is left, if that is found soon, and a known one else.
+    """
     play = searching()
     layout, costs = play.job.layout, play.job.costs
     assert layout is not None and costs is not None
@@ -196,8 +212,15 @@ def test_cells_leave_an_order_that_does_not_fit_beside_what_is_copied() -> None:
     assert play.job.change is not None
     between = play.job.change.layout
     assert not fits(program, between, costs)
+    assert sought(play) == [between] and not play.sent(Plan)
+    if soon:
+        assert found(play).program in {each.program for each in play.sent(Plan).values()}
+    else:
+        play.expires("order")
     (other,) = {each.program for each in play.sent(Plan).values()}
     assert fits(scheduled("1f1b", between) if other is None else unpacked(other, between), between, costs)
+    if not soon:
+        found(play)
     copying(play, 12)
     found(play)
     there(play)
@@ -208,7 +231,8 @@ def test_where_it_takes_long_to_tell_what_fits_an_order_comes_where_nobody_holds
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Than in the layout that it was searched for; beside copies cells leave it."""
-    monkeypatch.setattr(order, "takes_long", lambda layout: True)
+    for module in order, ordering:
+        monkeypatch.setattr(module, "takes_long", lambda layout: True)
     play = searching()
     costs = play.job.costs
     assert costs is not None
@@ -223,11 +247,11 @@ def test_where_it_takes_long_to_tell_what_fits_an_order_comes_where_nobody_holds
 
 
 def test_what_is_found_while_something_else_is_planned_waits() -> None:
-    """Layers are to move when the first order comes: that of the goal is looked for next."""
+    """Layers are copied already when an order comes for meanwhile: that of the goal is looked for next."""
     play = searching()
     a_slow_rank(play)
-    # As if costs had changed a moment before.
-    play.job = replace(play.job, ordering=replace(play.job.ordering, searching=True))
+    assert play.job.ordering.searching
+    play.expires("order")
     copying(play, 12)
     assert sought(play) == [], "one at a time"
     found(play)
@@ -247,7 +271,7 @@ def test_where_chunks_may_lie_elsewhere_orders_are_looked_for_when_layers_are_th
     there(play)
     assert play.job.change is not None
     assert play.sent(Plan)[0].program == begun_with(play.job, play.job.change.layout)
-    switch(play, 13, range(2))
+    copying(play, 13)
     assert [layers(layout) for layout in sought(play)] == [[4, 2]]
 
 
@@ -299,6 +323,27 @@ def test_after_a_loss_cells_begin_with_the_best_of_the_known_orders(schedule: st
     assert program == begun_with(play.job, play.job.layout)
     order = unpacked(program, play.job.layout)
     assert {op.kind for ops in order.cells.values() for op in ops} >= {"backward_input", "backward_weight"}
+
+
+def test_after_a_loss_an_order_is_looked_for_while_copies_are_under_way() -> None:
+    """And comes with the next layout that is planned, in which only copies are made: steps until then are not few."""
+    play = along_a_pipeline(width=3)
+    play.job = replace(play.job, settings=replace(play.job.settings, schedule="search"))
+    play.news(RankDying(rank=0, time=1.0))
+    epoch = play.job.epoch
+    play.say(*(Report(rank=rank, epoch=epoch, member=True, step=2, vote=None, last=None, held=None, interrupted_at=1.0)
+               for rank in range(1, 6)))  # fmt: skip
+    assert play.job.layout is not None and play.job.layout.lost == (0,) and not sought(play)
+    play.news(RankExited(rank=0, returncode=-9, time=1.1))
+    vote = VoteResult(step=2, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4, tokens=4)
+    play.say(Committed(rank=1, epoch=epoch, vote=vote, time=2.0, first=True))
+    assert play.job.unsettled and sought(play) == [play.job.layout]
+    order = found(play)
+    assert not play.sent(Plan)
+    there(play, range(1, 6))
+    change = play.job.change
+    assert change is not None and not change.unordered
+    assert {each.program for each in play.sent(Plan).values()} == {order.program}
 
 
 @pytest.mark.parametrize("searching", [False, True])

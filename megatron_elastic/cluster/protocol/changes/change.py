@@ -49,7 +49,11 @@ def overtaken(turn: Turn) -> None:
 def consider(turn: Turn) -> None:
     """Plan the next layout on the way to an even one over all ranks there are, if nothing else is going on."""
     job, layout = turn.job, turn.job.layout
-    if layout is None or not job.idle or job.unsettled or not all(job.ranks[rank].standby for rank in layout.spares):
+    if layout is None or not job.idle or not all(job.ranks[rank].standby for rank in layout.spares):
+        return
+    if job.unsettled:
+        if job.goal is None:  # else that of the goal has been looked for
+            ordering.consider(turn, layout)
         return
     better = _improve(turn, layout, newcomers(job))
     if better is None and (reshaped := arrangement.reshaped(turn, layout)) is not None:

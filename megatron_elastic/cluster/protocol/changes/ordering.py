@@ -4,8 +4,8 @@ Orders are looked for beside the protocol, when costs are known and all that a l
 loss has led to begins with the best of the known schedules, so that nothing waits for a search, unless units move at
 once, for which all wait anyway; one that is found then comes into force between two steps as a planned layout does,
 which is the same but for its epoch. A layout that is planned waits for its order before anybody is told, but not for
-long. While copies are under way cells do what they did, in the order that they had if it fits beside them, and an
-order is looked for in which they can begin when all copies are there.
+long. While copies are under way cells do what they did, in the order that they had if it fits beside them, or else in
+one that does; and an order is looked for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def consider(turn: Turn, layout: Layout) -> None:
     job, last, costs = turn.job, turn.job.ordering, turn.job.costs
     if job.settings.schedule != SEARCH or costs is None or last.searching:
         return
-    present = _is_for(job.layout, layout)
+    present = job.layout is not None and job.layout.epoch == layout.epoch and _is_for(job.layout, layout)
     if not present and job.settings.places:
         return  # where chunks should be is found out of layouts that are there
     program = in_force(job, layout) if present else _first(job, layout)
     if (
         _is_for(last.sought, layout) and last.costs is not None and alike(layout, costs, last.costs)
-        and (last.before == program or _better(job, layout) is not None)
+        and ((last.better is None and last.before == program) or _better(job, layout) is not None)
     ):  # fmt: skip
         return
     turn.set(ordering=replace(last, sought=layout, costs=costs, before=program, searching=True, better=None))
@@ -51,7 +51,7 @@ def consider(turn: Turn, layout: Layout) -> None:
 def awaited(turn: Turn, new: Layout) -> bool:
     """Whether a planned layout is to wait for the order of its work, which is looked for from now on."""
     layout, costs = turn.job.layout, turn.job.costs
-    if layout is None or costs is None or _is_for(layout, new):
+    if layout is None or costs is None or (_is_for(layout, new) and takes_long(new)):
         return False
     consider(turn, new)
     if not turn.job.ordering.searching or not _is_for(turn.job.ordering.sought, new):
@@ -104,13 +104,19 @@ def _first(job: Job, new: Layout) -> bytes | None:
     """The packed program that cells begin with in a layout for which none has been found: that which they have, if they
     do the same; the best of the known schedules; or None, the usual one.
     """
+    if _kept(job, new):
+        assert job.layout is not None
+        return in_force(job, job.layout)
+    return known(new, job.costs) if job.settings.schedule == SEARCH and job.costs is not None else None
+
+
+def _kept(job: Job, new: Layout) -> bool:
+    """Whether cells go on in the order that they have: they do the same, and it fits beside what they are sent."""
     layout, costs = job.layout, job.costs
-    assert layout is not None
-    if _is_for(layout, new) and layout.recomputed == new.recomputed:
-        present = in_force(job, layout)
-        if present is None or costs is None or fits_beside(present, layout, new, costs):
-            return present
-    return known(new, costs) if job.settings.schedule == SEARCH and costs is not None else None
+    if layout is None or not _is_for(layout, new) or layout.recomputed != new.recomputed:
+        return False
+    present = in_force(job, layout)
+    return present is None or costs is None or fits_beside(present, layout, new, costs)
 
 
 def due(job: Job, layout: Layout) -> Order | None:
