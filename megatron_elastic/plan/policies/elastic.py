@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_elastic.layout import Holdings, Layout
 from megatron_elastic.plan.choice import HORIZON_MS, SCHEDULES, SEARCH, WORTH, Way, best, splits, step, ways
@@ -15,22 +16,31 @@ from megatron_elastic.plan.growth import admit, even
 from megatron_elastic.plan.migration import pause_ms
 from megatron_elastic.plan.policies.policy import Policy, without_shadows
 
-_UNTIL_THEN = 4
+_UNORDERED, _ORDERED = 2, 2
 """Steps from a loss until what was copied on the side is in force, besides those that copying takes: all hear of it,
-switch, say that all is there, hear of the next layout, switch. Five to seven, with those of copying, were measured with
-16 cells (docs/emulation.md)."""
+switch, and have an order of work then that was searched meanwhile; say that all is there, hear of the next layout,
+switch. Five to seven, with those of copying, were measured with 16 cells (docs/emulation.md)."""
 _COMPARING_MS = 1000.0
 """For which all wait while ways are compared, at most, with 16 cells."""
 _AGAIN = 0.5
 """Steps that are done again where units move at once: that in which ranks are lost, of which half was done."""
 
 
-def _on_the_side(way: Way, stays: Way, meanwhile_ms: float) -> float:
-    """Steps until the next event if all that a way needs is copied while training goes on as it ``stays``, with steps
-    of so long.
-    """
-    until = min(_UNTIL_THEN * meanwhile_ms + way.moves_ms, HORIZON_MS) if way is not stays else 0.0
-    return until / meanwhile_ms + (HORIZON_MS - until) / way.step_ms
+class _Meanwhile(NamedTuple):
+    """How long steps are in the layout that stays: in a known order, and as soon as one has been searched."""
+
+    known_ms: float
+    ordered_ms: float
+
+    def computed(self, way: Way) -> float:
+        """Steps until the next event if all that a way needs is copied while training goes on."""
+        left = max(HORIZON_MS - _UNORDERED * self.known_ms, 0.0)
+        ordered = min(_ORDERED * self.ordered_ms + way.moves_ms, left)
+        return _UNORDERED + ordered / self.ordered_ms + (left - ordered) / way.step_ms
+
+    def lost_ms(self, ideal_ms: float) -> float:
+        """How much longer the steps take that are done in any case than those of so long."""
+        return _UNORDERED * (self.known_ms - ideal_ms) + _ORDERED * (self.ordered_ms - ideal_ms)
 
 
 def _at_once(way: Way, moves_ms: float) -> float:
@@ -65,16 +75,16 @@ class Elastic(Policy):
             return stay
         roomy = costs if costs.memory_bytes is None else replace(costs, memory_bytes=costs.memory_bytes // 2)
         short = overflow(stay, stay.ranks, roomy, split) is not None
-        # No order is searched for a layout in which something is on its way.
-        meanwhile_ms = step(stay, costs, [each for each in schedules if each != SEARCH])
-        if not short and not self._may_hurry(stay, costs, meanwhile_ms):
+        known_ms = step(stay, costs, [each for each in schedules if each != SEARCH])
+        meanwhile = _Meanwhile(known_ms, step(stay, costs, schedules) if SEARCH in schedules else known_ms)
+        if not short and not self._may_hurry(stay, costs, meanwhile):
             return stay
         left = without_shadows(stay)
         found = ways(left, costs, left.is_tied, schedules, briefly=True)
         on_the_side = best(found)
         fits = overflow(stay, stay.ranks, costs, split) is None
         goes_on = fits and on_the_side.problem is None
-        computed = _on_the_side(on_the_side, found[0], meanwhile_ms) if goes_on else 0.0
+        computed = meanwhile.computed(on_the_side) if goes_on else 0.0
         chosen = stay
         for way in found[1:] if fits else found:
             spread = even(way.layout, epoch, costs.slow)
@@ -83,13 +93,13 @@ class Elastic(Policy):
                 chosen, computed = spread, at_once
         return chosen
 
-    def _may_hurry(self, stay: Layout, costs: Costs, meanwhile_ms: float) -> bool:
-        """Whether until then, with steps of so long, more could be lost than while all wait for ways to be compared and
-        do a part of a step again: by a step in which all cells are busy all the time.
+    def _may_hurry(self, stay: Layout, costs: Costs, meanwhile: _Meanwhile) -> bool:
+        """Whether until then more could be lost than while all wait for ways to be compared and do a part of a step
+        again: by a step in which all cells are busy all the time.
         """
         cells = sum(1 / costs.slow.get(cell.leader, 1.0) for cell in stay.cells.values() if not cell.shadow)
         ideal = stay.num_grains * sum(unit.forward_ms + unit.backward_ms for unit in costs.units) / cells
-        return _UNTIL_THEN * (meanwhile_ms - ideal) > _COMPARING_MS + _AGAIN * ideal
+        return meanwhile.lost_ms(ideal) > _COMPARING_MS + _AGAIN * ideal
 
     def uses_all(self, costs: Costs | None) -> bool:
         """Where it is not known what units cost."""
