@@ -31,19 +31,14 @@ class Quota:
         return _STEPS
 
     def read(self, device: str) -> str:
-        """The quota, in the words of its version."""
-        return self._file(device).read_text().strip()
+        """Quota and period, in the words of its version."""
+        return " ".join(self._words(device))
 
     def write(self, device: str, clock: float) -> None:
         """A share of every period."""
-        file = self._file(device)
         base = self._bases.setdefault(device, self._limit(device) or 1.0)
         quota = max(round(_PERIOD_US * base * clock), 1_000)
-        if file.name == "cpu.max":
-            file.write_text(f"{quota} {_PERIOD_US}\n")
-        else:
-            (file.parent / "cpu.cfs_period_us").write_text(f"{_PERIOD_US}\n")
-            file.write_text(f"{quota}\n")
+        self._set(device, f"{quota}", f"{_PERIOD_US}")
 
     def limit(self, device: str, watts: float) -> None:
         """It cannot be told."""
@@ -54,19 +49,30 @@ class Quota:
 
     def restore(self, device: str, before: str) -> None:
         """As it was."""
-        self._file(device).write_text(f"{before}\n")
+        quota, period = before.split()
+        self._set(device, quota, period)
 
     def _limit(self, device: str) -> float | None:
         """Processors whose time the group may take; None: as many as there are."""
-        file = self._file(device)
-        quota, _, period = file.read_text().strip().partition(" ")
-        if file.name != "cpu.max":
-            period = (file.parent / "cpu.cfs_period_us").read_text()
+        quota, period = self._words(device)
         return int(quota) / int(period) if quota.isdecimal() else None
 
-    def _file(self, device: str) -> Path:
-        newer = Path(device) / "cpu.max"
-        return newer if newer.exists() else Path(device) / "cpu.cfs_quota_us"
+    def _words(self, device: str) -> list[str]:
+        """Quota and period."""
+        return " ".join(file.read_text() for file in self._files(device)).split()
+
+    def _set(self, device: str, quota: str, period: str) -> None:
+        file, *of_period = self._files(device)
+        for other in of_period:
+            file.write_text("-1\n")  # each is checked as it is written, and without a quota any period will do
+            other.write_text(f"{period}\n")
+        file.write_text(f"{quota}\n" if of_period else f"{quota} {period}\n")
+
+    def _files(self, device: str) -> list[Path]:
+        """One of both, or that of the quota and that of the period."""
+        folder = Path(device)
+        newer = folder / "cpu.max"
+        return [newer] if newer.exists() else [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"]
 
 
 class Quotas:

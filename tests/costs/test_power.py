@@ -414,6 +414,19 @@ def test_quotas_of_the_newer_version(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.max").read_text() == "max 100000\n"
 
 
+def test_quotas_of_the_older_version(tmp_path: Path) -> None:
+    """Which has two files: a quota is nothing without its period."""
+    files = [tmp_path / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    for file, text in zip(files, ("50000", "250000"), strict=True):
+        file.write_text(f"{text}\n")
+    actuator = Quota()
+    before = actuator.read(str(tmp_path))
+    actuator.write(str(tmp_path), 0.5)
+    assert [file.read_text() for file in files] == ["10000\n", "100000\n"]
+    actuator.restore(str(tmp_path), before)
+    assert [file.read_text() for file in files] == ["50000\n", "250000\n"]
+
+
 def test_a_quota_is_a_multiple_of_what_the_group_had(tmp_path: Path) -> None:
     """Whatever has been set since."""
     (tmp_path / "cpu.max").write_text("10000 50000\n")
