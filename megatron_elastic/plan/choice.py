@@ -23,7 +23,7 @@ from megatron_elastic.plan.errors import NoLayout
 from megatron_elastic.plan.graph import Graph, Planner
 from megatron_elastic.plan.growth import even
 from megatron_elastic.plan.migration import duration_ms
-from megatron_elastic.plan.replan import fill, replan
+from megatron_elastic.plan.replan import fill, pace_ms, replan
 from megatron_elastic.plan.work.clock import foreseen, loads, speeds
 from megatron_elastic.plan.work.dataflow import dealt_anew, shared
 
@@ -291,17 +291,17 @@ def _turned(layout: Layout, planner: Planner) -> Iterator[Graph]:
 
 
 def _of_other_depths(layout: Layout, costs: Costs, planner: Planner) -> Iterator[Graph]:
-    """Likewise with more or fewer stages, where it is known what fits: first those whose slowest stages are fastest, of
-    these the shortest. With as many cells at every stage they are among the regular ones.
+    """Likewise with more or fewer stages, where it is known what fits: first those that are estimated to be fastest, of
+    these the shortest.
     """
     cells = len(layout.cells)
     depths = [] if costs.memory_bytes is None else range(1, min(cells, planner.blocks) + 1)
     found = chain.from_iterable(
-        _of_depth(layout, stages, planner) for stages in depths if stages != layout.pipeline_size and cells % stages
+        _of_depth(layout, stages, planner) for stages in depths if stages != layout.pipeline_size
     )
     simulated = 0
     # What differs by less is the same, summed in another order.
-    for graph in sorted(found, key=lambda graph: round(graph.slowest_ms, 6)):
+    for graph in sorted(found, key=lambda graph: round(pace_ms(layout, costs, graph), 6)):
         simulated += layout.num_grains * len(graph.widths) * (2 if costs.slow else 1)  # each is eased, too
         if simulated > _MOST_OTHERS:
             return
@@ -314,7 +314,8 @@ def _of_depth(layout: Layout, stages: int, planner: Planner) -> Iterator[Graph]:
     if not low or layout.num_chunks > 1 or layout.num_grains * stages**2 > _MOST_TURNED:
         return
     widths = [low + (stage < extra) for stage in range(stages)]
-    for turn in sorted(range(stages), key=lambda turn: abs(turn - extra // 2)):  # in the middle first
+    turns = range(stages if extra else 1)
+    for turn in sorted(turns, key=lambda turn: abs(turn - extra // 2)):  # in the middle first
         with suppress(NoLayout):
             yield planner.split(widths[turn:] + widths[:turn])
 
@@ -369,8 +370,7 @@ def fastest_grid(
         except NoLayout as why:
             problem = why
             continue
-        grains = math.ceil(layout.num_grains * layout.samples / width) / layout.samples
-        made.append((costs.pace(graph.stage_units, widths, [grains] * stages).step_ms, stages, graph))
+        made.append((pace_ms(layout, costs, graph), stages, graph))
     if not made:
         raise problem
     if costs.exchange is None:

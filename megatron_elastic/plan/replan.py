@@ -106,6 +106,14 @@ def fill(
 # ---- the graph ------------------------------------------------------------------------------
 
 
+def pace_ms(layout: Layout, costs: Costs, graph: Graph) -> float:
+    """Milliseconds that a step of the grains of ``layout`` is estimated to take in the stages of ``graph``, without the
+    exchange, and as if no cell was slow.
+    """
+    grains = [math.ceil(layout.num_grains * layout.samples / width) / layout.samples for width in graph.widths]
+    return costs.pace(graph.stage_units, graph.widths, grains).step_ms
+
+
 def _best(
     layout: Layout,
     costs: Costs,
@@ -130,8 +138,7 @@ def _best(
         except NoLayout as why:
             problem = why
             continue
-        grains = [math.ceil(layout.num_grains * layout.samples / width) / layout.samples for width in candidate.widths]
-        step_ms = costs.pace(candidate.stage_units, candidate.widths, grains).step_ms
+        step_ms = pace_ms(layout, costs, candidate)
         if step_ms < best_ms * (1 - WORTH):
             best, best_ms = candidate, step_ms
     if best is None:
