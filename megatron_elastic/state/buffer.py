@@ -5,6 +5,7 @@ A model can be taken apart and put together anew, for another stage, over the sa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
@@ -171,17 +172,24 @@ class UnitBuffer:
         """``counts``: its gradient is of no loss, and so of no loss that is scaled."""
         sums = self.sums[start : start + parameter.numel()]
         self._leaves += 1
+        # The collector does not see what such a hook leads to: a way back to the parameter would keep both for ever.
+        mine = weakref.ref(self)
 
         def accumulate(p: torch.Tensor) -> None:
-            if p.grad is None:
-                return  # the backward pass has left it for later, and will come again
-            self.finite &= self._accumulator.add(sums, p.grad.view(-1), plain=counts, of=name)
-            p.grad = None
-            self._missing -= 1
-            if self._missing == 0:
-                self._complete()
+            # Without a gradient the backward pass has left it for later, and will come again.
+            if p.grad is not None and (buffer := mine()) is not None:
+                buffer._add(sums, p, name, counts)
 
         parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def _add(self, sums: torch.Tensor, p: torch.Tensor, name: str, counts: bool) -> None:
+        assert p.grad is not None
+        self.finite &= self._accumulator.add(sums, p.grad.view(-1), plain=counts, of=name)
+        p.grad = None
+        self._missing -= 1
+        if self._missing == 0:
+            complete, self._complete = self._complete, _nothing  # it leads to all that the rank holds
+            complete()
 
 
 def _nothing() -> None: ...

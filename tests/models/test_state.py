@@ -7,8 +7,10 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,21 @@ def _buffer(
 # ---- buffers ------------------------------------------------------------------------------
 
 SIZES = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.booleans()), min_size=1, max_size=8)
+
+
+def test_a_buffer_and_its_parameters_are_let_go_of_at_once() -> None:
+    """The collector does not see where hooks of parameters lead, so what leaves a rank would stay for ever."""
+    done: list[Member] = []
+    members = _members([(64, False, False)])
+    buffer = _buffer(members)
+    (member,) = members
+    twin = buffer.twin(member.parameter)
+    buffer.expect(1, partial(done.append, member))  # leads to all that is held, as a reduction does
+    (member.parameter.sum() + twin.sum()).backward()
+    assert done == members
+    left = [weakref.ref(each) for each in (buffer, member.parameter, twin)]
+    del buffer, member, members, twin, done
+    assert [each() for each in left] == [None, None, None]
 
 
 @given(SIZES, st.integers(1, 9))

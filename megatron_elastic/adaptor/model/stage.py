@@ -8,6 +8,7 @@ where a pass is: they seed what the unit draws, time it, let an interrupt throug
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -194,22 +195,24 @@ class Stage:
         self._built = part
 
     def _attach(self, use: Use) -> None:
-        use.module.register_forward_pre_hook(lambda *_: self._begin(use))
+        # The collector does not see what a parameter's hook leads to: a way back to it would keep for ever what leaves.
+        stage, unit, needs = weakref.proxy(self), use.unit, use.needs
+        use.module.register_forward_pre_hook(lambda *_: stage._begin(unit, needs))
         for module in use.module.modules():
             engine.know(module)
             parameters = list(module.parameters(recurse=False))
             if parameters:
-                module.register_forward_pre_hook(lambda *_: self._look())
+                module.register_forward_pre_hook(lambda *_: stage._look())
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._reach(use.unit))
+                parameter.register_post_accumulate_grad_hook(lambda _: stage._reach(unit))
 
-    def _begin(self, use: Use) -> None:
-        """A unit's forward begins, or one that uses other units, too."""
-        if use.unit != "head":  # it draws nothing
-            self.key.seed(use.unit)
-        self.meter.enter(use.unit)
+    def _begin(self, unit: str, needs: Sequence[str]) -> None:
+        """A unit's forward begins, or one that uses other units, too: those that it ``needs``."""
+        if unit != "head":  # it draws nothing
+            self.key.seed(unit)
+        self.meter.enter(unit)
         with self.meter.waiting():
-            self._before_use(use.needs)
+            self._before_use(needs)
 
     def _reach(self, unit: str) -> None:
         """A backward has got to a parameter. To the next there is one matrix product at most, or attention."""

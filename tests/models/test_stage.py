@@ -1,0 +1,49 @@
+"""Stage: what becomes of a rank's part of the model from one layout to the next."""
+
+from __future__ import annotations
+
+import weakref
+from argparse import Namespace
+from contextlib import nullcontext
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_elastic.adaptor.model.optimizer import ParameterGroups
+from megatron_elastic.adaptor.model.scale import LossFactor
+from megatron_elastic.adaptor.model.stage import Stage
+from megatron_elastic.adaptor.model.units import Use
+from megatron_elastic.device.cpu import Cpu
+from megatron_elastic.layout import Layout
+from megatron_elastic.numerics.exact import ExactAccumulator
+
+
+def _no_model(*_: object, **__: object) -> None:
+    raise AssertionError("nothing is built here")
+
+
+def test_a_layer_that_leaves_is_let_go_of_at_once() -> None:
+    """With its weights: none of the hooks that tell where a pass is may keep it, nor the stage that they tell."""
+    looks: list[str] = []
+    args, accumulator = Namespace(seed=1), ExactAccumulator(1)
+    layout = Layout.grid(
+        tp=1, pp=1, dp=1, stage_units=((0,),), units=("layer.0",), num_grains=1, num_slices=1, replicas=0
+    )
+    stage = Stage(
+        args, 0, _no_model, ParameterGroups(OptimizerConfig()), accumulator,
+        LossFactor(args, layout, accumulator, scaled=False), lambda: looks.append("look"), looks.extend, Cpu(),
+    )
+    stage.key = Namespace(seed=looks.append)  # type: ignore[assignment]
+    stage.meter = Namespace(enter=looks.append, leave=looks.append, waiting=nullcontext)  # type: ignore[assignment]
+    layer = torch.nn.Linear(2, 2)
+    stage._attach(Use("layer.0", layer, ("layer.0", "experts.0")))
+    layer(torch.ones(2)).sum().backward()
+    assert looks == ["layer.0", "layer.0", "layer.0", "experts.0", "look", *["layer.0", "look"] * 2]
+    left = [weakref.ref(each) for each in (layer, layer.weight, layer.bias)]
+    del layer
+    assert [each() for each in left] == [None, None, None]
+    layer = torch.nn.Linear(2, 2)
+    stage._attach(Use("layer.0", layer, ("layer.0",)))
+    former = weakref.ref(stage)
+    del stage
+    assert former() is None
