@@ -1,6 +1,6 @@
 """Pump: what is under way goes on, in the thread that waits, and in one of its own while nobody does.
 
-The thread sleeps unless there is work that was started and not yet waited for.
+The thread sleeps unless there is work that was started and not yet waited for, or it is to take in what comes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Pump:
         self._work = threading.Event()
         """Set while there is work and nobody waits: then the background thread makes it progress."""
         self._waiting = 0
+        self._attentive = False
+        """Whether what comes is taken in although there is no work."""
         self._closing = False
 
     def start(self, steps: Steps) -> Task:
@@ -84,7 +86,7 @@ class Pump:
     def leave(self) -> None:
         """That one waits no more."""
         self._waiting -= 1
-        if self._tasks or self._outbox.busy:
+        if self._tasks or self._outbox.busy or self._attentive:
             self.wake()
 
     def wake(self) -> None:
@@ -97,9 +99,17 @@ class Pump:
         self._work.set()
 
     def rest(self) -> None:
-        """Let the background thread sleep, unless there is work."""
-        if not self._tasks and not self._outbox.busy:
+        """Let the background thread sleep, unless there is work, or it is to take in what comes."""
+        if not (self._tasks or self._outbox.busy or self._attentive):
             self._suspend()
+
+    def take_in(self, attentive: bool) -> None:
+        """From now on take in what comes while nobody waits, or only if there is work."""
+        self._attentive = attentive
+        if attentive:
+            self.wake()
+        else:
+            self.rest()
 
     def _suspend(self) -> None:
         """Let the background thread sleep."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -435,6 +435,20 @@ class Transport:
         """Let everything under way progress, without waiting."""
         with self._lock:
             self._pump.turn()
+
+    @contextmanager
+    def attentive(self) -> Iterator[None]:
+        """Around a wait for something else than messages, for however long: what comes meanwhile is taken in.
+
+        What nobody takes in lies in the memory of who sent it, and of that others have need.
+        """
+        with self._lock:
+            self._pump.take_in(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pump.take_in(False)
 
     def close(self) -> None:
         """Close every link and the mailbox. The transport cannot be used afterwards."""

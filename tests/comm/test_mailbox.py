@@ -196,6 +196,26 @@ def test_what_is_dropped_makes_room_again() -> None:
     world.run(body, size=2)
 
 
+def test_who_stands_by_does_not_keep_the_room_of_others() -> None:
+    """What was on its way to a rank that left comes when that has entered the epoch in which it waits for nothing."""
+    ranks = one, left, other = [Transport(rank, InterruptFlag(), 60) for rank in range(3)]
+    for transport in ranks:
+        transport.add_peers({peer.rank: peer.address for peer in ranks})
+    one.send(1, Channel.GRADIENT, 1, torch.ones(LARGE))
+    left.advance(1)  # what it drops makes room for more
+    one.progress()
+    one.advance(1)
+    other.advance(1)
+    assert one._fabric._arena.holders() == {1}
+    got = torch.zeros(LARGE)
+    with left.attentive():
+        one.send(2, Channel.GRADIENT, 1, torch.full((LARGE,), 2.0))
+        other.wait(other.recv(0, Channel.GRADIENT, 1, got))
+    assert (got == 2).all()
+    for transport in ranks:
+        transport.close()
+
+
 # ---- what nobody expects --------------------------------------------------------------------
 
 

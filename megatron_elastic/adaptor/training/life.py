@@ -80,7 +80,9 @@ def _join(trainer: Trainer) -> None:
 
 def _stand_by(trainer: Trainer) -> bool:
     """In no cell: wait to be invited into one, and be let in. Returns whether the job is over."""
-    message = trainer.control.wait((Stop, Invite, Enter), timeout=float("inf"))
+    # Others may have been sending to it when it left, and have no room for one another while that lies there.
+    with trainer.transport.attentive():
+        message = trainer.control.wait((Stop, Invite, Enter), timeout=float("inf"))
     match message:
         case Invite():
             with trainer.odometer.patient():
