@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 from collections import deque
 from itertools import repeat
 
@@ -404,6 +405,25 @@ def test_the_end_of_a_rank_that_nothing_was_exchanged_with_interrupts_nobody() -
         peer.leave()
 
     world.run(body, size=3, killed=[2])
+
+
+def test_the_memory_of_a_lost_rank_is_let_go_of_at_once() -> None:
+    """The collector may come late, or never again, where little is made that stays."""
+    here, peer = _two()
+    small, large = torch.zeros(3), torch.zeros(50_000)
+    for got in (small, large):
+        peer.send(0, Channel.VOTE, len(got), torch.ones(len(got)))
+        here.wait(here.recv(1, Channel.VOTE, len(got), got))
+    here.send(1, Channel.VOTE, 1, torch.ones(50_000))
+    gc.disable()
+    try:
+        view = weakref.ref(here._peers.near[1].view)
+        here.advance(1, [1])
+        assert view() is None
+    finally:
+        gc.enable()
+    here.close()
+    peer.close()
 
 
 def test_close_leaves_nothing_open() -> None:

@@ -16,6 +16,7 @@ import fcntl
 import os
 import select
 import struct
+import weakref
 from collections import deque
 
 import msgspec
@@ -136,8 +137,9 @@ class Neighbour:
             view = None
         else:
             neighbour = cls(rank, *opened)
-            nudge = encode(me, NUDGE)
-            view = ArenaView.open(arena, lambda: neighbour.nudge(nudge))
+            # Weakly: else the two keep each other, and the rank's memory, until the collector comes, if it ever does.
+            nudge, known = encode(me, NUDGE), weakref.ref(neighbour)
+            view = ArenaView.open(arena, lambda: None if (owner := known()) is None else owner.nudge(nudge))
         if view is None:
             for fd in opened:
                 os.close(fd)
