@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +93,22 @@ def _say(links: Links, address: bytes, messages: list[torch.Tensor]) -> None:
     links.seal = Raw()  # type: ignore[assignment]
     requests = [links.send(1, address, TAG, message) for message in messages]
     _until(lambda: all(request.done for request in requests), lambda: list(links.progress()))
+
+
+def test_what_is_sent_is_let_go_of_when_that_is_over() -> None:
+    """And not when so many more have been sent: messages may be as large as slices."""
+    links = _links(0)
+    requests = [SimpleNamespace(completed=False) for _ in range(3)]
+    buffers = [torch.empty(HEAD) for _ in requests]
+    for request, buffer in zip(requests, buffers, strict=True):
+        links._keep(request, buffer)
+    kept = [weakref.ref(buffer) for buffer in buffers]
+    del buffers, buffer
+    requests[0].completed = requests[1].completed = True
+    assert list(links.progress()) == []
+    assert [each() is not None for each in kept] == [False, False, True]
+    requests[2].completed = True
+    links.close()
 
 
 @pytest.mark.job

@@ -7,6 +7,7 @@ does not prove that it comes from a rank of this job (``comm.links.seal``) is dr
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,8 +59,9 @@ class Links:
         self._worker = ucx.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._links: dict[int, Any] = {}
-        self._unfinished: list[tuple[Any, torch.Tensor]] = []
-        """Requests that were not complete at once, with their buffers; the completed ones are pruned now and then."""
+        self._unfinished: deque[tuple[Any, torch.Tensor]] = deque()
+        """Requests that were not complete at once, with their buffers, in order. The completed ones go; behind one that
+        is not, only now and then."""
         self._prune_at = 64
 
     @property
@@ -101,6 +103,8 @@ class Links:
     def progress(self) -> Iterator[tuple[int, LinkMessage]]:
         """Let UCX work; the messages that are here and have proved where they come from, with their tags."""
         self._worker.progress()
+        while self._unfinished and self._unfinished[0][0].completed:
+            self._unfinished.popleft()
         if self.seal is None:
             return
         probe = self._worker.tag_probe(_ANY_TAG, _ANY_MASK, True)
@@ -168,7 +172,7 @@ class Links:
             return
         self._unfinished.append((request, buffer))
         if len(self._unfinished) > self._prune_at:
-            self._unfinished = [item for item in self._unfinished if not item[0].completed]
+            self._unfinished = deque(item for item in self._unfinished if not item[0].completed)
             self._prune_at = max(64, 2 * len(self._unfinished))
 
 
