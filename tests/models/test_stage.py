@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from argparse import Namespace
 from contextlib import nullcontext
 
+import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_elastic.adaptor.layers import experts
 from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.adaptor.model.scale import LossFactor
 from megatron_elastic.adaptor.model.stage import Stage
@@ -47,3 +54,30 @@ def test_a_layer_that_leaves_is_let_go_of_at_once() -> None:
     former = weakref.ref(stage)
     del stage
     assert former() is None
+
+
+def test_experts_that_leave_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that compute the tokens of each rank by themselves, without a word of the collector."""
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    layer, own = MoELayer.__new__(MoELayer), SequentialMLP.__new__(SequentialMLP)
+    for module in (layer, own):
+        torch.nn.Module.__init__(module)
+    own.weight = torch.nn.Parameter(torch.ones(2))
+    layer.experts, layer.token_dispatcher = own, MoEAlltoAllTokenDispatcher.__new__(MoEAlltoAllTokenDispatcher)
+    layer.token_dispatcher.drop_and_pad = False
+    leaves: list[weakref.ref[torch.nn.Parameter]] = []
+
+    def leaf(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        made = torch.nn.Parameter(parameter.detach())
+        leaves.append(weakref.ref(made))
+        return made
+
+    experts.tell_apart(layer, leaf)
+    left = [weakref.ref(own), weakref.ref(own.weight), *leaves]
+    assert len(left) == 3
+    gc.disable()
+    try:
+        del layer, own, module
+        assert [each() for each in left] == [None, None, None]
+    finally:
+        gc.enable()

@@ -26,7 +26,8 @@ from megatron_elastic.adaptor.layers import place
 from megatron_elastic.adaptor.layers.leaves import Leaf, with_leaves
 
 _BY_ORIGIN = "_megatron_elastic_by_origin"
-"""Of a ``SequentialMLP``: what computes the tokens of each rank, and who sends them."""
+"""Of a ``SequentialMLP``: what computes the tokens of each rank but the first, whose it computes itself, and who sends
+them. It is not among them: what leads back to itself would stay until the collector comes."""
 _numbers: Iterator[int] | None = None
 """Those of the experts that are about to be made."""
 _layer = 0
@@ -56,8 +57,8 @@ def tell_apart(layer: torch.nn.Module, leaf: Leaf) -> None:
         dispatcher, size = moe.token_dispatcher, parallel_state.get_expert_model_parallel_world_size()
         apart = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and not dispatcher.drop_and_pad
         if apart and size > 1 and not hasattr(moe.experts, _BY_ORIGIN):
-            others = [with_leaves(moe.experts, leaf) for _ in range(size - 1)]
-            setattr(moe.experts, _BY_ORIGIN, ((moe.experts, *others), dispatcher))
+            others = tuple(with_leaves(moe.experts, leaf) for _ in range(size - 1))
+            setattr(moe.experts, _BY_ORIGIN, (others, dispatcher))
 
 
 # ---- computing -----------------------------------------------------------------------------
@@ -68,13 +69,13 @@ def _computing(original: Callable[..., Any]) -> Callable[..., Any]:
         by_origin = getattr(self, _BY_ORIGIN, None)
         if by_origin is None:
             return original(self, tokens, counts, probs)
-        experts, dispatcher = by_origin
+        others, dispatcher = by_origin
         sizes = _sizes(dispatcher)
         order = _Order(sizes)
         made = [
             original(own, part, size.sum(dim=1), prob)[0]
             for own, part, size, prob in zip(
-                experts, order.apart(tokens), sizes.unbind(dim=2), order.apart(probs), strict=True
+                (self, *others), order.apart(tokens), sizes.unbind(dim=2), order.apart(probs), strict=True
             )
         ]
         return order.together(made), None  # an expert has added its bias already
