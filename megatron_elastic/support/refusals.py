@@ -186,7 +186,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--auto-detect-ckpt-format`, `--use-dist-ckpt`": "what lies in a folder says what it is",
     "`--no-strict-fsdp-dtensor-load`, `--ckpt-convert-*`, `--non-persistent-global-ckpt-dir`, "
     "`--non-persistent-local-*`, `--replication*`": "they say more about checkpoints that are refused",
-    "`--distributed-backend`, `--distributed-timeout-minutes`": "the groups are elastic; see `--elastic-*-timeout`",
+    "`--distributed-backend`, `--distributed-timeout-*`": "the groups are elastic; see `--elastic-*-timeout`",
     "`--cp-comm-type`": "keys and values of all context-parallel ranks are gathered",
     "`--microbatch-group-size-per-virtual-pipeline-stage`": "groups have as many micro-batches as there are stages",
     "`--no-save-rng`, `--no-load-rng`": "random numbers are keyed, and no state",
@@ -194,7 +194,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--use-checkpoint-opt_param-scheduler`",
     "`--validation-set-names`": "several sets are numbered",
     "`--exit-signal-handler-for-training`": "signals go to the launcher; see `--exit-signal-handler`",
-    "`--manual-gc`, `--empty-unused-memory-level`, `--train-sync-interval`": "of Megatron's own loop",
+    "`--dump-param-to-param-group-map`": "nothing is written: groups are made of all overrides",
+    "`--manual-gc`, `--manual-gc-interval`, `--no-manual-gc-eval`, `--empty-unused-memory-level`, "
+    "`--train-sync-interval`": "of Megatron's own loop",
 }
 """Flags that are accepted and change nothing, with the reason."""
 

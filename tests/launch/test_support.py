@@ -99,11 +99,15 @@ def test_what_becomes_of_flags() -> None:
     plain.add_argument("--no-manual-gc", "--manual-gc", action="store_true")
     plain.add_argument("--min-loss-scale", type=float)
     plain.add_argument("--num-workers", type=int)
+    loop = "--manual-gc-interval", "--dump-param-to-param-group-map", "--distributed-timeout-seconds-after-init"
+    for flag in loop:
+        plain.add_argument(flag)
     vision.add_argument("--num-classes", type=int)
     assert [(flag.flag, flag.kind) for flag in sort(parser)] == [
         ("--seq-length", "passed on"), ("--optimizer", "some values"), ("--exp-avg-dtype", "refused"),
         ("--dataloader-type", "some values"), ("--no-manual-gc", "no effect"), ("--min-loss-scale", "passed on"),
-        ("--num-workers", "passed on"), ("--num-classes", "of other programs"),
+        ("--num-workers", "passed on"), *((flag, "no effect") for flag in loop),
+        ("--num-classes", "of other programs"),
     ]
 
 
