@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newest, step_folder
+from megatron_elastic.adaptor.checkpoints.folder import TRACKER, has_step, newest, publish, step_folder
 from tests.jobs import ROOT
 
 
@@ -55,3 +55,17 @@ def test_without_a_tracker_the_newest_complete_one_counts(tmp_path: Path) -> Non
     (tmp_path / TRACKER).write_text("soon")
     with pytest.raises(ValueError, match="soon"):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize(("before", "left"), [("3", [4]), ("soon", [3, 4])])
+def test_the_next_one_takes_the_place_of_that_which_the_tracker_names(
+    tmp_path: Path, before: str, left: list[int]
+) -> None:
+    """If it names one: what somebody else has written there does not keep a checkpoint from being there."""
+    complete(tmp_path, 3)
+    (tmp_path / TRACKER).write_text(before)
+    partial = tmp_path / "iter_0000004.partial-1"
+    partial.mkdir()
+    publish(partial, 4, lambda: True, retain=5)
+    assert newest(tmp_path) == 4
+    assert [step for step in (3, 4) if step_folder(tmp_path, step).is_dir()] == left

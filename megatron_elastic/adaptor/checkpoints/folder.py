@@ -47,11 +47,19 @@ def publish(partial: Path, iteration: int, wanted: Callable[[], bool], retain: i
     _sync(folder)
     if not wanted():
         raise OSError(f"{target} is late")
-    before = newest(folder) if retain else None
+    before = _before(folder) if retain else None
     mark_newest(folder, iteration)
     shutil.rmtree(old, ignore_errors=True)
     if retain and before and before != iteration and before % retain:
         shutil.rmtree(step_folder(folder, before), ignore_errors=True)  # which leaves links alone, as Megatron does
+
+
+def _before(folder: Path) -> int | None:
+    """The newest so far; None, too, if somebody else has written into the tracker what is no number."""
+    try:
+        return newest(folder)
+    except ValueError:
+        return None
 
 
 def sync(folder: Path) -> None:
