@@ -105,7 +105,11 @@ class Top(App[None]):
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         """Do what was asked for."""
         self.action_return()
-        words = shlex.split(event.value)
+        try:
+            words = shlex.split(event.value)
+        except ValueError as error:  # a quotation without an end
+            self.show(f"{event.value!r} cannot be read: {error}; {_HELP}")
+            return
         if words:
             self.show(await answer(self.run_shown, words))
 

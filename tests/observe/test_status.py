@@ -209,6 +209,9 @@ def test_top_shows_the_job_and_takes_commands(tmp_path: Path) -> None:
             await pilot.press("l", "0", "enter")
             await pilot.pause()
             assert "hello from rank 0" in str(app.query_one("#page", Static).content)
+            await pilot.press("l", "quotation_mark", "enter")
+            await pilot.pause()
+            assert "cannot be read: No closing quotation; log RANK" in str(app.query_one("#page", Static).content)
             await pilot.press("c")
             assert app.query_one(Input).value == "scale "
             await pilot.press("escape")
