@@ -82,6 +82,8 @@ def _shown(value: Any) -> str:
         return f"{value:.1f}"
     if isinstance(value, list):
         return ",".join(map(_shown, value)) or "none"
+    if isinstance(value, dict):
+        return ",".join(f"{name}: {_shown(each)}" for name, each in value.items()) or "none"
     return str(value).partition("\n")[0]
 
 
@@ -116,6 +118,12 @@ def _ordered(event: Event) -> str:
         return f"no better order of work than the present one ({event['present_ms']:.1f} ms of passes)"
     return (f"an order of work ({event['name']}) whose passes take {event['ms']:.1f} ms instead of "
             f"{event['present_ms']:.1f}")  # fmt: skip
+
+
+def _considered(event: Event) -> str:
+    ways = len(event["ways"])
+    which = f"the best of {ways} ways" if ways > 1 else "the way"
+    return f"{which} to go on is {event['chosen']}"
 
 
 def _asked(event: Event) -> str:
@@ -159,6 +167,7 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "recovered": _recovered,
     "switched": _switched,
     "ordered": _ordered,
+    "considered": _considered,
     "spawned": lambda e: f"{ranks(e['ranks'])} started to join",
     "asked": _asked,
     "saved": lambda e: f"a checkpoint of step {e['step']} in {e['directory']}",

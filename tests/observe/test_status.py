@@ -150,11 +150,24 @@ def test_every_kind_of_event_is_told_in_a_line() -> None:
         "clocks": {"3": 1.2, "4": 1.2, "5": 0.9}, "step_ms": 90.0, "base_ms": 100.0, "node": 1,
         "device": "soft:0", "name": "search", "ms": 90.0, "present_ms": 100.0, "done": [2000], "bytes": [3_500_000],
         "data": "test", "computes_on": "one", "instead_of": "another", "what": "torch 2.15.0",
-        "busy": 2, "done_bytes": 1, "all_bytes": 3, "seconds": 4.0,
+        "busy": 2, "done_bytes": 1, "all_bytes": 3, "seconds": 4.0, "chosen": "cells",
+        "ways": [{"way": "deal", "cells": [3, 4], "step_ms": 120.0, "moves_ms": 0.0, "gain": 1.0},
+                 {"way": "cells", "cells": [4, 3], "step_ms": 90.0, "moves_ms": None, "gain": 1.2}],
+        "waits": {"3": 4, "4": 3}, "shares": {"layer.0": 0.75},
     }  # fmt: skip
     for kind in kinds:
         text = tell({**event, "kind": kind})  # as in a report
         assert text and "\n" not in text, kind
+        if kind in ("considered", "tangle", "clock_shares"):
+            assert "{" not in text, text
+
+
+def test_of_the_ways_that_are_considered_the_chosen_one_is_told() -> None:
+    ways = [{"way": "deal", "cells": [3, 4], "step_ms": 120.0, "moves_ms": 0.0, "gain": 1.0},
+            {"way": "cells", "cells": [4, 3], "step_ms": 95.25, "moves_ms": 5.0, "gain": 1.2}]  # fmt: skip
+    event = {"kind": "considered", "time": 0.0, "epoch": 1, "chosen": "cells", "horizon_s": 3600.0}
+    assert tell({**event, "ways": ways}) == "the best of 2 ways to go on is cells"
+    assert tell({**event, "ways": ways[1:]}) == "the way to go on is cells"
 
 
 def test_words() -> None:
