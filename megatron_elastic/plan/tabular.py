@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import zlib
+from collections.abc import Iterator
 
 
 def text(data: bytes, packed: bool = False) -> str:
@@ -23,7 +26,20 @@ def text(data: bytes, packed: bool = False) -> str:
         raise ValueError(f"it is no text in UTF-8 or UTF-16, or not text at all ({error})") from None
 
 
-def delimiter(table: str) -> str:
+def rows(table: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each row, with the line that it ends on, from 1 on.
+
+    Raises ValueError, saying where, for what is no table, as for a quotation without an end.
+    """
+    reader = csv.reader(io.StringIO(table), delimiter=_delimiter(table), skipinitialspace=True)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num} cannot be read ({error}); does a quotation end?") from None
+
+
+def _delimiter(table: str) -> str:
     """What is most often in the first line that is not empty, of comma, semicolon, tab and bar."""
     first = next((line for line in table.splitlines() if line.strip()), "")
     return max(",;\t|", key=first.count)

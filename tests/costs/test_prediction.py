@@ -163,6 +163,7 @@ def test_one_parallel_size_follows_from_the_others_and_the_devices() -> None:
         (f"{HEADER},TP\n{ROW},2", "no row|the same"),
         (f"{HEADER},recompute\n{ROW},some", "line 2: 'recompute' is 'some', but must be 'full' or 'none'"),
         (f"{HEADER}\n8,32,4", "no row with a time"),
+        (f'{HEADER}\n"' + f"{ROW}\n" * 10_000, r"line \d+ cannot be read .*; does a quotation end"),
     ],
 )  # fmt: skip
 def test_tables_that_cannot_be_read(text: str, why: str) -> None:

@@ -158,6 +158,7 @@ def test_alibaba_2023(tmp_path: Path) -> None:
         (HEADER + "a,nan,5,1\n", r"line 2: a time is not finite"),
         (HEADER + "a,1,inf,1\n", r"line 2: a time is not finite"),
         (HEADER + "a,1,5,inf\n", r"line 2: num_gpu is 'inf', which is no number of devices"),
+        (HEADER + '"a,1,5,8\n' + "b,1,5,8\n" * 20_000, r"line \d+ cannot be read .*; does a quotation end"),
         ("[1]", r"job 0: .*Philly's jobs have jobid"),
         ("[{]", r"it is no JSON"),
         ("{}", r"it is no list of jobs"),

@@ -5,9 +5,7 @@ Columns are found by their names, whatever their order and whatever else there i
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import random
 import tarfile
@@ -117,12 +115,12 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _trace(name: str, data: bytes) -> Trace:
+    trace = Trace(Path(name.rpartition(":")[2] or name).name.split(".")[0], [])
     try:
         text = tabular.text(data, packed=name.lower().endswith(".gz"))
+        rows = _philly(name, text, trace) if text.lstrip()[:1] in ("[", "{") else _csv(name, text, trace)
     except ValueError as error:
         raise TraceError(f"{name}: {error}") from None
-    trace = Trace(Path(name.rpartition(":")[2] or name).name.split(".")[0], [])
-    rows = _philly(name, text, trace) if text.lstrip()[:1] in ("[", "{") else _csv(name, text, trace)
     trace.entries = sorted(rows, key=lambda entry: (entry.submitted, entry.name))
     if not trace.entries:
         left_out = ", ".join(f"{count} {reason}" for reason, count in trace.left_out.items()) or "it has no lines"
@@ -131,11 +129,10 @@ def _trace(name: str, data: bytes) -> Trace:
 
 
 def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
-    comma = tabular.delimiter(text)
-    lines = csv.reader(io.StringIO(text), delimiter=comma)
-    header = [column.strip().lower() for column in next(lines, [])]
+    lines = tabular.rows(text)
+    header = [column.strip().lower() for column in next(lines, (0, []))[1]]
     if len(header) == len(_PAI_TASKS) and is_number(header[2]):
-        lines, header = csv.reader(io.StringIO(text), delimiter=comma), list(_PAI_TASKS)
+        lines, header = tabular.rows(text), list(_PAI_TASKS)
     found = next((form for form in _FORMATS if set(form.columns) <= set(header)), None)
     if found is None:
         closest = max(_FORMATS, key=lambda form: len(set(form.columns) & set(header)))
@@ -148,7 +145,7 @@ def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
         )
     trace.unknown = tuple(name for name in header if name and name not in (*found.columns, *found.optional))
     entries = []
-    for cells in lines:
+    for number, cells in lines:
         if not cells:
             continue
         row = dict(zip(header, (cell.strip() for cell in cells), strict=False))
@@ -157,7 +154,7 @@ def _csv(name: str, text: str, trace: Trace) -> Iterable[Entry]:
         except _LeftOut as reason:
             trace.left_out[str(reason)] += 1
         except (ValueError, KeyError) as error:
-            raise TraceError(f"{name}, line {lines.line_num}: {error} ({found.name})") from None
+            raise TraceError(f"{name}, line {number}: {error} ({found.name})") from None
     return _by_job(entries) if found.name == "Alibaba 2020" else entries
 
 

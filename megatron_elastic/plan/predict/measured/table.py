@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -112,7 +110,10 @@ class Table:
     @classmethod
     def parse(cls, text: str, name: str, recompute: bool, vocab_size: int = 51_200) -> Table:
         """Read text: a line of names, then one for each row; commas, semicolons or tabs between. Raises TableError."""
-        reader = csv.reader(io.StringIO(text), delimiter=tabular.delimiter(text), skipinitialspace=True)
+        try:
+            rows = list(tabular.rows(text))
+        except ValueError as error:
+            raise TableError(f"{name}: {error}") from None
         header: list[str] | None = None
         columns: dict[str, int] = {}
         unit: float | None = None
@@ -120,20 +121,20 @@ class Table:
         times: list[float] = []
         lines: list[int] = []
         skipped = 0
-        for row in reader:
+        for number, row in rows:
             if not any(cell.strip() for cell in row):
                 continue
             if header is None:
                 header = row
                 columns, unit = _columns(name, header)
                 continue
-            line = _Line(f"{name}, line {reader.line_num}", row, header, columns)
+            line = _Line(f"{name}, line {number}", row, header, columns)
             if line.text("time").lower() in _NOTHING:
                 skipped += 1
                 continue
             times.append(line.number("time"))
             cases.append(line.case(recompute, vocab_size))
-            lines.append(reader.line_num)
+            lines.append(number)
         if not cases:
             raise TableError(f"{name}: there is no row with a time" if header else f"{name}: the file is empty")
         titles = [title.strip().lstrip("\ufeff") for title in header or ()]
