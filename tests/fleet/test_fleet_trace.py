@@ -205,6 +205,20 @@ def test_archives(tmp_path: Path) -> None:
         read(tmp_path / "empty.tar")
 
 
+def test_every_cluster_of_an_archive_has_a_name_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, FLOW)
+    names = ("helios.venus.csv", "helios.earth.csv", "a/c.csv", "b/c.CSV", "at 12:00.csv")
+    with tarfile.open(tmp_path / "some.tar", "w") as packed:
+        for name in names:
+            packed.add(tmp_path / "cluster.csv", name)
+    assert run("--trace", tmp_path / "some.tar", "--policy", "fifo", "--devices", 64) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(figures["clusters"]) == {"helios.venus", "helios.earth", "a/c", "b/c", "at 12:00"}
+    assert (figures["jobs"], figures["devices"]) == (3 * 5, 64 * 5)
+
+
 def test_large_jobs_are_elastic() -> None:
     trace = Trace("t", [Entry("a", 0, 1, 8), Entry("b", 0, 1, 32), Entry("c", 0, 1, 64), Entry("d", 0, 1, 16)])
     assert [job.model for job in trace.jobs(32, 0)] == [None, SMALL, MEDIUM, None]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import ceil, isfinite
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from megatron_elastic.fleet.job import Job
@@ -94,28 +95,38 @@ def read(path: Path) -> list[Trace]:
     Raises TraceError if something is no trace, OSError if there is no such file.
     """
     if path.name.lower().endswith((".tar", ".tar.gz", ".tgz")):
-        traces = [_trace(name, text) for name, text in sorted(_members(path))]
-        if not traces:
+        members = sorted(_members(path))
+        if not members:
             raise TraceError(f"{path}: there is no .csv or .json in it")
-        return traces
-    return [_trace(str(path), path.read_bytes())]
+        alike = Counter(_stem(member.name) for member, _ in members)
+        return [
+            _trace(f"{path}:{member}", _stem(member.name if alike[_stem(member.name)] == 1 else str(member)), data)
+            for member, data in members
+        ]
+    return [_trace(str(path), _stem(path.name), path.read_bytes())]
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+def _stem(name: str) -> str:
+    """A file's name without what says of which kind it is: what people call the cluster."""
+    return re.sub(r"(\.csv|\.json)?(\.gz)?$", "", name, flags=re.IGNORECASE)
+
+
+def _members(path: Path) -> Iterator[tuple[PurePath, bytes]]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                name = Path(member.name).name
-                if member.isfile() and name.lower().endswith((".csv", ".json")) and not name.startswith("."):
+                name = PurePath(member.name)
+                if member.isfile() and name.suffix.lower() in (".csv", ".json") and not name.name.startswith("."):
                     file = archive.extractfile(member)
                     assert file is not None
-                    yield f"{path}:{member.name}", file.read()
+                    yield name, file.read()
     except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: it cannot be unpacked ({error})") from None
 
 
-def _trace(name: str, data: bytes) -> Trace:
-    trace = Trace(Path(name.rpartition(":")[2] or name).name.split(".")[0], [])
+def _trace(name: str, cluster: str, data: bytes) -> Trace:
+    """``name``: of the file, where something is wrong in it."""
+    trace = Trace(cluster, [])
     try:
         text = tabular.text(data, packed=name.lower().endswith(".gz"))
         rows = _philly(name, text, trace) if text.lstrip()[:1] in ("[", "{") else _csv(name, text, trace)
