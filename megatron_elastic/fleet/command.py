@@ -190,8 +190,6 @@ def _seconds(text: str) -> float:
 def simulate(options: argparse.Namespace) -> int:
     """Every policy on every cluster: tables, and a line of JSON. Raises TraceError, ValueError and OSError."""
     begun = time.perf_counter()
-    if options.svg:
-        options.svg.touch()
     faults = _faults(options.failures)
     traces = read(options.trace)
     if options.cluster is not None:
@@ -199,6 +197,8 @@ def simulate(options: argparse.Namespace) -> int:
         if not named:
             raise ValueError(f"{options.trace} has no {options.cluster}, but {', '.join(t.name for t in traces)}")
         traces = named
+    if options.svg:
+        options.svg.touch()  # whether it can be written is known before all is simulated
     console = tables.console(140)
     panels: list[Panel] = []
     clusters: dict[str, dict[str, Any]] = {}

@@ -6,8 +6,9 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_elastic.plan import tabular
 
@@ -76,7 +77,7 @@ class Recorded:
         data = path.read_bytes()
         try:
             events = json.loads(tabular.text(data))
-            ordered = sorted((float(event["event_time"]) * _DAY_S, _CHANGES[event["event_type"]], str(event["node_id"]))
+            ordered = sorted((_moment(event["event_time"]), _CHANGES[event["event_type"]], str(event["node_id"]))
                              for event in events)  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise FaultsError(
@@ -114,6 +115,13 @@ class Recorded:
             for span in servers[node % len(servers)]
         ]
         return iter(sorted(faults))
+
+
+def _moment(days: Any) -> float:
+    """Seconds. Raises ValueError, TypeError."""
+    if not 0 <= float(days) < inf:
+        raise ValueError(f"event_time is {days}, which is no number of days from 0 on")
+    return float(days) * _DAY_S
 
 
 _CHANGES = {"fault_start": 1, "fault_end": -1}

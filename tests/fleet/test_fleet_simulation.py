@@ -214,7 +214,9 @@ def test_a_trace_of_faults(tmp_path: Path) -> None:
     happened = list(recorded.of(400, seed=1))
     assert [(fault.at, fault.repair_s) for fault in happened] == [(day, 4 * day), (4 * day, day)]
     assert happened == list(recorded.of(400, seed=1)) != list(recorded.of(400, seed=2))
-    for text in ("", "{}", "[]", '[{"node_id": "a"}]', '[{"node_id": "a", "event_time": 1, "event_type": "x"}]'):
+    ill = '[{"node_id": "a", "event_time": 1, "event_type": "x"}]'
+    never = [ill.replace("1", time).replace("x", "fault_start") for time in ("NaN", "-1", "1e999")]
+    for text in ("", "{}", "[]", '[{"node_id": "a"}]', ill, *never):
         path.write_text(text)
         with pytest.raises(FaultsError, match=r"faults\.json\.gz"):
             Recorded.read(path)

@@ -335,6 +335,11 @@ def test_bad_flags(
     assert printed.out == ""
 
 
+def test_what_cannot_be_simulated_leaves_no_picture(tmp_path: Path) -> None:
+    assert run("--trace", tmp_path / "none.csv", "--svg", tmp_path / "p.svg") == 2
+    assert not (tmp_path / "p.svg").exists()
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--help")
