@@ -15,6 +15,7 @@ from megatron_elastic.layout import Holdings, Layout, SliceLost, transfers
 from megatron_elastic.observe import plot, telling
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.goodput import PARTS, Goodput
+from megatron_elastic.observe.place import epochs
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.run import Run, loss_of, read_layout
 from megatron_elastic.observe.status import span_of, state_of
@@ -154,7 +155,7 @@ def _table(recoveries: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[st
 
 def _layouts(run_dir: Path, recoveries: Sequence[Mapping[str, Any]]) -> str:
     """Before and after each recovery, with what changed."""
-    known = _epochs(run_dir)
+    known = epochs(run_dir)
     parts: list[str] = []
     for event in recoveries[:_LAYOUTS]:
         after = event["epoch"]
@@ -176,16 +177,12 @@ def _layouts(run_dir: Path, recoveries: Sequence[Mapping[str, Any]]) -> str:
             f"not there; dashed: it follows.</p>{body}</details>")  # fmt: skip
 
 
-def _epochs(run_dir: Path) -> list[int]:
-    return sorted(int(path.stem) for path in (run_dir / "layouts").glob("*.json"))
-
-
 def _moves(run_dir: Path, run: Run) -> str:
     """What each layout asked to be copied from whom to whom, besides what the one before had."""
     rows, changes = [], 0
     sizes = {(event["epoch"], rank): size for event in run.of("copying")
              for rank, size in zip(event["ranks"], event["bytes"], strict=True)}  # fmt: skip
-    for old, new in itertools.pairwise(read_layout(run_dir, epoch) for epoch in _epochs(run_dir)):
+    for old, new in itertools.pairwise(read_layout(run_dir, epoch) for epoch in epochs(run_dir)):
         if changes == _LAYOUTS:
             break
         told = _asked(old, new)

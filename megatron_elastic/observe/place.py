@@ -64,7 +64,7 @@ class Folder:
         """See ``Place``."""
         files = [self.path / name for name in ("metrics.jsonl", "events.jsonl")]
         read = [_after(path, offset) for path, offset in zip(files, (metrics, events), strict=True)]
-        newest = max((int(path.stem) for path in (self.path / "layouts").glob("*.json")), default=-1)
+        newest = max(epochs(self.path), default=-1)
         written = max((path.stat().st_mtime for path in files if path.is_file()), default=None)
         return Growth(
             metrics=read[0], events=read[1], more=any(len(text) == _MOST for text in read),
@@ -82,12 +82,17 @@ class Folder:
             return f"cannot read {path}: {error.strerror}"
 
 
+def epochs(run_dir: Path) -> list[int]:
+    """Of the layouts on record, rising. What is in their folder besides does not count."""
+    return sorted(int(path.stem) for path in (run_dir / "layouts").glob("*.json") if path.stem.isdecimal())
+
+
 def layout_text(run_dir: Path, epoch: int) -> str:
     """The layout of an epoch, as JSON. Raises RecordsError."""
     path = run_dir / "layouts" / f"{epoch}.json"
     try:
         return path.read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise RecordsError(f"cannot read {path}: {error}") from None
 
 

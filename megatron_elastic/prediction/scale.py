@@ -8,7 +8,9 @@ from pathlib import Path
 
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, gpt_units
+from megatron_elastic.observe.place import epochs
 from megatron_elastic.observe.records import read_metrics
+from megatron_elastic.observe.run import read_layout
 from megatron_elastic.plan import Costs
 from megatron_elastic.plan.predict import (
     Case,
@@ -67,19 +69,21 @@ def _of_shapes(options: argparse.Namespace, predictor: Predictor) -> ScaleTable:
 
 def _of_run(options: argparse.Namespace) -> ScaleTable:
     """By what a job has measured: its newest layout, ``profile.json``, and the tokens of its last step."""
-    layouts = sorted((options.run / "layouts").glob("*.json"), key=lambda path: int(path.stem))
-    if not layouts:
+    known = epochs(options.run)
+    if not known:
         raise UsageError(f"{options.run} is not the folder of a run: it has no layouts")
-    layout = Layout.from_json(layouts[-1].read_bytes())
+    layout = read_layout(options.run, known[-1])
     path = options.run / "profile.json"
     if not path.exists():
         raise UsageError(f"{path} is not there (yet): start the job with --elastic-profile measured")
     costs = Costs.read(path, layout.units)
     metrics = read_metrics(options.run)
+    if not metrics:
+        raise UsageError(f"there is no step in the records of {options.run} yet, so its speed is not known")
     last = metrics[max(metrics)]
     tokens = round(last["tokens_per_s"] * last["step_ms"] / 1e3)
     return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout),
-                   past(layout, map(Layout.from_json, map(Path.read_bytes, layouts)), metrics.values()))  # fmt: skip
+                   past(layout, (read_layout(options.run, epoch) for epoch in known), metrics.values()))  # fmt: skip
 
 
 def _sizes_of_run(run: Path, layout: Layout) -> Case | None:

@@ -604,7 +604,11 @@ def test_a_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         code, _, err = run(capsys, *arguments)
         assert code == 2 and why in err
         (tmp_path / "layouts" / "0.json").write_text(layout.to_json())
+    (tmp_path / "layouts" / "copy of 0.json").write_text("not a job's")
     (tmp_path / "profile.json").write_text(profile.to_json(units))
+    (tmp_path / "metrics.jsonl").touch()
+    code, _, err = run(capsys, *arguments)
+    assert (code, err.count("\n")) == (2, 1) and "there is no step in the records" in err
     record = {"step": 3, "step_ms": 500.0, "tokens_per_s": 65_536.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     code, _, err = run(capsys, *arguments)

@@ -95,6 +95,7 @@ def test_records_are_read_on_as_they_grow(tmp_path: Path) -> None:
     records.event("started", 0, world_size=4, step=0, train_iters=9)
     records.metrics(line(1, 2.0))
     records.layout(make())
+    (tmp_path / "layouts" / "mine.json").write_text("not a job's")
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, ')  # half a line
     run.refresh()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_elastic.observe.place import epochs
 from megatron_elastic.observe.records import RecordsError, read_events
 from megatron_elastic.observe.run import read_layout
 from megatron_elastic.observe.telling import tell
@@ -176,8 +177,8 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _units(run_dir: Path) -> Sequence[str]:
-    epochs = [int(path.stem) for path in (run_dir / "layouts").glob("*.json")]
+    known = epochs(run_dir)
     try:
-        return read_layout(run_dir, max(epochs)).units if epochs else ()
+        return read_layout(run_dir, known[-1]).units if known else ()
     except RecordsError:
         return ()
