@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,9 @@ METRICS = (
     "step_ms", "epoch", "world_size", "tokens_per_s",
 )  # fmt: skip
 """Fields of a metrics line, in order."""
+
+EVENT = ("time", "kind", "epoch")
+"""Fields that every event has, in order."""
 
 RECOVERED = (
     "cause", "ranks", "step", "decision", "detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms", "redo_ms",
@@ -152,10 +155,21 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return _read_lines(run_dir / "events.jsonl")
 
 
+def check_fields(record: Mapping[str, Any], fields: Sequence[str], where: str) -> None:
+    """Raises RecordsError if some of the fields are not there."""
+    if missing := [name for name in fields if name not in record]:
+        raise RecordsError(f"{where} is damaged: it lacks {', '.join(missing)}")
+
+
 def read_digest(run_dir: Path) -> dict[str, Any]:
     """The final digest. Raises RecordsError when it is missing or damaged."""
     path = run_dir / "digest.json"
-    return _parse(_read(path), str(path))
+    found = _parse(_read(path), str(path))
+    units = found.get("units", {})
+    hashes = [found.get("sha256", ""), *(units.values() if isinstance(units, dict) else (None,))]
+    if not all(isinstance(sha256, str) for sha256 in hashes):
+        raise RecordsError(f"{path} is damaged: what is in place of a hash is no text")
+    return found
 
 
 def _read(path: Path) -> str:

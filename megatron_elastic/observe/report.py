@@ -16,7 +16,16 @@ from rich.table import Table
 from megatron_elastic import usage
 from megatron_elastic.observe import telling
 from megatron_elastic.observe.compare import compare
-from megatron_elastic.observe.records import RecordsError, check_run, read_digest, read_events, read_metrics
+from megatron_elastic.observe.records import (
+    METRICS,
+    RECOVERED,
+    RecordsError,
+    check_fields,
+    check_run,
+    read_digest,
+    read_events,
+    read_metrics,
+)
 from megatron_elastic.observe.run import loss_of
 from megatron_elastic.observe.tracing import verdict
 from megatron_elastic.observe.utilisation import Utilisation
@@ -36,7 +45,11 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     metrics = read_metrics(run_dir)
     # A plain run has steps, but no events.
     events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
+    for step, record in metrics.items():
+        check_fields(record, METRICS, f"step {step} in {run_dir / 'metrics.jsonl'}")
     recoveries = [event for event in events if event.get("kind") == "recovered"]
+    for event in recoveries:
+        check_fields(event, RECOVERED, f"a recovery in {run_dir / 'events.jsonl'}")
     console.print(f"[bold]Run[/bold] {run_dir}", highlight=False, soft_wrap=True)
     if not metrics:
         console.print("There is no step in the records yet.")

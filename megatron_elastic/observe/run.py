@@ -12,7 +12,7 @@ import msgspec
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.observe.goodput import Account
 from megatron_elastic.observe.place import Folder, Place, layout_text
-from megatron_elastic.observe.records import RecordsError
+from megatron_elastic.observe.records import EVENT, METRICS, RecordsError, check_fields
 from megatron_elastic.observe.utilisation import Utilisation
 
 RECENT = 10
@@ -61,7 +61,8 @@ class Run:
         self.events: list[Mapping[str, Any]] = []
         self.layout: Layout | None = None
         """The newest."""
-        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl") for name in ("metrics", "events")}
+        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl", fields)
+                       for name, fields in (("metrics", METRICS), ("events", EVENT))}  # fmt: skip
         self._written: float | None = None
         """When the newest record was written, by the clock of whoever looks."""
         self.refresh()
@@ -203,12 +204,12 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 
 class _Lines:
-    """The lines of a file that grows."""
+    """The lines of a file that grows, which have at least ``fields``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, fields: Sequence[str]) -> None:
         self.offset = 0
         """Bytes that were read."""
-        self._name = name
+        self._name, self._fields = name, fields
         self._number = 0
 
     def whole(self, text: bytes) -> Sequence[Mapping[str, Any]]:
@@ -222,6 +223,8 @@ class _Lines:
         for line in lines:
             self._number += 1
             try:
-                yield decoder.decode(line)
+                record = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RecordsError(f"{self._name}:{self._number} is not a JSON object: {error}") from None
+            check_fields(record, self._fields, f"{self._name}:{self._number}")
+            yield record

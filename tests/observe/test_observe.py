@@ -277,6 +277,10 @@ def test_bad_directories_are_errors(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty" / "metrics.jsonl").write_text("nonsense\n")
     assert compare.main([str(tmp_path / "empty"), str(a)]) == 2
     assert "is not JSON" in capsys.readouterr().err
+    for damaged in ('{"units": null}', '{"sha256": 5}', '{"units": {"head": 5}}'):
+        (a / "digest.json").write_text(damaged)
+        assert compare.main([str(a), str(a)]) == 2
+        assert "digest.json is damaged: what is in place of a hash" in capsys.readouterr().err
 
 
 # ---- report --------------------------------------------------------------------------------
@@ -309,6 +313,23 @@ def test_the_report_of_a_plain_run(tmp_path: Path, capsys: pytest.CaptureFixture
     (run / "events.jsonl").unlink()
     assert report.main([str(run)]) == 0
     assert "recoveries     none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged", "said"),
+    [
+        ("metrics.jsonl", '{"step": 2}', "step 2 in RUN/metrics.jsonl is damaged: it lacks loss, "),
+        ("events.jsonl", '{"kind": "recovered"}', "a recovery in RUN/events.jsonl is damaged: it lacks cause, "),
+    ],
+)
+def test_the_report_says_what_records_lack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damaged: str, said: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", [3.0])
+    with (run_dir / file).open("a") as lines:
+        lines.write(damaged + "\n")
+    assert report.main([str(run_dir)]) == 2
+    assert said.replace("RUN", str(run_dir)) in capsys.readouterr().err
 
 
 def test_the_plot_marks_recoveries_and_fits_the_width() -> None:

@@ -108,6 +108,21 @@ def test_records_are_read_on_as_they_grow(tmp_path: Path) -> None:
         run.refresh()
 
 
+@pytest.mark.parametrize(
+    ("file", "damaged", "lacks"),
+    [("metrics.jsonl", '{"step": 2}', "loss, loss_hex, "), ("events.jsonl", '{"time": 1.0}', "kind, epoch")],
+)
+def test_what_a_record_lacks_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damaged: str, lacks: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", [3.0])
+    with (run_dir / file).open("a") as lines:
+        lines.write(damaged + "\n")
+    assert cli.main(["status", str(run_dir)]) == 2
+    said = f"megatron-elastic status: error: {run_dir / file}:2 is damaged: it lacks {lacks}"
+    assert said in capsys.readouterr().err
+
+
 def test_no_more_steps_are_kept_than_are_shown(tmp_path: Path) -> None:
     records = RunRecords(tmp_path)
     run, whole = Run.of_folder(tmp_path, 10), Run.of_folder(tmp_path)
