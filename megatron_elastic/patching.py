@@ -96,7 +96,11 @@ class Checkout:
         if not info.is_file():
             raise UsageError(f"{root} is no Megatron-LM checkout: there is no {info}")
         values: dict[str, object] = {}
-        for node in ast.parse(info.read_bytes()).body:
+        try:
+            statements = ast.parse(info.read_bytes()).body
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"{info} is no Python ({error}); is this a Megatron-LM checkout?") from None
+        for node in statements:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
                     values[name] = value

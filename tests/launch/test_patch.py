@@ -135,6 +135,9 @@ def test_refusals(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "core_v9.9.7, for which there are no patches" in capsys.readouterr().out
     info.write_text("")
     refused("status", "names no version")
+    for text in ("MAJOR = ", "\0"):
+        info.write_text(text)
+        refused("status", f"{info} is no Python (")
 
 
 @pytest.mark.usefixtures("patch")
