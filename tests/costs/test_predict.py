@@ -343,7 +343,7 @@ def test_a_device_that_cannot_be_read(tmp_path: Path, text: str, why: str) -> No
     [
         ({"layers": 3}, "too few"), ({"hidden": 1000}, "heads"), ({"tp": 3}, "cannot be divided among 3 ranks"),
         ({"global_batch": 7}, "micro-batches"), ({"chunks": 2, "pp": 1}, "several stages"), ({"dp": 0}, "at least 1"),
-        ({"groups": 1}, "groups"),
+        ({"groups": 1}, "groups"), ({"groups": 6}, "16 heads cannot be divided among 6 groups"),
     ],
 )  # fmt: skip
 def test_a_case_that_megatron_refuses(change: dict[str, Any], why: str) -> None:

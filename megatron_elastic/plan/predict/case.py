@@ -89,6 +89,8 @@ class Case:
             raise CaseError(f"{self.layers} layers are too few for {self.pp} stages of {self.chunks} chunks")
         if self.hidden % self.heads:
             raise CaseError(f"a hidden size of {self.hidden} cannot be divided among {self.heads} heads")
+        if self.groups and self.heads % self.groups:
+            raise CaseError(f"{self.heads} heads cannot be divided among {self.groups} groups that share keys")
         if self.heads % self.tp or (self.groups and self.groups % self.tp):
             raise CaseError(f"{self.groups or self.heads} heads or groups cannot be divided among {self.tp} ranks (TP)")
         replicas = 1 if uneven else self.dp
