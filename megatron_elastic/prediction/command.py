@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         device = Device.named(options.device)
-        constants = Constants.from_json(options.constants.read_bytes()) if options.constants else None
+        constants = _constants(options.constants) if options.constants else None
         if options.check is not None:
             check.show(options, device, constants)
         elif options.scale_table is not None:
@@ -69,16 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _constants(path: Path) -> Constants:
+    """Raises ConstantsError, OSError."""
+    try:
+        return Constants.from_json(path.read_bytes())
+    except ConstantsError as error:
+        raise ConstantsError(f"--constants {path}: {error}") from None
+
+
 def _numbers(text: str) -> list[int]:
     """``1,2,4`` or ``8-16``."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+            more = range(int(first), int(last) + 1) if dash else [int(first)]
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number, nor several like 1,2,4 or 8-16") from None
-    if not numbers or min(numbers) < 1:
+        if not more:
+            raise argparse.ArgumentTypeError(f"{part.strip()!r} has no numbers in it: give the smaller one first")
+        numbers += more
+    if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be positive numbers")
     return numbers
 

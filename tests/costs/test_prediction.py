@@ -354,6 +354,17 @@ def test_shapes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(capsys, *SHAPE, "--tp", "two")
     assert "'two' is not a number" in capsys.readouterr().err
+    for numbers in ("8-4", "1,8-4"):
+        with pytest.raises(SystemExit):
+            run(capsys, *SHAPE, "--tp", numbers)
+        assert "'8-4' has no numbers in it: give the smaller one first" in capsys.readouterr().err
+
+
+def test_constants_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "constants.json"
+    path.write_text("[")
+    code, _, err = run(capsys, *SHAPE, "--constants", path)
+    assert code == 2 and f"--constants {path}: the constants are not JSON" in err
 
 
 # ---- scale tables ---------------------------------------------------------------------------
