@@ -9,7 +9,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from megatron_elastic import usage
 from megatron_elastic.config import UsageError
@@ -107,6 +109,8 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
                          f"--dag or --schedule {SEARCH}")
     names = list(POLICIES) if options.policy == "all" else [options.policy]
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
+    if options.clocks is not None and not options.dvfs:
+        raise UsageError("--clocks is about which clocks are planned: add --dvfs, or leave it out")
     if options.dvfs and options.power is None:
         raise UsageError("--dvfs needs --power IDLE,STATIC,DYNAMIC: what clocks cost decides which are chosen")
     clocked = None
@@ -126,9 +130,11 @@ def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: 
 
 def _power(text: str) -> PowerModel:
     try:
-        idle, static, dynamic = map(float, text.split(","))
+        idle, static, dynamic = watts = [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers of watts, as 90,150,450") from None
+        watts = []
+    if not watts or not all(0 <= each < inf for each in watts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers of watts, as 90,150,450")
     return PowerModel(idle, static, dynamic)
 
 
@@ -137,7 +143,7 @@ def _clocks(text: str) -> tuple[float, ...]:
         steps = tuple(sorted(map(float, text.split(","))))
     except ValueError:
         steps = ()
-    if not steps or steps[0] <= 0 or 1.0 not in steps:
+    if not all(0 < step < inf for step in steps) or 1.0 not in steps:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of clocks with 1 among them, as 0.8,0.9,1,1.1")
     return steps
 
@@ -146,12 +152,12 @@ def _memory(argv: Sequence[str]) -> int:
     """``plan --memory``: what a job with a script's flags would need."""
     parser = argparse.ArgumentParser(prog="megatron-elastic plan --memory", description="Show what memory a job needs.",
                                      formatter_class=usage.Formatter)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, on all nodes")
+    parser.add_argument("--ranks", type=usage.count, required=True, metavar="N", help="ranks of the job, on all nodes")
     parser.add_argument("script", help="examples/pretrain_gpt.py, or another one with its parse_args")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's flags")
     options = parser.parse_args(argv)
     try:
-        parse = runpy.run_path(options.script).get("parse_args")
+        parse = _run(options.script).get("parse_args")
         if parse is None:
             raise UsageError(f"{options.script} has no parse_args: give the flags of examples/pretrain_gpt.py instead")
         memory.main(parse([*options.flags, "--elastic"], options.ranks), options.ranks)
@@ -159,6 +165,14 @@ def _memory(argv: Sequence[str]) -> int:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(script: str) -> dict[str, Any]:
+    """What a script defines. Raises UsageError, OSError."""
+    try:
+        return runpy.run_path(script)
+    except (SyntaxError, ImportError) as error:
+        raise UsageError(f"{script} cannot be run: {type(error).__name__}: {error}") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -204,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", choices=(*SCHEDULES, SEARCH), help="the job's (default: 1f1b, with as many "
                         "activations kept as are of use; with --policy the fastest one)")  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="with --policy: tokens of a grain (default: count grains)"
+        "--tokens", type=usage.count, metavar="N", help="with --policy: tokens of a grain (default: count grains)"
     )
     parser.add_argument(
         "--power",

@@ -128,6 +128,21 @@ def test_the_command_prints_a_table(flags: str, capsys: pytest.CaptureFixture[st
     assert lines[-1].startswith("all 2 ranks together: ")
     assert cli.main(["plan", "--memory", "--ranks", "3", script, *flags.split()]) == 2
     assert "--global-batch-size 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--memory", "--ranks", "0", script, *flags.split()])
+    assert "0 is not a number from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("def", "SyntaxError"), ("import nothing_of_this_name", "ModuleNotFoundError")]
+)
+def test_a_script_that_cannot_be_run_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert cli.main(["plan", "--memory", "--ranks", "2", str(script)]) == 2
+    assert f"megatron-elastic plan: error: {script} cannot be run: {said}: " in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_fit_ends_at_once(jobs: Jobs) -> None:

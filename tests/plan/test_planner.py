@@ -194,3 +194,26 @@ def test_flags_of_policies_are_of_use_with_one_only(
     code, _, err = run(capsys, "--layout", layout, "--event", "lose:rank=5", flag)
     assert code == 2
     assert f"{flag.partition('=')[0]} is about what policies would make of a loss: add --policy" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--power=nan,150,450", "'nan,150,450' is not three numbers of watts"),
+        ("--power=-90,150,450", "'-90,150,450' is not three numbers of watts"),
+        ("--clocks=1,nan", "'1,nan' is not a list of clocks"),
+        ("--clocks=1,inf", "'1,inf' is not a list of clocks"),
+        ("--tokens=-5", "-5 is not a number from 1 on"),
+        ("--tokens=0", "0 is not a number from 1 on"),
+        ("--clocks=0.9,1", "--clocks is about which clocks are planned: add --dvfs, or leave it out"),
+    ],
+)
+def test_figures_of_policies_that_cannot_be(
+    flag: str, said: str, layout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code, _, err = run(capsys, "--layout", layout, "--event", "lose:rank=5", "--policy", "elastic", flag)
+    except SystemExit:  # argparse ends so
+        code, err = 2, capsys.readouterr().err
+    assert code == 2
+    assert said in err
