@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,11 +40,28 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 130 if somebody has interrupted it, of which nothing is said."""
+    """Run one command and return its exit code; 130 if somebody has interrupted it, and 141 if who reads what it prints
+    reads no further (``| head``), of which nothing is said.
+    """
     try:
-        return _main(argv)
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        if _is_read():
+            raise  # it is something else that nobody reads
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there as Python ends
+        return 128 + signal.SIGPIPE
+
+
+def _is_read() -> bool:
+    """Whether there is still somebody to read what is printed."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return not output.poll(0)
 
 
 def _main(argv: Sequence[str] | None) -> int:

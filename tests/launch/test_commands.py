@@ -130,6 +130,29 @@ def test_ctrl_c_ends_a_command_quietly(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("words", [["completion", "bash"], ["--help"]])
+def test_who_reads_no_further_is_told_nothing(words: list[str]) -> None:
+    """As with ``| head``, whether it is printed at once or as the command ends."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "megatron_elastic.cli", *words], cwd=ROOT, stdout=write,
+                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.usefixtures("capfd")
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(argv: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_main", breaks)
+    with pytest.raises(BrokenPipeError):
+        cli.main([])
+
+
 def test_ctrl_c_ends_a_benchmark_quietly() -> None:
     done = subprocess.run([sys.executable, "-c", "import benchmarks.__main__; raise KeyboardInterrupt"], cwd=ROOT,
                           capture_output=True, text=True, check=False)
