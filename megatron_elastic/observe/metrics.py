@@ -107,6 +107,8 @@ class Metrics:
             for memory in self._memory:
                 memory.remove(self._job, str(rank))
             self._show_lag()
+        self._slow_leaders -= {*layout.lost}
+        self._slow.set(len(self._slow_leaders))
         self._cells.clear()
         for index, stage in enumerate(layout.stages):
             self._cells.labels(self._job, str(index)).set(sum(not cell.shadow for cell in stage.cells))
@@ -150,9 +152,9 @@ class Metrics:
                     self._parts.labels(self._job, part.removesuffix("_ms")).inc(fields[part] / 1e3)
             case "fallback":
                 self._redone.inc(len(fields["lost_steps"]))
-            case "slow":
+            case "slow" | "well" if fields["times"] > 1:  # it may be less slow than before, and slow
                 self._slow_leaders.add(fields["ranks"][0])
-            case "well" | "evicted":
+            case "slow" | "well" | "evicted":
                 self._slow_leaders.discard(fields["ranks"][0])
         self._slow.set(len(self._slow_leaders))
 

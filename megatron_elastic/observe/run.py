@@ -136,7 +136,7 @@ class Run:
         slow: dict[int, float] = {}
         for event in self.of("slow", "well"):
             leader = event["ranks"][0]
-            if event["kind"] == "slow":
+            if event["times"] > 1:  # it may be less slow than before, and slow
                 slow[leader] = event["times"]
             else:
                 slow.pop(leader, None)

@@ -143,6 +143,14 @@ def _copying(event: Event) -> str:
     return f"{ranks(event['ranks'])}: {size(sum(event['done']))} of {size(sum(event['bytes']))} are there"
 
 
+def _paced(event: Event) -> str:
+    whom, times = f"{ranks(event['ranks'])} of stage {event['stage']}", event["times"]
+    if times == 1:
+        return f"{whom} as fast as the others again"
+    return f"{whom}: {times:.1f} times as slow as the others" if times > 1 else (
+        f"{whom}: {1 / times:.1f} times as fast as the others")  # fmt: skip
+
+
 _CHORES = {"load": "loading a checkpoint", "save": "saving a checkpoint", "data": "preparing data sets"}
 
 
@@ -173,8 +181,8 @@ _TOLD: dict[str, Callable[[Event], str]] = {
     "saved": lambda e: f"a checkpoint of step {e['step']} in {e['directory']}",
     "untried": lambda e: _shown(e["what"]),
     "not_evaluated": lambda e: f"there are no {e['data']} data, and no evaluation on them",
-    "slow": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']}: {e['times']:.1f} times as slow as the others",
-    "well": lambda e: f"{ranks(e['ranks'])} of stage {e['stage']} as fast as the others again",
+    "slow": _paced,
+    "well": _paced,
     "copying": _copying,
     "progress": _progress,
     "clocks": lambda e: _clocks(e["clocks"]) + f": a step of {e['step_ms']:.0f} ms instead of {e['base_ms']:.0f}",

@@ -64,7 +64,10 @@ def test_what_happens_is_counted() -> None:
     metrics.step(line(2, 1.5))
     metrics.event("fault", 0, 0.0, {"signal": "kill -9"})
     metrics.event("recovered", 0, 0.0, RECOVERY)
-    metrics.event("slow", 0, 0.0, {"ranks": [3]})
+    for rank in (1, 2, 3):
+        metrics.event("slow", 0, 0.0, {"ranks": [rank], "times": 3.0})
+    metrics.event("well", 0, 0.0, {"ranks": [1], "times": 2.0})  # less slow than it was; 3 will be lost
+    metrics.event("well", 0, 0.0, {"ranks": [2], "times": 1.0})
     metrics.event("fallback", 0, 0.0, {"lost_steps": [4, 5]})
     metrics.figures({0: FIGURES, 3: changed(FIGURES, copied=50, device=0)})
     metrics.figures({0: changed(FIGURES, sent=(150, 20, 0), behind=5, resident=9)})
@@ -78,7 +81,7 @@ def test_what_happens_is_counted() -> None:
     assert (now[f"{e}ranks", "train"], now[f"{e}cells", "1"], now[f"{e}train_steps",]) == (4, 2, 9)
     assert now[f"{e}recoveries_total", "kill -9", "back"] == now[f"{e}faults_total", "kill -9"] == 1
     assert now[f"{e}recovery_part_seconds_total", "redo"] == pytest.approx(0.7)
-    assert (now[f"{e}slow_cells",], now[f"{e}redone_steps_total",], now[f"{e}events_total", "slow"]) == (1, 2, 1)
+    assert (now[f"{e}slow_cells",], now[f"{e}redone_steps_total",], now[f"{e}events_total", "slow"]) == (1, 2, 3)
     assert [now[f"{e}sent_bytes_total", channel] for channel in CHANNELS] == [250, 40, 0]
     assert [now[f"{e}received_bytes_total", channel] for channel in CHANNELS] == [2, 4, 6]
     assert (now[f"{e}replication_lag_steps",], now[f"{e}replication_lag_bytes",]) == (5, 70)

@@ -178,6 +178,22 @@ def test_every_kind_of_event_is_told_in_a_line() -> None:
             assert "{" not in text, text
 
 
+def test_who_is_less_slow_than_before_is_still_slow(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    told = []
+    for kind, times in (("slow", 3.0), ("well", 2.0), ("well", 1.0), ("well", 0.5), ("slow", 1.0)):
+        records.event(kind, 0, ranks=[1], stage=0, step=1, times=times)
+        run = Run.of_folder(tmp_path)
+        told.append((run.slow, tell(run.events[-1])))
+    assert told == [
+        ({1: 3.0}, "rank 1 of stage 0: 3.0 times as slow as the others"),
+        ({1: 2.0}, "rank 1 of stage 0: 2.0 times as slow as the others"),
+        ({}, "rank 1 of stage 0 as fast as the others again"),
+        ({}, "rank 1 of stage 0: 2.0 times as fast as the others"),
+        ({}, "rank 1 of stage 0 as fast as the others again"),
+    ]
+
+
 def test_of_the_ways_that_are_considered_the_chosen_one_is_told() -> None:
     ways = [{"way": "deal", "cells": [3, 4], "step_ms": 120.0, "moves_ms": 0.0, "gain": 1.0},
             {"way": "cells", "cells": [4, 3], "step_ms": 95.25, "moves_ms": 5.0, "gain": 1.2}]  # fmt: skip
