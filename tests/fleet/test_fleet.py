@@ -185,6 +185,25 @@ def test_names_are_given_once(four: Fleet, capfd: pytest.CaptureFixture[str]) ->
     assert "there is no job b" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "../.."])
+def test_what_is_no_name_of_a_job_cancels_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet" / "jobs" / "a").mkdir(parents=True)
+    assert cli.main(["fleet", "cancel", str(tmp_path / "fleet"), name]) == 2
+    assert f"there is no job {name!r} in {tmp_path / 'fleet'}" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("cancel"))
+
+
+def test_a_program_with_a_long_name_names_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / ("evaluate-" * 20)
+    program.write_text("")
+    program.chmod(0o700)
+    for number in (1, 2):
+        assert cli.main(["fleet", "submit", str(tmp_path / "fleet"), "--", str(program)]) == 0, capsys.readouterr().err
+        assert (tmp_path / "fleet" / "jobs" / f"{program.name[:80]}-{number}").is_dir()
+
+
 @pytest.mark.job
 def test_what_somebody_has_written_into_the_folder_is_refused(four: Fleet) -> None:
     four.submit("large", "true", devices=5)

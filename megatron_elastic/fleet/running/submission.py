@@ -20,6 +20,8 @@ CANCEL = "cancel"
 """A file beside it: the job is to end."""
 VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OF_A_PROGRAM = 80
+"""Letters of a program's name in that of a job, at most."""
 _PREFIXES = (("megatron-elastic", "run"), ("torchrun",))
 
 
@@ -71,6 +73,8 @@ def submit(folder: Path, submission: Submission) -> Path:
 
 def cancel(folder: Path, name: str) -> None:
     """Ask the fleet of ``folder`` to end a job. Raises SubmissionError if there is none of this name."""
+    if not _NAME.fullmatch(name):
+        raise SubmissionError(f"there is no job {name!r} in {folder}: that is no name of a job")
     try:
         (folder / JOBS / name / CANCEL).touch()
     except OSError as error:
@@ -93,7 +97,7 @@ def read(own: Path) -> Submission:
 
 def free_name(folder: Path, command: list[str]) -> str:
     """A name for a job that was given none: that of its program, numbered."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(next(iter(command), "job")).stem).strip(".-_") or "job"
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(next(iter(command), "job")).stem).strip(".-_")[:_OF_A_PROGRAM] or "job"
     number = 1
     while (folder / JOBS / f"{stem}-{number}").exists():
         number += 1
