@@ -68,7 +68,7 @@ def write(run_dir: Path, path: Path, reference: Path | None = None) -> None:
     path.write_text(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>\n<body>\n'
-        + "\n".join(part for part in parts if part) + "\n</body></html>\n")  # fmt: skip
+        + "\n".join(part for part in parts if part) + "\n</body></html>\n", encoding="utf-8")  # fmt: skip
 
 
 def _head(run: Run) -> str:

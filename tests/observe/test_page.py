@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -97,6 +99,15 @@ def test_a_page_says_what_moved_where(tmp_path: Path) -> None:
     records.layout(replace(make(dp=3, slices=3), epoch=1))  # all is cut anew
     page.write(run_dir, path)
     assert "What moved where" not in Page(path).text
+
+
+def test_a_page_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [3.0, 2.0])
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # so that text is ASCII
+    done = subprocess.run([sys.executable, "-m", "megatron_elastic.cli", "report", run, "--html", tmp_path / "p.html"],
+                          env=env, capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3.0000 → 2.0000" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
