@@ -124,9 +124,9 @@ class ElasticConfig:
                 Window.parse(self.trace)
             except ValueError as error:
                 raise UsageError(f"--elastic-trace: {error}") from None
-        if self.background_mbps < 0:
+        if not self.background_mbps >= 0:  # as what is no number is not, either
             raise UsageError(f"--elastic-background-mbps must be 0 or more, got {self.background_mbps:g}")
-        if self.log_mb < 0:
+        if not self.log_mb >= 0:
             raise UsageError(f"--elastic-log-mb must be 0 or more, got {self.log_mb:g}")
         if self.replicas < 0:
             raise UsageError(f"--elastic-replicas must be 0 or more, got {self.replicas}")

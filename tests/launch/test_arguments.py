@@ -212,6 +212,8 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--fp16 --loss-scale-window 0", 1, "--loss-scale-window must be at least 1"),
     ("--fp16 --hysteresis 0", 1, "--hysteresis must be at least 1"),
     ("--elastic --elastic-slices 0", 1, "--elastic-slices must be at least 1"),
+    ("--elastic --elastic-log-mb nan", 1, "--elastic-log-mb must be 0 or more, got nan"),
+    ("--elastic --elastic-background-mbps nan", 1, "--elastic-background-mbps must be 0 or more, got nan"),
     ("--elastic-inject kill:rank=0,step=1,at=forward", 1, "needs --elastic"),
     ("--tensorboard-dir curves", 1, "--tensorboard-dir needs --elastic"),
     ("--elastic --elastic-inject kill:rank=4,step=1,at=forward", 4, "rank must be from 0 to 3"),
