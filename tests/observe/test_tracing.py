@@ -347,6 +347,10 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "metrics.jsonl").touch()
     assert "no step is traced from one commit to the next" in error("report", str(tmp_path), "--critical-path")
     assert "step 7 is not traced" in error("report", str(tmp_path), "--critical-path", "7")
+    path.unlink()
+    path.mkdir()
+    for command in (("trace", str(tmp_path), *output), ("report", str(tmp_path), "--critical-path")):
+        assert f"cannot read {path}: Is a directory" in error(*command)
 
 
 # ---- a job ---------------------------------------------------------------------------------------

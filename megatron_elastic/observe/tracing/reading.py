@@ -201,9 +201,11 @@ def _files(run_dir: Path) -> list[Path]:
 
 
 def _read(path: Path) -> RankTrace:
-    decoder, lines = msgspec.json.Decoder(Entry), path.read_bytes().splitlines()
+    decoder = msgspec.json.Decoder(Entry)
     try:
-        entries = [decoder.decode(line) for line in lines]
+        entries = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise RecordsError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordsError(f"{path} is damaged: {error}") from None
     if not entries or not isinstance(entries[0], Origin):
