@@ -58,6 +58,9 @@ def read(path: str) -> dict[str, Any]:
         for name, value in content.items() if section is None else _inside(content, section, path):
             if (section is None and name in _SECTIONS) or value is None:
                 continue
+            if isinstance(value, dict):
+                raise UsageError(f"--yaml-cfg {path}: {name} has names and values under it, as only "
+                                 f"{' and '.join(_SECTIONS)} have: give it a value")
             if name in values:
                 raise UsageError(f"--yaml-cfg {path}: {name} is there twice, once under {section}: take one out")
             values[name] = value
