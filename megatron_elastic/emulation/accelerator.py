@@ -24,6 +24,7 @@ from megatron_elastic.pipeline.program import Op
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.exchange import Phases
 from megatron_elastic.plan.costs.fit import device_bytes
+from megatron_elastic.state.copying import Rate
 
 _NAP = 0.05
 """Seconds that a sleep goes on at most where an interrupt is there and has to wait."""
@@ -199,13 +200,13 @@ class Accelerator:
             file.write(json.dumps(line) + "\n")
         self._step, self._since, self._busy, self._joules, self._late = None, now, 0.0, 0.0, 0.0
 
-    def copying_rate(self, layout: Layout, real: Mapping[int, int]) -> float:
-        """Bytes a second at which slices of the ``real`` units, whose optimizer state is of so many bytes, are to be
-        copied to take as long as those of the emulated model between hosts.
+    def copying_rate(self, layout: Layout, real: Callable[[int], int]) -> Rate:
+        """At which slices of units, whose optimizer state is of ``real`` bytes, are to be copied to take as long as
+        those of the emulated model between hosts. Units are not in proportion to each other: an embedding is that of
+        many layers here.
         """
         costs = self.profile.costs(layout.units)
-        emulated = sum(costs.units[unit].optimizer_bytes for unit in real)
-        return costs.bandwidth * sum(real.values()) / max(1, emulated)
+        return lambda unit: costs.bandwidth * real(unit) / max(1, costs.units[unit].optimizer_bytes)
 
     # ---- sleeping ----------------------------------------------------------------------------
 

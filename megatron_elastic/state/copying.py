@@ -20,6 +20,8 @@ from megatron_elastic.comm.transport import Transport
 
 SliceId = tuple[int, int]
 """(unit, slice)"""
+Rate = Callable[[int], float]
+"""Bytes a second that may be fetched of a unit in the background; 0: no limit."""
 _INTERVAL = 0.1
 """Seconds that a piece takes at the rate allowed."""
 _LEAST = 1024
@@ -64,19 +66,18 @@ def fetch(
     begin: Callable[[int, SliceId], Sequence[torch.Tensor]],
     piece: Callable[[SliceId, int], None],
     arrived: Callable[[SliceId, int], None],
-    rate: float,
+    rate: Rate,
 ) -> Steps:
     """Get slices from other ranks: ``wanted`` are (rank, slice).
 
     ``begin`` is called with both before a slice is asked for, and gives the tensors to receive it in; ``piece`` when a
-    part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.
-    ``rate``: bytes a second at most; 0: no limit.
-    """
+    part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.    """
     free_at = time.monotonic()
     for source, at in wanted:
         tensors = begin(source, at)
         size, step = tensors[0].numel(), torch.empty(1, dtype=torch.int64)
-        each = max(_LEAST, int(rate * _INTERVAL / (4 * len(tensors)))) if rate else size
+        a_second = rate(at[0])
+        each = max(_LEAST, int(a_second * _INTERVAL / (4 * len(tensors)))) if a_second else size
         for start in range(0, size, each):
             end = min(start + each, size)
             request = torch.tensor([start, end])
@@ -88,7 +89,7 @@ def fetch(
                 recvs.append(transport.recv(source, Channel.STATE, part_of(at, 3), step))
             yield [transport.send(source, Channel.REQUEST, part_of(at, 3), request), *recvs]
             piece(at, bytes_here := 4 * len(tensors) * (end - start))
-            if rate:
-                free_at = max(free_at, time.monotonic()) + bytes_here / rate
+            if a_second:
+                free_at = max(free_at, time.monotonic()) + bytes_here / a_second
                 yield [Pause(source, free_at)]
         arrived(at, int(step.item()))

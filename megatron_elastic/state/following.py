@@ -21,7 +21,7 @@ from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 from megatron_elastic.layout import Layout, UnitShape
 from megatron_elastic.observe.dials import Dials
-from megatron_elastic.state.copying import SliceId, fetch, serve
+from megatron_elastic.state.copying import Rate, SliceId, fetch, serve
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.recut import Piece, deliveries
@@ -63,14 +63,14 @@ class Following:
     Args:
         held: what the rank has; everything that ``old`` asks for is live.
         partitions: its parts of all units in ``new``; none if it is in no cell there.
-        rate: bytes a second that may be fetched in the background; 0: no limit.
+        rate: at which others are asked for theirs.
         dials: show how far copies are.
         begins: called before each unit.
     """
 
     def __init__(
         self, old: Layout, new: Layout, shapes: Mapping[int, UnitShape], held: StateStore,
-        partitions: Mapping[int, Partition], transport: Transport, rate: float, dials: Dials,
+        partitions: Mapping[int, Partition], transport: Transport, rate: Rate, dials: Dials,
         begins: Callable[[], None],
     ) -> None:  # fmt: skip
         self._held = held

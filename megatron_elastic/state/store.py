@@ -26,7 +26,7 @@ from megatron_elastic.numerics import deferred
 from megatron_elastic.numerics.kernels import block_squares
 from megatron_elastic.observe.dials import Dials
 from megatron_elastic.state.buffer import UnitBuffer
-from megatron_elastic.state.copying import SliceId, fetch, part_of, serve
+from megatron_elastic.state.copying import Rate, SliceId, fetch, part_of, serve
 from megatron_elastic.state.optimizer import Optimizer, Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.slice import SliceState
@@ -52,20 +52,24 @@ class _Loading:
     due: int = 0
 
 
+def _unlimited(unit: int) -> float:
+    return 0.0
+
+
 class StateStore:
     """Slice states of one rank, keyed by (unit, slice); this rank's part of each.
 
     Args:
         partitions: of all units of which slices are to be held; may grow. The units' modules need not be here.
         keeps: whole states are replayed, and everything is kept as it was one step before, too.
-        rate: bytes a second that may be fetched in the background; 0: no limit.
+        rate: at which replicas that are missing are fetched.
         device: where this rank computes.
         dials: show what is held, and how far copies are.
     """
 
     def __init__(
         self, partitions: Mapping[int, Partition], optimizer: Optimizer, transport: Transport,
-        keeps: bool = False, rate: float = 0.0, device: Device | None = None, dials: Dials | None = None,
+        keeps: bool = False, rate: Rate = _unlimited, device: Device | None = None, dials: Dials | None = None,
     ) -> None:  # fmt: skip
         self._partitions = partitions
         self.optimizer = optimizer
@@ -85,7 +89,6 @@ class StateStore:
         """Copying under way."""
         self._keeps = keeps
         self.rate = rate
-        """Bytes a second that may be fetched in the background; 0: no limit."""
         self._changing = threading.Lock()
         """Held while states change: snapshots of them are taken in the background."""
         self._stale: dict[SliceId, SliceState] = {}

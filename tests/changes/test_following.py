@@ -95,7 +95,7 @@ def test_follows(
         for unit, shape in every.items():
             held.take(states(old, me, unit, shape, 0))
         words, begun = memoryview(bytearray(8 * WORDS)).cast("q"), []
-        new_cut = Following(old, new, every, held, partitions, peer.transport, rate, Dials(words),
+        new_cut = Following(old, new, every, held, partitions, peer.transport, lambda _: rate, Dials(words),
                             lambda: begun.append(1))  # fmt: skip
         step = 0
         while not new_cut.complete or step < len(every) + 2:
@@ -149,7 +149,8 @@ def test_all_at_once() -> None:
         for unit, shape in every.items():
             held.take(states(old, me, unit, shape, 2))
         partitions = {unit: partition_of(new, me, unit, shape) for unit, shape in every.items()}
-        made = Following(old, new, every, held, partitions, peer.transport, 0.0, Dials.alone(), lambda: None).whole(2)
+        unbegun = Following(old, new, every, held, partitions, peer.transport, held.rate, Dials.alone(), lambda: None)
+        made = unbegun.whole(2)
         assert set(made) == {*new.owned(me), *new.replicated(me)}
         for unit, shape in every.items():
             for at, state in states(new, me, unit, shape, 2).items():

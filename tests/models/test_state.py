@@ -307,7 +307,7 @@ def _rank_state(
         for unit in (0, 1)
     }
     partitions = {unit: buffer.partition for unit, buffer in units.items()}
-    store = StateStore(partitions, ADAM, peer.transport, rate=rate, dials=dials)
+    store = StateStore(partitions, ADAM, peer.transport, rate=lambda _: rate, dials=dials)
     return units, store, Reduction(layout, peer.transport, units, store, accumulator)
 
 
@@ -431,7 +431,7 @@ def test_copying_keeps_to_its_rate() -> None:
             wanted = [(0, at) for at in states]
             task = peer.transport.start(fetch(
                 peer.transport, wanted, lambda source, at: buffers[at], lambda *piece: pieces.append(piece),
-                got.__setitem__, rate,
+                got.__setitem__, lambda _: rate,
             ))  # fmt: skip
         peer.transport.wait(task)
         if peer.rank == 1:

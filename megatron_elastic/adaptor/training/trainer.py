@@ -7,6 +7,7 @@ random numbers follow the layout.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ from megatron_elastic.plan.costs import memory
 from megatron_elastic.plan.split import mtp_layers
 from megatron_elastic.plan.work.ramp import Ramp
 from megatron_elastic.state.buffer import UnitBuffer
+from megatron_elastic.state.copying import Rate
 from megatron_elastic.state.optimizer import Update
 from megatron_elastic.state.partition import Partition
 from megatron_elastic.state.store import StateStore
@@ -358,12 +360,12 @@ class Trainer:
 
     def make_store(self, partitions: Mapping[int, Partition]) -> StateStore:
         """Room for states of slices, of which there are none yet."""
-        keeps, rate = self.config.replay == "state", self.config.background_mbps * 1e6 / 8
-        if self.accelerator is not None and partitions:
+        keeps, limit = self.config.replay == "state", self.config.background_mbps * 1e6 / 8
+        rate: Rate = lambda _: limit  # noqa: E731
+        if self.accelerator is not None:
             each = 4 * (1 + len(self.optimizer.moments))
-            real = {unit: each * partition.size for unit, partition in partitions.items()}
-            emulated = self.accelerator.copying_rate(self.layout, real)
-            rate = min(rate, emulated) if rate else emulated
+            emulated = self.accelerator.copying_rate(self.layout, lambda unit: each * partitions[unit].size)
+            rate = lambda unit: min(limit or math.inf, emulated(unit))  # noqa: E731
         dials = self.odometer.dials
         return StateStore(partitions, self.optimizer, self.transport, keeps, rate, self.device, dials)
 
