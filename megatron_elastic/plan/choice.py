@@ -257,7 +257,8 @@ def _candidates(
     if costs.exchange is not None and len({costs.host_of(layout, rank) for rank in layout.ranks}) > 1:
         yield "hosts", fill(layout, costs, Graph.of(layout), layout.epoch, by_host=True)
     for graph in _of_other_depths(layout, costs, planner):
-        yield "stages", fill(layout, costs, graph, layout.epoch, by_host=True)
+        name = "stages" if sum(graph.widths) == len(layout.cells) else "regular"
+        yield name, fill(layout, costs, graph, layout.epoch, by_host=True)
     for name, graph in _regular(layout, len(layout.cells), costs, tied, schedules):
         yield name, fill(layout, costs, graph, layout.epoch)
 
@@ -291,14 +292,15 @@ def _turned(layout: Layout, planner: Planner) -> Iterator[Graph]:
 
 
 def _of_other_depths(layout: Layout, costs: Costs, planner: Planner) -> Iterator[Graph]:
-    """Likewise with more or fewer stages, where it is known what fits: first those that are estimated to be fastest, of
-    these the shortest.
+    """Likewise with more or fewer stages, where it is known what fits, and those of as many cells at every stage: first
+    those that are estimated to be fastest, of these the shortest.
     """
     cells = len(layout.cells)
     depths = [] if costs.memory_bytes is None else range(1, min(cells, planner.blocks) + 1)
     found = chain.from_iterable(
-        _of_depth(layout, stages, planner) for stages in depths if stages != layout.pipeline_size
-    )
+        chain(_even(layout, stages, planner), _of_depth(layout, stages, planner) if cells % stages else ())
+        for stages in depths if stages != layout.pipeline_size
+    )  # fmt: skip
     simulated = 0
     # What differs by less is the same, summed in another order.
     for graph in sorted(found, key=lambda graph: round(pace_ms(layout, costs, graph), 6)):
@@ -314,10 +316,17 @@ def _of_depth(layout: Layout, stages: int, planner: Planner) -> Iterator[Graph]:
     if not low or layout.num_chunks > 1 or layout.num_grains * stages**2 > _MOST_TURNED:
         return
     widths = [low + (stage < extra) for stage in range(stages)]
-    turns = range(stages if extra else 1)
-    for turn in sorted(turns, key=lambda turn: abs(turn - extra // 2)):  # in the middle first
+    for turn in sorted(range(stages), key=lambda turn: abs(turn - extra // 2)):  # in the middle first
         with suppress(NoLayout):
             yield planner.split(widths[turn:] + widths[:turn])
+
+
+def _even(layout: Layout, stages: int, planner: Planner) -> Iterator[Graph]:
+    """The graph of so many stages of as many cells each, of which none is without grains; the others wait."""
+    width = min(len(layout.cells) // stages, layout.num_grains)
+    if width and layout.num_chunks == 1 and layout.num_grains * stages <= _MOST_TURNED:
+        with suppress(NoLayout):
+            yield planner.split([width] * stages)
 
 
 def _regular(

@@ -56,6 +56,20 @@ def test_no_regular_pipeline_of_another_depth_is_faster(lost: list[int], schedul
     assert best(ways(interim, costs, False, [schedule])).step_ms <= min(regular) * (1 + WORTH)
 
 
+def test_cells_that_would_have_no_grains_wait() -> None:
+    """Seven are left, and five micro-batches: one stage of five is best, which ``arrange`` says, and not ``cells``, by
+    which cells would be taken out of stages that stay.
+    """
+    layout = make(2, 4, layers=12, grains=5, replicas=1)
+    costs = replace(alike(layout), memory_bytes=ROOMY)
+    interim = Policy.lose(ELASTIC, layout, [0], Holdings.of(layout).without([0]), 1, costs)
+    chosen = best(ways(interim, costs, False, ["1f1b"]))
+    assert (chosen.name, [stage.width for stage in chosen.layout.stages]) == ("regular", [5])
+    assert ELASTIC.cells(interim, 8, costs, ["1f1b"]) == 7
+    settled = ELASTIC.settle(interim, costs, ["1f1b"])
+    assert [stage.width for stage in settled.stages] == [5] and len(settled.spares) == 2
+
+
 def test_what_fits_has_to_be_known() -> None:
     interim = ELASTIC.lose(LAYOUT, [5], Holdings.of(LAYOUT).without([5]), 1, alike(LAYOUT))
     assert "stages" not in {way.name for way in ways(interim, alike(LAYOUT), tied=False)}

@@ -108,7 +108,7 @@ class Elastic(Policy):
     def cells(
         self, layout: Layout, there: int, costs: Costs | None, schedules: Collection[str] = SCHEDULES
     ) -> int:
-        """More than there are only if steps get shorter."""
+        """More than there are only if steps get shorter; never fewer, as it is ``arrange`` that leaves cells out."""
         now = len(layout.cells)
         if there <= now or costs is None:
             return there
@@ -119,7 +119,7 @@ class Elastic(Policy):
         grown = admit(replace(layout, most_cells=None), newcomers, layout.epoch)
         found = best(ways(grown, costs, tied, schedules))
         present = step(layout, costs, schedules)
-        return found.cells if found.step_ms < present * (1 - WORTH) else now
+        return max(found.cells, now) if found.step_ms < present * (1 - WORTH) else now
 
     def considered(
         self, layout: Layout, costs: Costs, schedules: Collection[str] = SCHEDULES
