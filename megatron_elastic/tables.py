@@ -7,8 +7,8 @@ from rich.table import Table
 
 
 def console(width: int) -> Console:
-    """Standard output; where it is no terminal, at least so wide."""
-    made = Console(highlight=False, soft_wrap=True)
+    """Standard output; where it is no terminal, at least so wide. Brackets are nothing else to it."""
+    made = Console(highlight=False, soft_wrap=True, markup=False)
     if not made.is_terminal:
         made.width = max(width, made.width)
     return made

@@ -243,7 +243,7 @@ def _cluster(
     jobs = trace.jobs(options.elastic_from, options.seed)
     total = options.devices.of(jobs)
     outcomes: dict[str, Outcome] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for name in options.policy:
             bar = progress.add_task(f"{trace.name}, {name}", total=len(jobs))

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_elastic import usage
 from megatron_elastic.observe import telling
@@ -41,7 +42,7 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
 
     Raises RecordsError when a directory has no readable records.
     """
-    console = console or Console()
+    console = console or Console(markup=False)
     metrics = read_metrics(run_dir)
     # A plain run has steps, but no events.
     events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
@@ -50,7 +51,7 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     recoveries = [event for event in events if event.get("kind") == "recovered"]
     for event in recoveries:
         check_fields(event, RECOVERED, f"a recovery in {run_dir / 'events.jsonl'}")
-    console.print(f"[bold]Run[/bold] {run_dir}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("Run", "bold"), f" {run_dir}"), soft_wrap=True)
     if not metrics:
         console.print("There is no step in the records yet.")
         return
@@ -65,9 +66,9 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
         difference = compare(run_dir, reference)
         if difference is None:
             verdict = f"Equal bit for bit to {reference}: every loss, every gradient norm, final weights and optimizer."
-            console.print(f"[green]{verdict}[/green]", highlight=False, soft_wrap=True)
+            console.print(verdict, style="green", highlight=False, soft_wrap=True)
         else:
-            console.print(f"[red]Different from {reference} at {difference}[/red]", highlight=False, soft_wrap=True)
+            console.print(f"Different from {reference} at {difference}", style="red", highlight=False, soft_wrap=True)
 
 
 def plot(losses: Mapping[int, float], marks: Sequence[int], width: int) -> list[str]:

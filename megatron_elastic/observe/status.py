@@ -174,12 +174,13 @@ def _figures(now: Mapping[str, Any], used: Utilisation) -> Table:
         table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s, {now['step_ms']:,.0f} ms a step "
                                f"(median of the last {RECENT})")
         if now["tflops_per_device"] is not None:
-            table.add_row("computes", telling.utilisation(1e12 * now["tflops_per_device"], now["mfu"], used.devices))
+            computes = telling.utilisation(1e12 * now["tflops_per_device"], now["mfu"], used.devices)
+            table.add_row("computes", Text(computes))
         lost = ", ".join(f"{name.removesuffix('_ms')} {telling.duration(ms / 1e3)}"
                          for name, ms in now["lost_ms"].items() if ms >= 1)  # fmt: skip
         table.add_row("goodput", f"{100 * now['goodput']:.2f} %" + (f"   lost: {lost}" if lost else ""))
     causes = ", ".join(f"{count} x {cause}" for cause, count in now["causes"].items())
-    table.add_row("recoveries", f"{now['recoveries']}" + (f"   {causes}" if causes else ""))
+    table.add_row("recoveries", Text(f"{now['recoveries']}" + (f"   {causes}" if causes else "")))
     return table
 
 
@@ -253,6 +254,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column(no_wrap=True, min_width=max(len(event["kind"]) for event in events))
     table.add_column(overflow="fold")
     for event in events:
-        table.add_row(time.strftime("%H:%M:%S", time.localtime(event["time"])), str(event["kind"]),
-                      telling.tell(event))  # fmt: skip
+        # As texts, in which brackets are no markup wherever they are shown.
+        table.add_row(time.strftime("%H:%M:%S", time.localtime(event["time"])), Text(str(event["kind"])),
+                      Text(telling.tell(event)))  # fmt: skip
     return table

@@ -257,6 +257,12 @@ def test_a_check_after_a_fit_on_others(tmp_path: Path, capsys: pytest.CaptureFix
     assert last(out)["mean_error"] == pytest.approx(model["mean_error"], abs=1e-4)
 
 
+def test_names_of_columns_are_shown_with_their_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = measured(tmp_path / "T.csv", some(3, 1), FITTED, "iteration time [s]")
+    _, out, _ = run(capsys, "--check", table)
+    assert "time from 'iteration time [s]'" in out
+
+
 def test_rows_that_were_fitted_on_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = some(40, 1)
     distinct = list(dict.fromkeys(cases))

@@ -240,6 +240,24 @@ def test_pictures_fit_the_terminal(tmp_path: Path) -> None:
     assert any("from loss of rank 1 (kill -9) in 710 ms" in text for text in lines)
 
 
+def test_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of exceptions, paths and names: they are no markup."""
+    run_dir = write_run(tmp_path / "[bold] x[/y] z", [3.0, 2.0])
+    records = RunRecords(run_dir)
+    records.event("error", 1, rank=1, traceback="KeyError: [bold] list[int] [/x]")
+    records.event("recovered", 1, **{**RECOVERY, "cause": "[red] [/x]"})
+    records.close()
+    assert cli.main(["status", str(run_dir)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rank 1 raised KeyError: [bold] list[int] [/x]" in said and "2 1 x kill -9, 1 x [red] [/x]" in said
+    assert cli.main(["report", str(run_dir), "--reference", str(run_dir)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Run {run_dir}" in said and f"Equal bit for bit to {run_dir}:" in said and "[red] [/x]" in said
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(picture(Run.of_folder(run_dir)))  # as in top, where brackets are markup
+    assert "list[int] [/x]" in console.export_text()
+
+
 # ---- top -----------------------------------------------------------------------------------------
 
 

@@ -40,5 +40,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(status(run)))
     else:
-        Console().print(picture(run))
+        Console(markup=False).print(picture(run))
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.tracing.graph import Link, shares
@@ -21,7 +22,7 @@ _ROWS = 40
 
 def render(run_dirs: Sequence[Path], step: int | None, console: Console | None = None) -> None:
     """Print what determined a step's length (None: of all traced ones that of median length). Raises RecordsError."""
-    console = console or Console()
+    console = console or Console(markup=False)
     traces = Traces.read(run_dirs)
     if step is None:
         took = traces.elapsed()
@@ -29,8 +30,9 @@ def render(run_dirs: Sequence[Path], step: int | None, console: Console | None =
             raise RecordsError("no step is traced from one commit to the next")
         step = sorted(took, key=lambda each: took[each])[len(took) // 2]
     chosen = graph_of(traces, step)
-    console.print(f"[bold]Step {chosen.step}[/bold]: {_ms(chosen.elapsed)} ms from one commit of rank {chosen.rank} "
-                  "to the next.\nWhat determined it:", highlight=False)  # fmt: skip
+    console.print(Text.assemble(
+        (f"Step {chosen.step}", "bold"), f": {_ms(chosen.elapsed)} ms from one commit of rank {chosen.rank} to the "
+        "next.\nWhat determined it:"))  # fmt: skip
     console.print(_chain(chosen))
     console.print(_shares(chosen))
     console.print(_ranks(chosen))
