@@ -15,7 +15,6 @@ from rich.text import Text
 from megatron_elastic.layout import Cell, Layout
 from megatron_elastic.observe import telling
 from megatron_elastic.observe.run import RECENT, Copy, Process, Run, loss_of
-from megatron_elastic.observe.utilisation import Utilisation
 
 _EVENTS = 8
 """Events that are shown: the newest."""
@@ -30,7 +29,7 @@ def status(run: Run, now: float | None = None) -> dict[str, Any]:
     """What a job is doing, as JSON has it. Times in milliseconds where a name says so, else seconds.
 
     ``state``: ``beginning``, ``training``, ``recovering``, ``silent`` (it has not ended, and nothing was written for
-    long), ``finished`` or ``failed``.
+    long), ``finished`` or ``failed``. A loss that is not finite is None, as on record.
     """
     now = time.time() if now is None else now
     recent, step_ms = run.metrics[-RECENT:], _step_ms(run)
@@ -44,7 +43,7 @@ def status(run: Run, now: float | None = None) -> dict[str, Any]:
         "reason": None if run.end is None else run.end.get("reason"),
         "step": last.get("step", 0),
         "total_steps": run.total,
-        "loss": loss_of(last) if last else None,
+        "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "lr": last.get("lr"),
         "consumed_samples": last.get("consumed_samples", 0),
@@ -140,7 +139,7 @@ def _progress(event: Mapping[str, Any]) -> dict[str, Any]:
 def picture(run: Run) -> RenderableType:
     """The status of a job, to be printed or shown."""
     now = status(run)
-    parts: list[RenderableType] = [_headline(now), _figures(now, run.utilisation)]
+    parts: list[RenderableType] = [_headline(now), _figures(now, run)]
     if chores := run.chores:
         parts.append(_chores(chores))
     if now["copies"]:
@@ -164,17 +163,17 @@ def _headline(now: Mapping[str, Any]) -> Text:
     return text.append(rest, style="not bold default")
 
 
-def _figures(now: Mapping[str, Any], used: Utilisation) -> Table:
+def _figures(now: Mapping[str, Any], run: Run) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
-    if now["loss"] is not None:
+    if run.metrics:
         norm = "" if now["grad_norm"] is None else f"   gradient norm {now['grad_norm']:.3f}"
-        table.add_row("loss", f"{now['loss']:.4f}{norm}")
+        table.add_row("loss", f"{loss_of(run.metrics[-1]):.4f}{norm}")
         table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s, {now['step_ms']:,.0f} ms a step "
                                f"(median of the last {RECENT})")
         if now["tflops_per_device"] is not None:
-            computes = telling.utilisation(1e12 * now["tflops_per_device"], now["mfu"], used.devices)
+            computes = telling.utilisation(1e12 * now["tflops_per_device"], now["mfu"], run.utilisation.devices)
             table.add_row("computes", Text(computes))
         lost = ", ".join(f"{name.removesuffix('_ms')} {telling.duration(ms / 1e3)}"
                          for name, ms in now["lost_ms"].items() if ms >= 1)  # fmt: skip

@@ -240,6 +240,18 @@ def test_pictures_fit_the_terminal(tmp_path: Path) -> None:
     assert any("from loss of rank 1 (kill -9) in 710 ms" in text for text in lines)
 
 
+def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", [3.0, float("nan")])
+    assert cli.main(["status", str(run_dir), "--json"]) == 0
+
+    def refused(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    assert json.loads(capsys.readouterr().out, parse_constant=refused)["loss"] is None
+    assert cli.main(["status", str(run_dir)]) == 0
+    assert re.search(r"^loss +nan +gradient norm 1.000", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of exceptions, paths and names: they are no markup."""
     run_dir = write_run(tmp_path / "[bold] x[/y] z", [3.0, 2.0])
