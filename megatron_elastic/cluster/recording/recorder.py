@@ -20,9 +20,11 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteProfile,
     WriteScaleTable,
 )
-from megatron_elastic.layout import Layout, LayoutError
+from megatron_elastic.layout import Layout
 from megatron_elastic.observe.dials import Figures
+from megatron_elastic.observe.place import epochs
 from megatron_elastic.observe.records import RecordsError, RunRecords, recent_metrics
+from megatron_elastic.observe.run import read_layout
 from megatron_elastic.plan.predict.past import Past, past
 
 Write = WriteMetrics | WriteEvent | WriteLayout | WriteProfile | WriteScaleTable | WriteDigest
@@ -149,9 +151,9 @@ class Recorder:
     def past(self, present: Layout) -> Past:
         """What the last steps on record took, by layout; nothing where records cannot be read. Takes a while."""
         try:
-            layouts = [Layout.from_json(path.read_bytes()) for path in (self._run_dir / "layouts").glob("*.json")]
+            layouts = [read_layout(self._run_dir, epoch) for epoch in epochs(self._run_dir)]
             return past(present, layouts, recent_metrics(self._run_dir))
-        except (RecordsError, LayoutError, OSError):
+        except (RecordsError, OSError):
             return {}
 
     def show(self, figures: Mapping[int, Figures]) -> None:
