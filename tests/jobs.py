@@ -235,7 +235,7 @@ def assert_same_training(
 ) -> None:
     """``job`` lost the ranks ``lost`` and nevertheless trained bit for bit like ``reference``; records are right.
 
-    Unless ``stages_stay``, a loss may also change how many stages there are.
+    Unless ``stages_stay``, a loss may also change how many stages there are, and which cells are at which.
     """
     assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
     assert_exactly_once(job, samples=samples)

@@ -55,14 +55,17 @@ def test_an_emulated_job_is_as_fast_as_was_foreseen(jobs: Jobs, tmp_path: Path) 
 def test_a_rank_dies_in_a_step_of_a_searched_order(
     jobs: Jobs, tmp_path: Path, grid: Grid, flags: tuple[str, ...]
 ) -> None:
-    """The others go on in a known one, until they have a better one, if there is one."""
+    """The others go on in a known one, until they have a better one, if there is one; or in one that was searched while
+    all waited for units that moved.
+    """
     emulated = emulate(tmp_path / "profile.json", COSTS)
     job = jobs.run(*grid.flags, *flags, *SEARCH, *emulated, *inject(f"5@{KILLED_AT}:backward_weight"))
     assert_same_training(job, jobs.undisturbed(*grid.flags, *flags), [5])
     early, *late = ordered(job)
     found = [event for event in job.events("ordered") if event["epoch"] >= job.events("fault")[0]["epoch"]]
     assert early <= KILLED_AT and found, job.output
-    assert late or all(event["ms"] > (1 - WORTH) * event["present_ms"] for event in found)
+    looked_for = [event for event in found if "seconds" in event]
+    assert late or all(event["ms"] > (1 - WORTH) * event["present_ms"] for event in looked_for)
 
 
 def test_an_order_is_searched_for_the_clocks_of_cells(jobs: Jobs, tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_chunks_are_placed_otherwise_while_it_runs(jobs: Jobs, tmp_path: Path) -
     flags = (*grid.flags, "--num-layers", "8")
     emulated = emulate(tmp_path / "profile.json", COSTS)
     job = jobs.run(*flags, *SEARCH, "--elastic-placement", "search", *emulated, *inject("1@20:backward"))
-    assert_same_training(job, jobs.undisturbed(*flags), [1])
+    assert_same_training(job, jobs.undisturbed(*flags), [1], stages_stay=False)
     first, *others = job.events("ordered")
     assert first["placed_ms"] < 0.98 * first["ms"]
     layouts = job.layouts()
@@ -105,7 +108,6 @@ def test_chunks_are_placed_otherwise_while_it_runs(jobs: Jobs, tmp_path: Path) -
     (placed, *_) = [index for index, way in enumerate(ways) if way == first["through"]]
     lost = next(index for index, layout in enumerate(layouts) if layout.lost)
     assert 0 < placed < lost, "the rank that dies has two chunks by then"
-    assert ways[lost] == ways[placed]
     before = [event for event in others if event["epoch"] < layouts[lost].epoch]
     assert before and all("through" not in event for event in before), "there is nothing better than that"
     assert ordered(job), "in its best order"
@@ -172,7 +174,8 @@ def test_chunks_are_recomputed_while_it_runs(
     (tmp_path / "profile.json").write_text(profile.text)
     job = jobs.run(*grid.flags, *flags, *SEARCH, "--elastic-profile", str(tmp_path / "profile.json"),
                    *inject(*lost))  # fmt: skip
-    assert_same_training(job, jobs.undisturbed(*grid.flags, *flags), [int(spec[0]) for spec in lost])
+    reference, gone = jobs.undisturbed(*grid.flags, *flags), [int(spec[0]) for spec in lost]
+    assert_same_training(job, reference, gone, stages_stay=False)
     first, *others = recomputed(job)
     assert first == [] and any(others), job.output
     assert job.events("ordered")[0]["recomputed"]
@@ -182,6 +185,6 @@ def test_a_rank_dies_where_only_recomputed_chunks_fit(jobs: Jobs, tmp_path: Path
     """The others' devices have room for what it owned, and go on recomputing."""
     emulated = emulate(tmp_path / "profile.json", TOO_LITTLE)
     job = jobs.run(*PP2.flags, *SEARCH, *emulated, *inject("2@4:backward"))
-    assert_same_training(job, jobs.undisturbed(*PP2.flags), [2])
+    assert_same_training(job, jobs.undisturbed(*PP2.flags), [2], stages_stay=False)
     assert all(recomputed(job)), "in every layout"
     assert "OutOfMemory" not in job.output

@@ -32,8 +32,10 @@ class _Meanwhile(NamedTuple):
     known_ms: float
     ordered_ms: float
 
-    def computed(self, way: Way) -> float:
-        """Steps until the next event if all that a way needs is copied while training goes on."""
+    def computed(self, way: Way, stays: Way) -> float:
+        """Steps until the next event if all that a way needs is copied while training goes on as it ``stays``."""
+        if way is stays:
+            return HORIZON_MS / way.step_ms
         left = max(HORIZON_MS - _UNORDERED * self.known_ms, 0.0)
         ordered = min(_ORDERED * self.ordered_ms + way.moves_ms, left)
         return _UNORDERED + ordered / self.ordered_ms + (left - ordered) / way.step_ms
@@ -84,7 +86,7 @@ class Elastic(Policy):
         on_the_side = best(found)
         fits = overflow(stay, stay.ranks, costs, split) is None
         goes_on = fits and on_the_side.problem is None
-        computed = meanwhile.computed(on_the_side) if goes_on else 0.0
+        computed = meanwhile.computed(on_the_side, found[0]) if goes_on else 0.0
         chosen = stay
         for way in found[1:] if fits else found:
             spread = even(way.layout, epoch, costs.slow)
