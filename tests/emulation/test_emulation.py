@@ -405,6 +405,19 @@ def test_a_step_is_noted(clock: Clock, tmp_path: Path) -> None:
     assert line["joules"] == pytest.approx((1.0 * 100 + 1.002024 * 10) / 0.5, rel=1e-5)
 
 
+def test_copies_of_each_unit_take_as_long_as_on_the_devices(tmp_path: Path) -> None:
+    """Whatever they are of here, where an embedding may be as large as many layers."""
+    said = json.loads(profile_of().text)
+    for name, size in {"embedding": 6_000_000, "layer": 12_000_000, "head": 6_000_000}.items():
+        said["units"][name]["optimizer_bytes"] = size
+    profile = Profile.parse(json.dumps(said))
+    made, costs = device(profile, tmp_path), profile.costs(layout().units)
+    real = {unit: size for unit, size in enumerate((40_000, 1_000, 1_000, 1_000, 1_000, 25_000))}
+    rate = made.copying_rate(layout(), real.__getitem__)
+    for unit, size in real.items():
+        assert size / rate(unit) == pytest.approx(costs.units[unit].optimizer_bytes / costs.bandwidth)
+
+
 def test_memory_refuses_to_overflow(tmp_path: Path) -> None:
     # Two layers: 12 MB of weights and gradients, 12 MB of optimizer state, 2 kB for each grain that is live.
     one = device(profile_of(memory=24_005_000), tmp_path)
