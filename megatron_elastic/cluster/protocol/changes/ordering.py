@@ -1,11 +1,11 @@
 """Ordering: in what order cells do their work, if it is searched (``--elastic-schedule search``).
 
-Orders are looked for beside the protocol, when costs are known and all that a layout asks for is live. A layout that a
-loss has led to begins with the best of the known schedules, so that nothing waits for a search, unless units move at
-once, for which all wait anyway; one that is found then comes into force between two steps as a planned layout does,
-which is the same but for its epoch. A layout that is planned waits for its order before anybody is told, but not for
-long. While copies are under way cells do what they did, in the order that they had if it fits beside them, or else in
-one that does; and an order is looked for in which they can begin when all copies are there.
+Orders are looked for beside the protocol, as soon as costs are known. A layout that a loss has led to begins with the
+best of the known schedules, so that nothing waits for a search, unless units move at once, for which all wait anyway;
+one that is found then comes into force between two steps as a planned layout does, which is the same but for its epoch.
+A layout that is planned waits for its order before anybody is told, but not for long. While copies are under way cells
+do what they did, in the order that they had if it fits beside them, or else in one that does; and an order is looked
+for in which they can begin when all copies are there.
 """
 
 from __future__ import annotations
@@ -104,19 +104,13 @@ def _first(job: Job, new: Layout) -> bytes | None:
     """The packed program that cells begin with in a layout for which none has been found: that which they have, if they
     do the same; the best of the known schedules; or None, the usual one.
     """
-    if _kept(job, new):
-        assert job.layout is not None
-        return in_force(job, job.layout)
-    return known(new, job.costs) if job.settings.schedule == SEARCH and job.costs is not None else None
-
-
-def _kept(job: Job, new: Layout) -> bool:
-    """Whether cells go on in the order that they have: they do the same, and it fits beside what they are sent."""
     layout, costs = job.layout, job.costs
-    if layout is None or not _is_for(layout, new) or layout.recomputed != new.recomputed:
-        return False
-    present = in_force(job, layout)
-    return present is None or costs is None or fits_beside(present, layout, new, costs)
+    assert layout is not None
+    if _is_for(layout, new) and layout.recomputed == new.recomputed:
+        present = in_force(job, layout)
+        if present is None or costs is None or fits_beside(present, layout, new, costs):
+            return present
+    return known(new, costs) if job.settings.schedule == SEARCH and costs is not None else None
 
 
 def due(job: Job, layout: Layout) -> Order | None:
