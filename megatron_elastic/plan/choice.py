@@ -40,6 +40,8 @@ _MOST_TURNED = 5_000
 _MOST_OTHERS = 6_000
 """Grains times stages, of all graphs together that are simulated of more or fewer stages: some thirty of 16 cells with
 32 grains."""
+_MOST_GRIDS = 4
+"""Regular pipelines of which the exchange is counted where that takes long: half a second each for 10,000 ranks."""
 _MOST_DEALT = 3
 """Ways of which another dealing of grains is tried, where cells are slow."""
 _MOST_SEARCHED = 8
@@ -385,7 +387,8 @@ def fastest_grid(
     if costs.exchange is None:
         return min(made)[2]
     best_ms, found = math.inf, made[0][2]
-    for passes_ms, _, graph in sorted(made):  # the exchange comes on top of that
+    most = _MOST_GRIDS if takes_long(layout) else len(made)
+    for passes_ms, _, graph in sorted(made)[:most]:  # the exchange comes on top of that
         if passes_ms >= best_ms:
             break
         step_ms = costs.pace_of(_grid_of(layout, graph)).step_ms

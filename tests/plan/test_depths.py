@@ -15,7 +15,8 @@ from megatron_elastic.pipeline.prediction import predicted
 from megatron_elastic.pipeline.search import find
 from megatron_elastic.pipeline.simulate import Step
 from megatron_elastic.plan import NoLayout
-from megatron_elastic.plan.choice import WORTH, best, step, ways
+from megatron_elastic.plan.choice import WORTH, best, fastest_grid, step, ways
+from megatron_elastic.plan.costs.cost import Costs, Pace
 from megatron_elastic.plan.costs.exchange import Exchange
 from megatron_elastic.plan.graph import Planner
 from megatron_elastic.plan.growth import even
@@ -68,6 +69,29 @@ def test_cells_that_would_have_no_grains_wait() -> None:
     assert ELASTIC.cells(interim, 8, costs, ["1f1b"]) == 7
     settled = ELASTIC.settle(interim, costs, ["1f1b"])
     assert [stage.width for stage in settled.stages] == [5] and len(settled.spares) == 2
+
+
+def test_the_exchange_of_few_regular_pipelines_is_counted_where_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A coordinator with ten thousand ranks plans between other things; the one that it takes is among the best."""
+    counted: list[Layout] = []
+    usual = Costs.pace_of
+
+    def pace_of(costs: Costs, layout: Layout) -> Pace:
+        counted.append(layout)
+        return usual(costs, layout)
+
+    monkeypatch.setattr(Costs, "pace_of", pace_of)
+    exchange = Exchange(sum_bytes=4, gradient_bytes=4, weight_bytes=2, memory_bandwidth=1e3)
+    found = []
+    for grains in (32, 1_000):
+        layout = make(4, 4, layers=40, grains=grains)
+        costs = replace(alike(layout), memory_bytes=ROOMY, exchange=exchange, bandwidth=1e3, latency_ms=0.0)
+        counted.clear()
+        found.append(fastest_grid(layout, 16, costs, False))
+        assert len(counted) > 4 if grains == 32 else len(counted) <= 4
+    assert sum(found[1].widths) == 16
 
 
 def test_what_fits_has_to_be_known() -> None:

@@ -35,8 +35,12 @@ def overflow(layout: Layout, ranks: Collection[int], costs: Costs, split: bool =
     if costs.memory_bytes is None:
         return None
     keeping = Keeping(layout.way, layout.units)
+    kept: dict[tuple[int, int], float] = {}  # cells of a stage with as many grains keep as much
     for rank in ranks:
-        held, live = device_bytes(layout, rank, costs), live_bytes(layout, rank, costs, split, keeping)
+        alike = layout.stage_of(rank), len(layout.cell_of(rank).share)
+        if alike not in kept:
+            kept[alike] = live_bytes(layout, rank, costs, split, keeping)
+        held, live = device_bytes(layout, rank, costs), kept[alike]
         if held + live > costs.memory_bytes:
             return (f"the device of rank {rank} would hold {held / 1e9:.1f} GB of weights, gradients and optimizer "
                     f"state, and {live / 1e9:.1f} GB of activations, but has {costs.memory_bytes / 1e9:.1f} GB: use "
