@@ -12,8 +12,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9")
-"""Of Okabe and Ito's palette, which the colour-blind can tell apart."""
+from megatron_elastic.observe.plot import BLUE, GREEN, PINK, RED, SKY
+
+COLOURS = (BLUE, RED, GREEN, PINK, "#000000", SKY)
 _STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "megatron-elastic",
     "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],

@@ -325,7 +325,7 @@ def _of_depth(layout: Layout, stages: int, planner: Planner) -> Iterator[Graph]:
 
 def _even(layout: Layout, stages: int, planner: Planner) -> Iterator[Graph]:
     """The graph of so many stages of as many cells each, of which none is without grains; the others wait."""
-    width = min(len(layout.cells) // stages, layout.num_grains)
+    width = _even_width(layout, len(layout.cells), stages)
     if width and layout.num_chunks == 1 and layout.num_grains * stages <= _MOST_TURNED:
         with suppress(NoLayout):
             yield planner.split([width] * stages)
@@ -344,8 +344,13 @@ def _regular(
 
 def whole_replicas(layout: Layout, cells: int) -> Graph:
     """As many cells at every stage as so many make, with the units as they are; none if they are too few."""
-    width = min(cells // layout.pipeline_size, layout.num_grains)
+    width = _even_width(layout, cells, layout.pipeline_size)
     return Graph.of(layout, (width,) * layout.pipeline_size)
+
+
+def _even_width(layout: Layout, cells: int, stages: int) -> int:
+    """How many of so many cells each stage has if all have as many, and none is without grains."""
+    return min(cells // stages, layout.num_grains)
 
 
 def _grid_of(layout: Layout, graph: Graph) -> Layout:
@@ -372,7 +377,7 @@ def fastest_grid(
     made: list[tuple[float, int, Graph]] = []
     problem = NoLayout(f"{present} pipeline stages cannot be made of {cells} cells")
     for stages in counts:
-        width = min(cells // stages, layout.num_grains)
+        width = _even_width(layout, cells, stages)
         if width < 1:
             continue
         widths = [width] * stages

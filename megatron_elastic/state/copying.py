@@ -71,7 +71,8 @@ def fetch(
     """Get slices from other ranks: ``wanted`` are (rank, slice).
 
     ``begin`` is called with both before a slice is asked for, and gives the tensors to receive it in; ``piece`` when a
-    part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.    """
+    part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.
+    """
     free_at = time.monotonic()
     for source, at in wanted:
         tensors = begin(source, at)

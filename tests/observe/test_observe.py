@@ -36,6 +36,12 @@ RECOVERY: dict[str, Any] = {
 }  # fmt: skip
 
 
+def add_line(file: Path, line: str) -> None:
+    """As a job would that writes on."""
+    with file.open("a") as lines:
+        lines.write(line + "\n")
+
+
 def write_run(path: Path, losses: list[float], norms: list[float] | None = None, sha: str = "ab") -> Path:
     run = RunRecords(path)
     for step, loss in enumerate(losses, start=1):
@@ -326,8 +332,7 @@ def test_the_report_says_what_records_lack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damaged: str, said: str
 ) -> None:
     run_dir = write_run(tmp_path / "run", [3.0])
-    with (run_dir / file).open("a") as lines:
-        lines.write(damaged + "\n")
+    add_line(run_dir / file, damaged)
     assert report.main([str(run_dir)]) == 2
     assert said.replace("RUN", str(run_dir)) in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from megatron_elastic.observe.status import picture, status
 from megatron_elastic.observe.telling import duration, ranks, tell
 from megatron_elastic.top import Top, answer
 from tests.jobs import ROOT, Jobs, inject
-from tests.observe.test_observe import RECOVERY, line, make, write_run
+from tests.observe.test_observe import RECOVERY, add_line, line, make, write_run
 
 
 def steps(times: Sequence[float], width: int = 8) -> list[dict[str, Any]]:
@@ -116,8 +116,7 @@ def test_what_a_record_lacks_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damaged: str, lacks: str
 ) -> None:
     run_dir = write_run(tmp_path / "run", [3.0])
-    with (run_dir / file).open("a") as lines:
-        lines.write(damaged + "\n")
+    add_line(run_dir / file, damaged)
     assert cli.main(["status", str(run_dir)]) == 2
     said = f"megatron-elastic status: error: {run_dir / file}:2 is damaged: it lacks {lacks}"
     assert said in capsys.readouterr().err

@@ -360,14 +360,17 @@ class Trainer:
 
     def make_store(self, partitions: Mapping[int, Partition]) -> StateStore:
         """Room for states of slices, of which there are none yet."""
-        keeps, limit = self.config.replay == "state", self.config.background_mbps * 1e6 / 8
-        rate: Rate = lambda _: limit  # noqa: E731
-        if self.accelerator is not None:
-            each = 4 * (1 + len(self.optimizer.moments))
-            emulated = self.accelerator.copying_rate(self.layout, lambda unit: each * partitions[unit].size)
-            rate = lambda unit: min(limit or math.inf, emulated(unit))  # noqa: E731
-        dials = self.odometer.dials
+        keeps, rate, dials = self.config.replay == "state", self._copying_rate(partitions), self.odometer.dials
         return StateStore(partitions, self.optimizer, self.transport, keeps, rate, self.device, dials)
+
+    def _copying_rate(self, partitions: Mapping[int, Partition]) -> Rate:
+        """What ``--elastic-background-mbps`` allows; no more than emulated links do."""
+        limit = self.config.background_mbps * 1e6 / 8
+        if self.accelerator is None:
+            return lambda _: limit
+        each = 4 * (1 + len(self.optimizer.moments))
+        emulated = self.accelerator.copying_rate(self.layout, lambda unit: each * partitions[unit].size)
+        return lambda unit: min(limit or math.inf, emulated(unit))
 
     def await_parameters(self, tenure: Tenure) -> None:
         """Return when all parameters are here that the newest step made."""
