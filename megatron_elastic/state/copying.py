@@ -1,20 +1,22 @@
 """Copying: replicas that are missing are fetched in the background, one slice after the other, no faster than allowed.
 
-Who lacks slices asks for them, piece by piece, and the sender answers. A slice is remembered by its sender as it is
-when its first piece is asked for, so only slices on their way are in memory twice, and nothing is copied while a step
-waits. The answer says how many steps the slice has done; who fetches it keeps the gradients of the steps since it
+Who lacks slices asks for them, piece by piece, a few ahead, and the sender answers. A slice is remembered by its sender
+as it is when it comes to its first piece, so only slices on their way are in memory twice, and nothing is copied while a
+step waits. The answer says how many steps the slice has done; who fetches it keeps the gradients of the steps since it
 asked, and the one before, because ranks are up to one step apart: with them the copy catches up (``state.store``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from megatron_elastic.comm.operation import Pause, Sending, Steps
+from megatron_elastic.comm.operation import Pause, Recv, Sending, Steps
 from megatron_elastic.comm.tag import Channel, at_slice
 from megatron_elastic.comm.transport import Transport
 
@@ -26,6 +28,8 @@ _INTERVAL = 0.1
 """Seconds that a piece takes at the rate allowed."""
 _LEAST = 1024
 """Elements of the smallest piece."""
+_AHEAD = 2
+"""Pieces that are asked for while one is on its way: the way to who has them and back costs nothing then."""
 
 
 def part_of(at: SliceId, part: int) -> int:
@@ -60,6 +64,19 @@ def serve(
         yield sends
 
 
+class _Piece(NamedTuple):
+    """A piece that has been asked for: of all of a slice's tensors."""
+
+    at: SliceId
+    source: int
+    nbytes: int
+    seconds: float
+    """That it takes at the rate allowed."""
+    step: torch.Tensor | None
+    """With the slice's last piece: where the number of steps is that the slice has done."""
+    operations: Sequence[Sending | Recv]
+
+
 def fetch(
     transport: Transport,
     wanted: Sequence[tuple[int, SliceId]],
@@ -73,7 +90,33 @@ def fetch(
     ``begin`` is called with both before a slice is asked for, and gives the tensors to receive it in; ``piece`` when a
     part of it is here, with its bytes; ``arrived`` when all of it is, with the number of steps that it has done.
     """
+
+    def take(each: _Piece) -> Steps:
+        yield each.operations
+        piece(each.at, each.nbytes)
+        if each.step is not None:
+            arrived(each.at, int(each.step.item()))
+
     free_at = time.monotonic()
+    under_way: deque[_Piece] = deque()
+    for asked in _pieces(transport, wanted, begin, rate):
+        under_way.append(asked)
+        free_at = max(free_at, time.monotonic()) + asked.seconds
+        if len(under_way) > _AHEAD:
+            yield from take(under_way.popleft())
+        if asked.seconds:
+            yield [Pause(asked.source, free_at)]
+    for asked in under_way:
+        yield from take(asked)
+
+
+def _pieces(
+    transport: Transport,
+    wanted: Sequence[tuple[int, SliceId]],
+    begin: Callable[[int, SliceId], Sequence[torch.Tensor]],
+    rate: Rate,
+) -> Iterator[_Piece]:
+    """Ask for one piece after the other: for each when it is taken from here."""
     for source, at in wanted:
         tensors = begin(source, at)
         size, step = tensors[0].numel(), torch.empty(1, dtype=torch.int64)
@@ -81,16 +124,14 @@ def fetch(
         each = max(_LEAST, int(a_second * _INTERVAL / (4 * len(tensors)))) if a_second else size
         for start in range(0, size, each):
             end = min(start + each, size)
-            request = torch.tensor([start, end])
-            recvs = [
+            operations: list[Sending | Recv] = [
                 transport.recv(source, Channel.STATE, part_of(at, part), tensor[start:end])
                 for part, tensor in enumerate(tensors)
             ]
             if start == 0:
-                recvs.append(transport.recv(source, Channel.STATE, part_of(at, 3), step))
-            yield [transport.send(source, Channel.REQUEST, part_of(at, 3), request), *recvs]
-            piece(at, bytes_here := 4 * len(tensors) * (end - start))
-            if a_second:
-                free_at = max(free_at, time.monotonic()) + bytes_here / a_second
-                yield [Pause(source, free_at)]
-        arrived(at, int(step.item()))
+                operations.append(transport.recv(source, Channel.STATE, part_of(at, 3), step))
+            request = torch.tensor([start, end])
+            operations.append(transport.send(source, Channel.REQUEST, part_of(at, 3), request))
+            nbytes = 4 * len(tensors) * (end - start)
+            seconds = nbytes / a_second if a_second else 0.0
+            yield _Piece(at, source, nbytes, seconds, step if end == size else None, operations)

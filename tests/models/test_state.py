@@ -448,6 +448,38 @@ def test_copying_keeps_to_its_rate() -> None:
 
 
 @pytest.mark.job
+def test_slices_are_asked_for_ahead() -> None:
+    """So that the way to who has them and back is not waited for with each; they come as they were asked for."""
+    states = {(0, k): [torch.full((5,), float(3 * k + part)) for part in range(3)] for k in range(5)}
+
+    def body(peer: Peer) -> None:
+        if peer.rank == 0:
+            peer.transport.wait(peer.transport.recv(1, Channel.POINT_TO_POINT, 0, torch.empty(1)))
+            task = peer.transport.start(serve(peer.transport, 1, list(states), lambda at: (at[1], states[at])))
+        else:
+            begun: dict[tuple[int, int], list[torch.Tensor]] = {}
+            came: list[tuple[int, int]] = []
+
+            def begin(source: int, at: tuple[int, int]) -> list[torch.Tensor]:
+                return begun.setdefault(at, [torch.zeros(5) for _ in range(3)])
+
+            task = peer.transport.start(fetch(
+                peer.transport, [(0, at) for at in states], begin, lambda *_: None, lambda at, _: came.append(at),
+                lambda _: 0.0,
+            ))  # fmt: skip
+            assert list(begun) == list(states)[:3]  # nobody has answered
+            peer.transport.wait(peer.transport.send(0, Channel.POINT_TO_POINT, 0, torch.zeros(1)))
+        peer.transport.wait(task)
+        if peer.rank == 1:
+            assert came == list(states)
+            for at, tensors in states.items():
+                assert all(torch.equal(a, b) for a, b in zip(tensors, begun[at], strict=True))
+        peer.leave()
+
+    world.run(body, size=2)
+
+
+@pytest.mark.job
 def test_copies_under_way_can_be_abandoned() -> None:
     """And begun anew in the next epoch, without mixing up the bytes of both."""
 
