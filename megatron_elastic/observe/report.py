@@ -185,7 +185,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic report RUN_DIR [--reference RUN_DIR] [--html FILE]``: 0, or 2 without readable records."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.critical_path is not None and (args.html, args.reference) != (None, None):
+        parser.error("--critical-path is shown instead of all else: leave out --html and --reference")
     try:
         check_run(args.run_dir)
         if args.reference is not None:

@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: str) -> int:
     """``plan --policy``: what policies would make of a loss."""
     match = re.fullmatch(r"lose:rank=(\d+(?:,\d+)*)", options.event)
-    if match is None or options.svg or options.dag or options.schedule == SEARCH:
+    if match is None or options.svg or options.dag or options.untied or options.schedule == SEARCH:
         raise UsageError("--policy compares what is made of a loss: it takes --event lose:rank=R[,R...], and no --svg, "
-                         f"--dag or --schedule {SEARCH}")
+                         f"--dag, --untied or --schedule {SEARCH}")
     names = list(POLICIES) if options.policy == "all" else [options.policy]
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     if options.clocks is not None and not options.dvfs:

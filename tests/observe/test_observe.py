@@ -314,6 +314,13 @@ def test_the_report_of_a_run_that_has_only_begun(tmp_path: Path, capsys: pytest.
     assert report.main([str(tmp_path / "nowhere")]) == 2
 
 
+@pytest.mark.parametrize("other", ["--html", "--reference"])
+def test_a_critical_path_is_reported_alone(other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        report.main([str(tmp_path), "--critical-path", other, str(tmp_path / "other")])
+    assert end.value.code == 2 and "leave out --html and --reference" in capsys.readouterr().err
+
+
 def test_the_report_of_a_plain_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", [2.5, 2.25])
     (run / "events.jsonl").unlink()

@@ -206,6 +206,7 @@ def test_flags_of_policies_are_of_use_with_one_only(
         ("--tokens=-5", "-5 is not a number from 1 on"),
         ("--tokens=0", "0 is not a number from 1 on"),
         ("--clocks=0.9,1", "--clocks is about which clocks are planned: add --dvfs, or leave it out"),
+        ("--untied", "it takes --event lose:rank=R[,R...], and no --svg, --dag, --untied or --schedule search"),
     ],
 )
 def test_figures_of_policies_that_cannot_be(

@@ -1,6 +1,7 @@
 """Copying: states on their way between model ranks, as ``state.copying`` and ``state.replay`` do it.
 
-What is to be live at once is sent by who has it; what may come later is fetched in the background, one after the other.
+What is to be live at once is sent by who has it; what may come later is fetched in the background, one after the other
+(``state.copying`` asks for a few ahead: slices do not depend on each other, so that only changes when they come).
 """
 
 from __future__ import annotations
