@@ -255,8 +255,6 @@ def _check_length(args: argparse.Namespace, unit: str) -> None:
         raise UsageError("--train-iters or --train-samples is needed")
     if any(getattr(args, f"{name}_{other}") for name in ("train", "lr_decay", "lr_warmup")):
         raise UsageError(f"{_flag(length)} goes with {_flag(decay)} and {_flag(warmup)}: leave out what is in {other}")
-    if args.rampup_batch_size is not None and unit == "iters":
-        raise UsageError("--rampup-batch-size needs --train-samples in place of --train-iters")
     check_at_least(1, **{length: getattr(args, length)})
     check_at_least(0, **{warmup: getattr(args, warmup)})
     if getattr(args, decay) is None:

@@ -275,7 +275,11 @@ class CheckoutTrainer(Trainer):
             return forward_step(data, model)
 
     def make_rates(self) -> RatesByStep:
-        return RatesByStep(self.args, targets.SCHEDULER.find(), self.parameter_groups)
+        args = self.args
+        rates = RatesByStep(args, targets.SCHEDULER.find(), self.parameter_groups)
+        if args.train_samples:  # Megatron 0.19 makes steps of them as if batches did not grow
+            args.train_iters = Ramp.of(args).steps(args.train_samples)
+        return rates
 
     def saved_besides(self, step: int) -> dict[str, Any]:
         """With Megatron's flags, which say what can be loaded: random numbers are no state."""

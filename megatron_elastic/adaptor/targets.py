@@ -356,8 +356,9 @@ LOG = Target(_TRAINING + "training", "training_log", "called",
              ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
               "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"), "checkout",
              "Megatron's line for a step, TensorBoard and Weights & Biases")
-BATCH = Target(_CORE + "num_microbatches_calculator", "update_num_microbatches", "called",
-               ("consumed_samples", "consistency_check"), "checkout", "Megatron's log has the size of a step's batch")
+BATCH = Target(_CORE + "num_microbatches_calculator", "reconfigure_num_microbatches_calculator", "called",
+               ("rank", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_parallel_size"), "checkout",
+               "Megatron's log has the size of a step's batch")
 LOG_RATE = Target(_TRAINING + "training", "reduce_max_stat_across_model_parallel_group", "replaced", ("stat",),
                   "checkout", "one rank logs alone, and knows the learning rate",
                   (Since("0.19", parameters=("stat", "group")),))

@@ -63,6 +63,8 @@ def check_ramp(args: argparse.Namespace) -> None:
         raise UsageError(f"{shown}: START and INCREMENT must be multiples of --micro-batch-size "
                          f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {at_once}, as "
                          "--global-batch-size is")
+    if args.train_samples is None:
+        raise UsageError("--rampup-batch-size needs --train-samples in place of --train-iters")
 
 
 def check_faults(args: argparse.Namespace) -> None:

@@ -111,7 +111,8 @@ def _awaited(legs: Sequence[Leg]) -> list[Leg]:
     ("2 2 24", "multiples of --micro-batch-size 2 x data-parallel size 2 = 4"), ("4 6 24", "multiples of"),
 ])  # fmt: skip
 def test_what_cannot_grow_is_refused(given: str, why: str | None) -> None:
-    flags = Namespace(micro_batch_size=2, data_parallel_size=2, global_batch_size=16, rampup_batch_size=given.split())
+    flags = Namespace(micro_batch_size=2, data_parallel_size=2, global_batch_size=16, rampup_batch_size=given.split(),
+                      train_samples=100)  # fmt: skip
     if why is None:
         check_ramp(flags)
     else:
@@ -119,6 +120,14 @@ def test_what_cannot_grow_is_refused(given: str, why: str | None) -> None:
             check_ramp(flags)
     flags.iterations_to_skip = [3]
     with pytest.raises(UsageError, match=f"^--rampup-batch-size {given} does not work with --iterations-to-skip"):
+        check_ramp(flags)
+
+
+def test_steps_are_counted_by_samples_while_batches_grow() -> None:
+    """Megatron 0.19 does not look."""
+    flags = Namespace(micro_batch_size=2, data_parallel_size=2, global_batch_size=16, rampup_batch_size=[4, 4, 24],
+                      train_samples=None, train_iters=6)  # fmt: skip
+    with pytest.raises(UsageError, match=r"^--rampup-batch-size needs --train-samples in place of --train-iters"):
         check_ramp(flags)
 
 
@@ -331,6 +340,15 @@ def test_as_megatron_lm(
     divided = (*parallel.split(), "--moe-token-dispatcher-type", "allgather") if parallel else ()
     rest = losses_after_loading(patched.plain(*flags, *divided, "--load", str(saved), ranks=2 if parallel else 1))
     assert rest == pytest.approx({step: whole[step] for step in steps if step > 3}, rel=1e-5)
+
+
+@needs_checkout
+def test_all_samples_are_taken_in_every_release(patched: CheckoutJobs) -> None:
+    """Also by Megatron-LM 0.19, which passes over the flag: as many steps as they are, with their sizes in the log."""
+    job = patched.run("--elastic", *SHORT, *WITHOUT_DROPOUT, "--lr-decay-samples", "60", ranks=2)
+    found = logged(*job.run_dir.glob("logs/rank*.log"))
+    assert [size for *_, size in found.values()] == SIZES
+    assert found[len(SIZES)][0] == sum(SIZES)
 
 
 @needs_checkout

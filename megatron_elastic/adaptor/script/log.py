@@ -65,7 +65,10 @@ class TrainingLog:
         args = self._args
         args.iteration = args.curr_iteration = done
         args.consumed_train_samples = samples
-        targets.BATCH.find()(before, consistency_check=False)
+        targets.BATCH.find()(
+            rank=-1, rampup_batch_size=None, global_batch_size=samples - before, micro_batch_size=args.micro_batch_size,
+            data_parallel_size=args.data_parallel_size,
+        )  # fmt: skip
         _tell_measures(measures, args.num_layers + mtp_layers(args))
         with self._as_writer(writes), _world_of(args, ranks):
             targets.LOG.find()(
