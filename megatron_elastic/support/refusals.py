@@ -126,6 +126,8 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--record-memory-history", _LOOP),
     _switch("--log-max-attention-logit", "Transformer Engine's attention tells it, and local attention does not"),
     _switch("--log-energy", _LOOP),
+    _switch("--qk-clip", _LOOP),
+    _switch("--batch-invariant-mode", "not supported yet"),
     # Of 0.19, or of releases between.
     Refusal("--tensor-parallel-num-weight-shards", "parameters are sharded as slices"),
     Refusal("--expert-tensor-parallel-num-weight-shards", "parameters are sharded as slices"),

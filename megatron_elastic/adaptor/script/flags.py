@@ -39,7 +39,7 @@ _OF_A_REFUSED_ONE = frozenset({
 """Groups of Megatron's parser, by their titles."""
 _MORE_ABOUT = {
     "--dsa-*": "--experimental-attention-variant", "--no-dsa-*": "--experimental-attention-variant",
-    "--mamba-training-*": "--hybrid-layer-pattern", "--mup-*": "--use-mup",
+    "--qk-clip-*": "--qk-clip", "--mamba-training-*": "--hybrid-layer-pattern", "--mup-*": "--use-mup",
     "--muon-*": "--optimizer", "--lion-*": "--optimizer",
     "--high-priority-a2a-comm-stream": "--overlap-moe-expert-parallel-comm",
     "--moe-router-quantile-balancing-ema": "--moe-router-load-balancing-type",
