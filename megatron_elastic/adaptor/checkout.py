@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -326,6 +326,9 @@ class CheckoutTrainer(Trainer):
     def saved(self, step: int) -> None:
         super().saved(step)
         self._progress.saved(step, self.ramp.before(step + 1))
+
+    def pause(self) -> AbstractContextManager[None]:
+        return self._log.paused()
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """The last evaluations, if training is complete, or there is none; then on the first of the data."""

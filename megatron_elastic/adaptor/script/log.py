@@ -50,6 +50,15 @@ class TrainingLog:
         """Training begins now, or this rank's part in it: the time before does not count."""
         self._timer.start()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no part of a step: its time does not count."""
+        self._timer.stop()
+        try:
+            yield
+        finally:
+            self._timer.start()
+
     def step(
         self, done: int, loss: float, grad_norm: float | None, lr: float, loss_scale: float, before: int, samples: int,
         ranks: int, writes: bool, measures: Mapping[str, float], params_norm: float | None,

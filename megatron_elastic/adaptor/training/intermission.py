@@ -17,7 +17,8 @@ def hold(trainer: Trainer, tenure: Tenure, done: int) -> None:
     """Do what is due after ``done`` steps."""
     args = trainer.args
     if args.eval_interval and done and done % args.eval_interval == 0:
-        evaluate(trainer, tenure, done, "validation", done // args.eval_interval - 1)
+        with trainer.pause():
+            evaluate(trainer, tenure, done, "validation", done // args.eval_interval - 1)
     if trainer.saving.written():
         complete_save(trainer)
     if (late := trainer.saving.late(done)) is not None and trainer.rank == tenure.layout.ranks[0]:
@@ -37,10 +38,11 @@ def save(trainer: Trainer, tenure: Tenure, done: int) -> None:
         store=tenure.store, names=sliced.parts(trainer.optimizer) if trainer.saves_optimizer else (), step=done,
         samples=trainer.ramp.before(done + 1), besides=trainer.saved_besides(done), apart=apart,
     )  # fmt: skip
-    with trainer.odometer.patient():  # state may have to be copied
-        trainer.saving.begin(done, tenure.layout.epoch, prepare)
-    if not apart:
-        complete_save(trainer)
+    with trainer.pause():
+        with trainer.odometer.patient():  # state may have to be copied
+            trainer.saving.begin(done, tenure.layout.epoch, prepare)
+        if not apart:
+            complete_save(trainer)
 
 
 def complete_save(trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -295,6 +296,10 @@ class Trainer:
     def saved(self, step: int) -> None:
         """A checkpoint is complete. The first rank of the layout is told."""
         self.event("saved", step=step, directory=str(self.args.save))
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Around what is due between two steps: its time is none of theirs."""
+        return nullcontext()
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """What is due after the last step. Repeated if it is interrupted."""

@@ -1,0 +1,73 @@
+"""Megatron's log in a job that changes: of which steps its means are, and of which time.
+
+Megatron's own part of it, which needs a checkout, is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from types import ModuleType
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from megatron.core import timers as core_timers
+
+from megatron_elastic.adaptor.script import log
+from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.adaptor.training import intermission
+
+
+class Clock:
+    """What Megatron's timers look at; it moves when it is told."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """With timers of this rank as Megatron's global ones."""
+    clock, known, timers = Clock(), ModuleType("megatron.training.global_vars"), LocalTimers(0, "minmax")
+    vars(known).update(get_timers=lambda: timers)
+    monkeypatch.setitem(sys.modules, known.__name__, known)
+    monkeypatch.setattr(core_timers, "time", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return clock
+
+
+@pytest.fixture
+def trainer() -> MagicMock:
+    """As ``intermission`` knows it, of a job that evaluates and saves every three steps."""
+    trainer = MagicMock()
+    trainer.args, trainer.counts.start.done = Namespace(eval_interval=3, async_save=False), 0
+    trainer.saving.written.return_value, trainer.saving.late.return_value = False, None
+    trainer.saving.due.side_effect = lambda done: done > 0 and done % 3 == 0
+    trainer.saving.complete.return_value = None
+    return trainer
+
+
+def test_times_of_steps_are_without_what_is_due_between_them(
+    clock: Clock, trainer: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron stops its timer around evaluations and checkpoints; also where one is interrupted."""
+    written = log.TrainingLog(Namespace(), 0)
+    trainer.pause = written.paused
+    trainer.saving.begin.side_effect = lambda *_: clock.move(70)
+    monkeypatch.setattr(intermission, "evaluate", lambda *_: clock.move(700))
+    for done in range(7):
+        intermission.hold(trainer, MagicMock(), done)
+        clock.move(1)
+    assert clock.now == 7 + 2 * 770
+    with suppress(KeyboardInterrupt), written.paused():
+        clock.move(70)
+        raise KeyboardInterrupt
+    clock.move(1)
+    assert written._timer.elapsed() == 8
