@@ -71,3 +71,16 @@ def test_times_of_steps_are_without_what_is_due_between_them(
         raise KeyboardInterrupt
     clock.move(1)
     assert written._timer.elapsed() == 8
+
+
+def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:
+    """A rank that was a spare meanwhile: what it had when it left belongs to steps whose line others have written."""
+    written = log.TrainingLog(Namespace(), 0)
+    written._losses.update({"lm loss": torch.tensor([9.0]), "advanced iterations": 2})
+    clock.move(70)
+    with written.paused():
+        clock.move(700)
+    written.begin()
+    clock.move(1)
+    assert written._losses == {}
+    assert written._timer.elapsed() == 1

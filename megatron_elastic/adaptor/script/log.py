@@ -47,7 +47,9 @@ class TrainingLog:
         self.begin()
 
     def begin(self) -> None:
-        """Training begins now, or this rank's part in it: the time before does not count."""
+        """Training begins now, or this rank's part in it: what was before does not count."""
+        self._losses.clear()
+        self._timer.reset()
         self._timer.start()
 
     @contextmanager
