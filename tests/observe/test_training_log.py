@@ -84,3 +84,15 @@ def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:
     clock.move(1)
     assert written._losses == {}
     assert written._timer.elapsed() == 1
+
+
+def test_what_was_evaluated_before_the_checkpoint_is_not_again(
+    trainer: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that goes on after six steps, of which every third is followed by an evaluation."""
+    evaluated: list[int] = []
+    monkeypatch.setattr(intermission, "evaluate", lambda trainer, tenure, done, *_: evaluated.append(done))
+    trainer.counts.start.done = 6
+    for done in range(6, 13):
+        intermission.hold(trainer, MagicMock(), done)
+    assert evaluated == [9, 12]
