@@ -246,6 +246,7 @@ class CheckoutTrainer(Trainer):
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
         self.evaluations = ("validation", "test")
         self._begun_at = self.standing.step - 1
+        self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
         self._log = log.TrainingLog(args, self._begun_at)
         self._progress = ProgressLog(args, self.ramp.before(self.standing.step))
         if self.rank == 0:  # which is there at the start of a job, and never again
@@ -300,9 +301,11 @@ class CheckoutTrainer(Trainer):
         args, done = self.args, self.standing.step - 1
         if args.exit_interval and done > self._begun_at and done % args.exit_interval == 0:
             return False
-        return super().goes_on() and not (args.exit_duration_in_mins and ending.somebody(
-            (time.time() - _STARTED) / 60 > args.exit_duration_in_mins
-        ))
+        return super().goes_on() and not self._time_limit.over()
+
+    def agree(self) -> None:
+        super().agree()
+        self._time_limit.agree()
 
     def applied(self, tenure: Tenure) -> None:
         if self.args.log_params_norm:  # Megatron's is that of the weights as the step leaves them
