@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -193,6 +194,18 @@ def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
         shutil.rmtree(folder)
     with pytest.raises(UsageError, match=r"there is no .*iter_0000008; .*write 4 into"):
         whole.check(folder, "--load X")
+
+
+def test_one_rank_looks_at_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there are as many as ranks; the others take its word, and look at the few that they read at once."""
+    folder = saved(tmp_path, 8)
+    expected = Start(8, 8 * BATCH, 7 * BATCH, 7)
+    origin, reader = Origin(folder, "--load X"), MagicMock(wraps=checkpoint.FileSystemReader)
+    monkeypatch.setattr(whole, "FileSystemReader", reader)
+    assert origin.start(CONSTANT, tuned=False, begins_optimizer=False, files=False) == expected
+    reader.assert_not_called()
+    assert origin.start(CONSTANT, tuned=False, begins_optimizer=False) == expected
+    reader.assert_called_once_with(folder)
 
 
 @pytest.mark.parametrize(("files", "name"), [(("mp_rank_00/model_optim_rng.pt",), "torch"),

@@ -74,15 +74,15 @@ class Origin:
             raise UsageError(f"{flag}: there is no checkpoint; name the folder that has its {TRACKER}")
         return cls(folder, flag, anew=True)
 
-    def start(self, ramp: Ramp, tuned: bool, begins_optimizer: bool) -> Start:
+    def start(self, ramp: Ramp, tuned: bool, begins_optimizer: bool, files: bool = True) -> Start:
         """What lies behind the job, as the checkpoint says. ``ramp``: what the flags make of batches; ``tuned``:
-        ``--finetune``; ``begins_optimizer``: learning rate and optimizer begin anew.
+        ``--finetune``; ``begins_optimizer``: learning rate and optimizer begin anew; ``files``: as ``whole.check``.
 
         Raises UsageError if the checkpoint is not whole, of another format, or cannot be gone on from.
         """
         if self.folder is None:
             return Start(0, 0, 0, 0)
-        whole.check(self.folder, self.flag)
+        whole.check(self.folder, self.flag, files)
         with whole.reading(self.folder, self.flag):
             told = common.told(self.folder)
         samples = common.samples(told)

@@ -33,9 +33,14 @@ _FSDP = (
 )
 
 
-def check(folder: Path, flag: str) -> None:
-    """Raise UsageError, naming ``flag``, unless the folder holds a whole checkpoint in a format that can be read."""
+def check(folder: Path, flag: str, files: bool = True) -> None:
+    """Raise UsageError, naming ``flag``, unless the folder holds a whole checkpoint in a format that can be read.
+
+    ``files``: whether each is looked at. There are as many as ranks that saved, so one rank does it for all.
+    """
     _check_format(folder, flag)
+    if not files:
+        return
     with reading(folder, flag):
         stored = FileSystemReader(folder).read_metadata().storage_data
         ends: dict[str, int] = defaultdict(int)

@@ -85,7 +85,7 @@ def _take_over(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
     allow_enums()
     origin = Origin.of(args)
     if origin.folder is not None:
-        whole.check(origin.folder, origin.flag)
+        whole.check(origin.folder, origin.flag, files=args.rank == 0)
     for load in ("pretrained_checkpoint", "load"):
         targets.CHECKPOINT_ARGS.find()(args, load_arg=load)
 

@@ -130,7 +130,8 @@ class Trainer:
         self.origin = Origin.of(args)
         tuned = bool(getattr(args, "finetune", False))
         # Who comes later may find a newer checkpoint, and is told by the others.
-        start = self.origin.start(Ramp.of(args), tuned, self.begins_optimizer) if self.rank < world_size else None
+        begins = Ramp.of(args), tuned, self.begins_optimizer
+        start = self.origin.start(*begins, files=self.rank == 0) if self.rank < world_size else None
         self.counts = Counts(args, self.loss_scales, start)
         self.ramp = self.counts.ramp(args)
         """How large the batch of each step is. Its grains are those of the layout."""
