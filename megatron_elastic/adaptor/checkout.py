@@ -324,7 +324,7 @@ class CheckoutTrainer(Trainer):
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
         super().evaluated(done, name, loss)
-        self._log.evaluation(done, name, loss, self._writes)
+        self._log.evaluation(done, name, loss, self.ramp.before(done + 1), self._writes)
 
     def saved(self, step: int) -> None:
         super().saved(step)

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -32,12 +33,20 @@ class Clock:
         self.now += seconds
 
 
+def megatron(monkeypatch: pytest.MonkeyPatch, **known: Any) -> None:
+    """Let this be what Megatron keeps for the whole process."""
+    training, variables = ModuleType("megatron.training"), ModuleType("megatron.training.global_vars")
+    vars(training).update(global_vars=variables)
+    vars(variables).update(known)
+    for module in (training, variables):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """With timers of this rank as Megatron's global ones."""
-    clock, known, timers = Clock(), ModuleType("megatron.training.global_vars"), LocalTimers(0, "minmax")
-    vars(known).update(get_timers=lambda: timers)
-    monkeypatch.setitem(sys.modules, known.__name__, known)
+    clock, timers = Clock(), LocalTimers(0, "minmax")
+    megatron(monkeypatch, get_timers=lambda: timers)
     monkeypatch.setattr(core_timers, "time", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return clock
@@ -96,3 +105,15 @@ def test_what_was_evaluated_before_the_checkpoint_is_not_again(
     for done in range(6, 13):
         intermission.hold(trainer, MagicMock(), done)
     assert evaluated == [9, 12]
+
+
+def test_an_evaluation_is_drawn_at_the_samples_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a rank that has not logged a step yet: it has entered just now, and is the last one."""
+    board = MagicMock()
+    megatron(monkeypatch, get_timers=MagicMock(), get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: None,
+             _GLOBAL_TENSORBOARD_WRITER=board, _GLOBAL_WANDB_WRITER=MagicMock())  # fmt: skip
+    monkeypatch.setattr(log, "targets", MagicMock())
+    args = Namespace(consumed_train_samples=0, world_size=4, log_validation_ppl_to_tensorboard=False)
+    log.TrainingLog(args, 3).evaluation(6, "validation", 5.5, 96, writes=True)
+    board.add_scalar.assert_any_call("lm loss validation", 5.5, 6)
+    board.add_scalar.assert_any_call("lm loss validation vs samples", 5.5, 96)

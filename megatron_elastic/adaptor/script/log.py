@@ -89,8 +89,8 @@ class TrainingLog:
                 max_attention_logit=None,
             )  # fmt: skip
 
-    def evaluation(self, done: int, name: str, loss: float, writes: bool) -> None:
-        """Log the mean loss over the ``name`` data after ``done`` steps."""
+    def evaluation(self, done: int, name: str, loss: float, samples: int, writes: bool) -> None:
+        """Log the mean loss over the ``name`` data after ``done`` steps, which have used so many ``samples``."""
         if not writes:
             return
         args = self._args
@@ -105,10 +105,10 @@ class TrainingLog:
             writer, wandb = get_tensorboard_writer(), get_wandb_writer()
             if writer:
                 writer.add_scalar(f"lm loss {name}", loss, done)
-                writer.add_scalar(f"lm loss {name} vs samples", loss, args.consumed_train_samples)
+                writer.add_scalar(f"lm loss {name} vs samples", loss, samples)
                 if args.log_validation_ppl_to_tensorboard:
                     writer.add_scalar(f"lm loss {name} ppl", perplexity, done)
-                    writer.add_scalar(f"lm loss {name} ppl vs samples", perplexity, args.consumed_train_samples)
+                    writer.add_scalar(f"lm loss {name} ppl vs samples", perplexity, samples)
             if wandb:
                 wandb.log({f"lm loss {name}": loss}, done)
 
