@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.model import groups
@@ -143,8 +144,6 @@ def _initialize(
         targets.GLOBALS.find()(args)
     if args.logging_level is not None:
         logging.getLogger().setLevel(args.logging_level)
-    from megatron.core.rerun_state_machine import RerunMode
-
     targets.RERUN.find()(mode=RerunMode.DISABLED)  # results are looked at; steps are not repeated
     targets.RESULT.wrap(_judging)
     args.iteration = args.num_floating_point_operations_so_far = 0  # whoever joins later must propose the same
@@ -270,6 +269,7 @@ class CheckoutTrainer(Trainer):
         The others take its size from the flags, and which parts of it the stage needs from the number of stages there.
         """
         args, layout = self.args, self.layout
+        get_rerun_state_machine().current_iteration = self.standing.step - 1  # for what is said of results
         size = args.micro_batch_size * self.stage.key.part.size // layout.samples
         now = {"micro_batch_size": size, "pipeline_model_parallel_size": layout.pipeline_size}
         with _meanwhile(args, {**UNSAID, **now}), groups.looped(layout):

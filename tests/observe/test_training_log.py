@@ -15,10 +15,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from megatron.core import timers as core_timers
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine, initialize_rerun_state_machine
 
 from megatron_elastic.adaptor.script import log
 from megatron_elastic.adaptor.script.timers import LocalTimers
 from megatron_elastic.adaptor.training import intermission
+from megatron_elastic.plan.split import UNSAID
+from tests import world
+from tests.world import Peer
 
 
 class Clock:
@@ -117,3 +121,21 @@ def test_an_evaluation_is_drawn_at_the_samples_of_its_steps(monkeypatch: pytest.
     log.TrainingLog(args, 3).evaluation(6, "validation", 5.5, 96, writes=True)
     board.add_scalar.assert_any_call("lm loss validation", 5.5, 6)
     board.add_scalar.assert_any_call("lm loss validation vs samples", 5.5, 96)
+
+
+@pytest.mark.job
+def test_what_is_said_of_a_result_names_its_step() -> None:
+    """``--check-for-spiky-loss``: Megatron's warnings count steps from 0."""
+
+    def body(peer: Peer) -> None:
+        from megatron_elastic.adaptor.checkout import CheckoutTrainer  # changes parsers of its process
+
+        initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+        trainer = MagicMock()
+        trainer.standing.step, trainer.stage.key.part.size, trainer.layout.samples, trainer.layout.loops = 7, 1, 1, 1
+        trainer.args = Namespace(**UNSAID, micro_batch_size=1, pipeline_model_parallel_size=1)
+        step = MagicMock(side_effect=lambda *_: get_rerun_state_machine().current_iteration)
+        assert CheckoutTrainer._compute_part(trainer, step, None, MagicMock()) == 6
+        peer.leave()
+
+    world.run(body, size=1)
