@@ -196,6 +196,15 @@ def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
         whole.check(folder, "--load X")
 
 
+def test_who_comes_later_need_not_find_what_the_job_began_with(folders: Path) -> None:
+    """``--save-retain-interval`` may have deleted it, once there was a newer one."""
+    args = flags(folders, "--load two --ckpt-step 5")
+    with pytest.raises(UsageError, match=r"there is no .*iter_0000005"):
+        Origin.of(args)
+    late = Origin.of(args, begins=False)
+    assert (late.folder, late.step) == (folders / "two" / "iter_0000005", 5)
+
+
 def test_one_rank_looks_at_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which there are as many as ranks; the others take its word, and look at the few that they read at once."""
     folder = saved(tmp_path, 8)

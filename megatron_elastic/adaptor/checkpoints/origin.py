@@ -57,14 +57,16 @@ class Origin:
         return int(number)
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Origin:
+    def of(cls, args: argparse.Namespace, begins: bool = True) -> Origin:
         """As Megatron's flags say: ``--load``, ``--ckpt-step``, ``--finetune``, ``--pretrained-checkpoint``.
 
+        ``begins``: whether the job does. For a rank that comes later that of ``--ckpt-step`` may be gone.
         Raises UsageError if a checkpoint that is named is not there.
         """
         load, pretrained = args.load, getattr(args, "pretrained_checkpoint", None)
         tuned, step = bool(getattr(args, "finetune", False)), getattr(args, "ckpt_step", None)
-        if load and (folder := _chosen(Path(load), step, required=not pretrained)) is not None:
+        gone = not begins and not pretrained
+        if load and (folder := _chosen(Path(load), step, required=not pretrained, gone=gone)) is not None:
             return cls(folder, f"--load {load}", tuned or folder.name == RELEASE)
         if not pretrained:
             return cls(None)
@@ -109,10 +111,10 @@ class Origin:
         return common.schedule(common.told(self.folder))
 
 
-def _chosen(directory: Path, step: int | None, required: bool) -> Path | None:
+def _chosen(directory: Path, step: int | None, required: bool, gone: bool = False) -> Path | None:
     """The folder of the checkpoint of ``step`` steps in a directory, or of the newest one. None if there is none.
 
-    ``required``: that of ``step`` must be there.
+    ``required``: that of ``step`` must be there, if it may not be ``gone``.
     """
     if not step:
         return newest_folder(directory)
@@ -121,7 +123,7 @@ def _chosen(directory: Path, step: int | None, required: bool) -> Path | None:
             f"--ckpt-step {step}: {directory / TRACKER} says {RELEASE}, which has no number: leave it out, "
             f"or write {step} into that file"
         )
-    if has_step(directory, step):
+    if gone or has_step(directory, step):
         return step_folder(directory, step)
     if required:
         raise UsageError(

@@ -127,7 +127,7 @@ class Trainer:
         self.optimizer = make_optimizer(optimizer_config)
         self.parameter_groups = ParameterGroups(optimizer_config)
         self.loss_scales = LossScales(Rule.of(optimizer_config))
-        self.origin = Origin.of(args)
+        self.origin = Origin.of(args, begins=self.rank < world_size)
         tuned = bool(getattr(args, "finetune", False))
         # Who comes later may find a newer checkpoint, and is told by the others.
         begins = Ramp.of(args), tuned, self.begins_optimizer
