@@ -247,7 +247,7 @@ class CheckoutTrainer(Trainer):
         self._begun_at = self.standing.step - 1
         self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
         self._log = log.TrainingLog(args, self._begun_at)
-        self._progress = ProgressLog(args, self.ramp.before(self.standing.step))
+        self._progress = ProgressLog(args)
         if self.rank == 0:  # which is there at the start of a job, and never again
             self._progress.starting()
         self._params_norm: float | None = None
@@ -328,7 +328,7 @@ class CheckoutTrainer(Trainer):
 
     def saved(self, step: int) -> None:
         super().saved(step)
-        self._progress.saved(step, self.ramp.before(step + 1))
+        self._progress.saved(step, self.ramp.before(step + 1), self.counts.start.samples)
 
     def pause(self) -> AbstractContextManager[None]:
         return self._log.paused()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,7 +18,7 @@ import torch
 from megatron.core import timers as core_timers
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine, initialize_rerun_state_machine
 
-from megatron_elastic.adaptor.script import log
+from megatron_elastic.adaptor.script import log, progress_log
 from megatron_elastic.adaptor.script.timers import LocalTimers
 from megatron_elastic.adaptor.training import intermission
 from megatron_elastic.plan.split import UNSAID
@@ -139,3 +140,18 @@ def test_what_is_said_of_a_result_names_its_step() -> None:
         peer.leave()
 
     world.run(body, size=1)
+
+
+def test_throughput_of_a_job_counts_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``progress.txt``, also from a rank that came later, and is the first one now."""
+    args = Namespace(log_progress=True, save=str(tmp_path), num_floating_point_operations_so_far=0, async_save=False,
+                     consumed_train_samples=0)  # fmt: skip
+    told: list[tuple[int, int, int]] = []
+    megatron = MagicMock()
+    megatron.OPERATIONS.find.return_value = lambda args, samples: 10 * samples
+    megatron.PROGRESS_SAVED.find.return_value = lambda step, done: told.append(
+        (step, done, args.num_floating_point_operations_so_far)
+    )
+    monkeypatch.setattr(progress_log, "targets", megatron)
+    progress_log.ProgressLog(args).saved(20, 320, before=64)
+    assert told == [(20, 3200, 640)]

@@ -20,12 +20,11 @@ def operations(args: argparse.Namespace, samples: int) -> int:
 
 
 class ProgressLog:
-    """What one rank writes there: nothing, if the flags do not ask for it. ``samples``: before the job's first step."""
+    """What one rank writes there: nothing, if the flags do not ask for it."""
 
-    def __init__(self, args: argparse.Namespace, samples: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._path = Path(args.save) / "progress.txt" if args.log_progress and args.save else None
-        self._before = operations(args, samples)
         told = targets.PROGRESS.takes("save_dir")
         targets.PROGRESS.replace((lambda save_dir, *args: self._append(*args)) if told else self._append)
 
@@ -33,14 +32,17 @@ class ProgressLog:
         """The job starts."""
         self._append("Starting job")
 
-    def saved(self, step: int, samples: int) -> None:
-        """A checkpoint of so many steps and samples is complete. Needs Megatron's parsed arguments in its globals."""
+    def saved(self, step: int, samples: int, before: int) -> None:
+        """A checkpoint of so many steps and samples is complete, ``before`` of them from before the job.
+
+        Needs Megatron's parsed arguments in its globals.
+        """
         if self._path is None:
             return
         args = self._args
         known = args.num_floating_point_operations_so_far, args.consumed_train_samples, args.async_save
         args.num_floating_point_operations_so_far, args.consumed_train_samples, args.async_save = (
-            self._before, samples, False
+            operations(args, before), samples, False
         )  # fmt: skip
         try:
             targets.PROGRESS_SAVED.find()(step, operations(args, samples))
