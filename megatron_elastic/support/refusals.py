@@ -175,15 +175,22 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--use-distributed-optimizer`": "the optimizer is always sharded",
     "`--accumulate-allreduce-grads-in-fp32`": "always",
     "`--grad-reduce-in-bf16`": "gradients are summed up exactly, and nothing is rounded on the way",
-    "`--ddp-*`": "there is no DDP wrapper",
-    "`--head-lr-mult`": "nothing in Megatron-LM reads it",
+    "`--ddp-*`, `--no-align-grad-reduce`, `--no-align-param-gather`, `--overlap-param-gather-with-optimizer-step`, "
+    "`--no-gradient-reduce-div-fusion`": "there is no DDP wrapper",
+    "`--head-lr-mult`, `--exit-signal-handler-for-dataloader`, `--no-scatter-gather-tensors-in-pipeline`": "nothing in "
+    "Megatron-LM reads it",
     "`--check-weight-hash-across-dp-replicas-interval`": "`--elastic-verify-every` compares copies, and heals them",
     "`--no-ckpt-fully-parallel-save`, `--dist-ckpt-*`": "checkpoints are written by all ranks, each its own slices",
     "`--ckpt-fully-parallel-*`, `--ckpt-assume-constant-structure`, `--use-persistent-ckpt-worker`, "
     "`--distrib-optim-fully-reshardable-mem-efficient`": "ranks write what they own, and read what they compute with",
     "`--async-strategy`, `--async-ckpt-*`": "a thread of each rank writes",
     "`--no-ckpt-load-validate-sharding-integrity`, `--no-stream-ckpt-dequant`": "each rank reads what it computes with",
-    "`--flight-recorder-*`, `--no-flight-recorder-*`": "the groups are elastic, and not NCCL's",
+    "`--flight-recorder-*`, `--no-flight-recorder-*`, `--use-sharp`, `--sharp-enabled-group`, `--use-nccl-ub`, "
+    "`--nccl-communicator-config-path`, `--high-priority-stream-groups`, `--create-all-gather-group`, "
+    "`--disable-symmetric-registration`, `--disable-gloo-process-groups`, "
+    "`--pipeline-model-parallel-comm-backend`": "the groups are elastic, and not NCCL's",
+    "`--no-overlap-p2p-communication`, `--overlap-p2p-communication-warmup-flush`, `--use-ring-exchange-p2p`": "what "
+    "stages send each other goes in the background",
     "`--no-use-layer-wise-param-layout`": "the optimizer is always sharded by slices",
     "`--auto-detect-ckpt-format`, `--use-dist-ckpt`": "what lies in a folder says what it is",
     "`--no-strict-fsdp-dtensor-load`, `--ckpt-convert-*`, `--non-persistent-global-ckpt-dir`, "
@@ -198,7 +205,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "`--exit-signal-handler-for-training`": "signals go to the launcher; see `--exit-signal-handler`",
     "`--dump-param-to-param-group-map`": "nothing is written: groups are made of all overrides",
     "`--manual-gc`, `--manual-gc-interval`, `--no-manual-gc-eval`, `--empty-unused-memory-level`, "
-    "`--train-sync-interval`": "of Megatron's own loop",
+    "`--train-sync-interval`, `--lazy-mpu-init`, `--no-barrier-with-level-1-timing`": "of Megatron's own loop",
 }
 """Flags that are accepted and change nothing, with the reason."""
 

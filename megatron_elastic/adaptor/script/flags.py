@@ -53,6 +53,23 @@ _MORE_ABOUT = {
     "--delta-offload-*": "--fine-grained-activation-offloading",
     "--activation-offload-fraction": "--fine-grained-activation-offloading",
     "--fine-grained-offloading-*": "--fine-grained-activation-offloading",
+    "--offload-modules": "--fine-grained-activation-offloading",
+    "--min-offloaded-tensor-size": "--fine-grained-activation-offloading",
+    **dict.fromkeys((
+        "--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy", "--fsdp-double-buffer",
+        "--fsdp-manual-registration", "--suggested-communication-unit-size", "--keep-fp8-transpose-cache",
+        "--enable-full-sharding-in-hsdp",
+    ), "--use-megatron-fsdp"),
+    "--torch-fsdp2-*": "--use-torch-fsdp2",
+    **dict.fromkeys((
+        "--optimizer-offload-fraction", "--use-torch-optimizer-for-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d",
+        "--no-pin-cpu-*",
+    ), "--optimizer-cpu-offload"),
+    "--moe-upcycling-granularity": "--moe-use-upcycling", "--moe-deepep-num-sms": "--moe-enable-deepep",
+    "--no-tp-comm-*": "--tp-comm-overlap", "--tp-comm-*": "--tp-comm-overlap",
+    "--error-injection-type": "--error-injection-rate", "--fp4-*": "--fp4-format",
+    "--reuse-grad-buf-for-mxfp8-param-ag": "--fp8-param-gather",
+    "--cuda-graph-warmup-steps": "--cuda-graph-impl",
 }  # fmt: skip
 """What says more about a flag that is refused, by name; Megatron has these among those of other kinds."""
 _FOR_INFERENCE = "--inference-*", "--nccl-all-reduce-for-prefill"
