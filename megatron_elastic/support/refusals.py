@@ -126,6 +126,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _switch("--record-memory-history", _LOOP),
     _switch("--log-max-attention-logit", "Transformer Engine's attention tells it, and local attention does not"),
     _switch("--log-energy", _LOOP),
+    Refusal("--config-logger-dir", "its files are named by ranks' places, which change", but=("",)),
     _switch("--qk-clip", _LOOP),
     _switch("--batch-invariant-mode", "not supported yet"),
     # Of 0.19, or of releases between.
