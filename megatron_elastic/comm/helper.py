@@ -30,8 +30,12 @@ class Helper:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            future, function = asked
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            _answer(*asked)
+            del asked  # it leads to all that was needed, and made, and there may be nothing else to do for long
+
+
+def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

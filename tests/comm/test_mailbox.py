@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import weakref
 from collections import deque
+from functools import partial
 from itertools import repeat
 
 import msgspec
@@ -424,6 +426,18 @@ def test_the_memory_of_a_lost_rank_is_let_go_of_at_once() -> None:
         gc.enable()
     here.close()
     peer.close()
+
+
+def test_what_was_done_aside_is_let_go_of_at_once() -> None:
+    """The thread that has made a copy of a state may have nothing else to do for hours."""
+    here, state, left = Transport(0, InterruptFlag(), 60), torch.ones(5), [threading.Event() for _ in range(2)]
+    copying = here.aside(0, partial(torch.clone, state))
+    here.wait(copying)
+    for gone, held in zip(left, (state, copying.result), strict=True):
+        weakref.finalize(held, gone.set)
+    del state, copying, held
+    assert all(gone.wait(60) for gone in left)
+    here.close()
 
 
 def test_close_leaves_nothing_open() -> None:
