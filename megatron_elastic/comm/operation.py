@@ -217,6 +217,8 @@ class Recv:
         return self._finished or (self.request is not None and self.request.done)
 
 
+_NOTHING = Pending(())
+
 Steps = Generator["Sequence[Operation]", None, None]
 """A collective as a generator: it yields the operations it has to wait for before it goes on."""
 
@@ -243,7 +245,7 @@ class Task:
         """Who waits for it."""
         self._steps = steps
         self._ready = ready
-        self._under_way = Pending(())
+        self._under_way = _NOTHING
         self._finished = False
         self._error: Exception | None = None
 
@@ -274,6 +276,7 @@ class Task:
                 self._under_way = Pending(self._operations, self._can_go_on)
         except StopIteration:
             self._finished = True
+            self._let_go()
             if self.pending is not None:
                 self.pending.told()
         except Exception as error:
@@ -284,8 +287,14 @@ class Task:
         """End without a result."""
         if not self._finished and self._error is None:
             self._error = error
+            self._let_go()
             if self.pending is not None:
                 self.pending.failed(error)
+
+    def _let_go(self) -> None:
+        # Operations lead back here: who has the task would keep their buffers, and else they would keep one another.
+        del self._steps
+        self._operations, self._under_way = (), _NOTHING
 
     def _can_go_on(self) -> None:
         self._ready.append(self)

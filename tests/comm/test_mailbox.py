@@ -440,6 +440,35 @@ def test_what_was_done_aside_is_let_go_of_at_once() -> None:
     here.close()
 
 
+def test_what_a_task_was_at_is_let_go_of_at_once() -> None:
+    """When it is over, and when it is given up, although who has started it still has it."""
+    here, peer = _two()
+    got, left = torch.zeros(3), list[weakref.ref[torch.Tensor]]()
+
+    def steps(number: int) -> Steps:
+        copy = torch.ones(5)
+        left.append(weakref.ref(copy))
+        received = torch.empty(3)
+        left.append(weakref.ref(received))
+        yield [here.recv(1, Channel.STATE, number, received)]
+        got.copy_(received)
+
+    gc.disable()
+    try:
+        ended, given_up = here.start(steps(1)), here.start(steps(2))
+        peer.send(0, Channel.STATE, 1, torch.ones(3))
+        here.wait(ended)
+        here.advance(1)
+        assert got.tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(Interrupted):
+            given_up.done  # noqa: B018
+        assert [each() for each in left] == [None] * 4
+    finally:
+        gc.enable()
+    here.close()
+    peer.close()
+
+
 def test_close_leaves_nothing_open() -> None:
     before, threads = _open_files(), len(os.listdir("/proc/self/task"))
     transports = [Transport(rank, InterruptFlag(), 60) for rank in range(2)]
