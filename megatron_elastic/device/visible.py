@@ -48,7 +48,16 @@ def _numbered(folder: Path, name: str) -> int:
 
 
 def _amd(root: Path) -> int:
-    """Nodes of the driver's topology that compute as GPUs do; others are processors."""
+    """Nodes of the driver's topology that compute as GPUs do; others are processors. What a container may not use is
+    there, but cannot be read.
+    """
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    lines = (line.split() for path in nodes for line in path.read_text().splitlines())
+    lines = (line.split() for path in nodes for line in _lines(path))
     return sum(words[0] == "simd_count" and int(words[1]) > 0 for words in lines if len(words) == 2)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

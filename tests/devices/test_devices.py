@@ -90,6 +90,17 @@ def test_what_is_visible(there: list[str], shown: dict[str, str], count: int, tm
     assert visible.count(shown, tmp_path) == count
 
 
+def test_a_gpu_that_is_not_a_containers_is_not_counted(tmp_path: Path) -> None:
+    """Its driver shows the node, and nobody may read what it is; as nobody can read a folder."""
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for number in range(3):
+        (nodes / str(number)).mkdir(parents=True)
+    (nodes / "0/properties").write_text("simd_count 0\n")
+    (nodes / "1/properties").write_text("simd_count 304\n")
+    (nodes / "2/properties").mkdir()
+    assert visible.count({}, tmp_path) == 1
+
+
 def test_parts_of_a_gpu_are_shared_out() -> None:
     parts = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
     assert [visible.own(parts, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == ["MIG-a", "MIG-b", "MIG-a"]
