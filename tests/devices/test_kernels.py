@@ -242,7 +242,7 @@ def afresh(fast: compiled.Kernels) -> Iterator[None]:
     compiled.kernels.cache_clear()
 
 
-@pytest.mark.parametrize("why", ["no compiler", "the compiler fails", "no place", "no library"])
+@pytest.mark.parametrize("why", ["no compiler", "the compiler fails", "no place", "no home", "no library"])
 def test_without_a_library_torch_computes_the_same(
     why: str, afresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,6 +255,10 @@ def test_without_a_library_torch_computes_the_same(
             monkeypatch.setenv("CXX", "false")
         case "no place":
             cache.write_text("a file")
+        case "no home":
+            for name in ("XDG_CACHE_HOME", "HOME"):
+                monkeypatch.delenv(name, raising=False)
+            monkeypatch.setattr(os, "getuid", lambda: (1 << 31) - 7)  # nobody's, as in containers
         case "no library":
             path = compiled.library(cache / "megatron_elastic")
             path.write_text("not one")

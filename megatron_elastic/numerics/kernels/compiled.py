@@ -115,8 +115,11 @@ def kernels() -> Kernels | None:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_elastic"
+    """Where libraries are kept. Raises Unavailable for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_elastic"
+    except RuntimeError as error:
+        raise Unavailable(f"{error} Name a folder with XDG_CACHE_HOME") from None
 
 
 def library(folder: Path) -> Path:
