@@ -159,7 +159,6 @@ class Lookup:
                 for rank in self._keepers(cell, unit, k):
                     found[rank].append((unit, k))
         return {rank: tuple(pairs) for rank, pairs in found.items()}
-        return {rank: tuple(pairs) for rank, pairs in found.items()}
 
     def _with_others(self, index: int, own: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         """Chunks of a stage with the units that are at home elsewhere, which the last one gets."""
