@@ -87,14 +87,17 @@ class GradientReplay:
 class StateReplay:
     """Replicas are sent what the update made of the state."""
 
-    def __init__(self, layout: Layout, store: StateStore) -> None:
+    def __init__(self, layout: Layout, rank: int, store: StateStore) -> None:
         self._layout = layout
         self._store = store
-        self._copies = [
+        # Those of the whole job would take longer than a step where there are many ranks.
+        every = (
             Transfer(unit, k, part, layout.owner(unit, k, part), copy, "replica")
-            for unit, k, part in layout.parts
+            for unit, k in (*layout.owned(rank), *layout.replicated(rank))
+            for part in (layout.part_of(unit, rank),)
             for copy in layout.copies(unit, k, part)
-        ]
+        )
+        self._copies = [copy for copy in every if rank in (copy.src, copy.dst)]
 
     def before_vote(self) -> None:
         """Wait for the states that are on their way."""

@@ -218,8 +218,8 @@ class StateStore:
     def replicate(self, transfers: Iterable[Transfer], layout: Layout, step: int) -> None:
         """Begin this rank's part in copying slices, as they are after ``step`` steps or more.
 
-        All ranks pass the same transfers, between the same two updates. What training does not wait for is fetched in
-        the background (``copy_in_background``).
+        Each rank passes those from and to it, all between the same two updates. What training does not wait for is
+        fetched in the background (``copy_in_background``).
         """
         me = self._transport.rank
         wanted: list[tuple[int, SliceId]] = []

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megatron_elastic.cluster.rank.control import Interrupted
 from megatron_elastic.comm.group import Group, place_in_tree
 from megatron_elastic.comm.tag import Channel
-from megatron_elastic.layout import Holdings, Layout, transfers
+from megatron_elastic.layout import Holdings, Layout, Transfer, transfers
 from megatron_elastic.numerics.exact import Accumulator, ExactAccumulator, FloatAccumulator, GradientOverflow
 from megatron_elastic.numerics.kernels import block_squares
 from megatron_elastic.observe.dials import WORDS, Dials, read
@@ -555,7 +555,7 @@ def test_states_are_replayed() -> None:
         partitions = {unit: buffer.partition for unit, buffer in units.items()}
         store = StateStore(partitions, ADAM, peer.transport, keeps=True)
         store.create(layout, units)
-        replay = StateReplay(layout, store)
+        replay = StateReplay(layout, peer.rank, store)
         owned = [(*at, 0) for at in layout.owned(peer.rank)]
         copied = [(*at, 0) for at in layout.replicated(peer.rank)]
         everything = sorted(owned + copied)
@@ -584,6 +584,34 @@ def test_states_are_replayed() -> None:
         peer.leave()
 
     world.run(body, size=2)
+
+
+class _Passed(StateStore):
+    """Keeps what it is told to copy."""
+
+    def __init__(self) -> None:
+        self.moves: list[Transfer] = []
+
+    def replicate(self, transfers: Iterable[Transfer], layout: Layout, step: int) -> None:
+        self.moves += transfers
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_states_are_replayed_by_who_has_a_part_in_it(tp: int, ep: int) -> None:
+    """In a large job nobody could look at all of them in each step."""
+    layout = Layout.grid(tp=tp, pp=2, dp=3, ep=ep, stage_units=[[0, 1], [2]], units=["a", "experts.0", "b"],
+                         num_grains=4, num_slices=4, replicas=2)  # fmt: skip
+    sent, got = set(), set()
+    for rank in layout.ranks:
+        store = _Passed()
+        StateReplay(layout, rank, store).after_update(1)
+        assert all(rank in (move.src, move.dst) for move in store.moves)
+        sent |= {move for move in store.moves if move.src == rank}
+        got |= {move for move in store.moves if move.dst == rank}
+    assert sent == got == {
+        Transfer(unit, k, part, layout.owner(unit, k, part), copy, "replica")
+        for unit, k, part in layout.parts for copy in layout.copies(unit, k, part)
+    }  # fmt: skip
 
 
 # ---- the vote -----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def begin_tenure(trainer: Trainer, layout: Layout, store: StateStore, program: b
     since = _metered(trainer, layout)
     store.own(layout.owned(trainer.rank))
     replay: Replay = (
-        StateReplay(layout, store)
+        StateReplay(layout, trainer.rank, store)
         if trainer.config.replay == "state"
         else GradientReplay(layout, trainer.transport, store, trainer.accumulator.mean_dtype)
     )
