@@ -250,9 +250,9 @@ class Following:
 
 def _share(unit: int, shape: UnitShape, old: Layout, new: Layout, rank: int) -> _Share:
     """A rank's. Where a unit is not cut anew a slice that the rank has already stays what it is."""
-    needed: set[int] = set()
-    if rank in new.places:
-        needed = {k for of, k in (*new.owned(rank), *new.replicated(rank)) if of == unit}
+    had, needed = _keeps(old, rank, unit), _keeps(new, rank, unit)
+    if not had and not needed:  # as most units of a deep pipeline: to look at their pieces would take seconds
+        return _Share((), ())
     every = [each for each in deliveries(unit, shape, old, new) if rank in (each.src, each.dst)]
     same = (old.tp, old.num_parts(unit)) == (new.tp, new.num_parts(unit))
     kept = {each.piece.target[0] for each in every if same and each.src == each.dst}
@@ -265,6 +265,11 @@ def _share(unit: int, shape: UnitShape, old: Layout, new: Layout, rank: int) -> 
         elif piece.target[0] not in kept:
             share.own.append(piece)
     return share
+
+
+def _keeps(layout: Layout, rank: int, unit: int) -> set[int]:
+    """The slices of a unit that a rank owns or replicates."""
+    return {k for of, k in (*layout.owned(rank), *layout.replicated(rank)) if of == unit}
 
 
 def _put(some: Iterable[Piece], buffer: torch.Tensor, into: Mapping[int, Sequence[torch.Tensor]]) -> None:

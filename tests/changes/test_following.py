@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from megatron_elastic.state.copying import SliceId
 from megatron_elastic.state.following import Following
 from megatron_elastic.state.optimizer import Adam, Rates, Update
 from megatron_elastic.state.partition import Partition
+from megatron_elastic.state.recut import Delivery, deliveries
 from megatron_elastic.state.slice import SliceState
 from megatron_elastic.state.store import StateStore
 from tests import world
@@ -173,3 +176,23 @@ def test_what_does_not_move_is_not_copied() -> None:
     old, shape = layout(1, 2), UnitShape((ParameterShape(64, 0),), "float32")
     shares = [following._share(0, shape, old, reshape(old, 1, 1, 1, 1), rank) for rank in range(4)]
     assert any(share.kept for share in shares) and not any(share.own for share in shares)
+
+
+def test_a_rank_looks_at_units_that_it_has_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks look between two steps, and a large job has many units."""
+    units, stage_units = gpt_units(4, 2, True, positions=False)
+    old = Layout.grid(tp=2, pp=2, dp=2, stage_units=stage_units, units=units, num_grains=4, num_slices=2, replicas=1)
+    new, looked = reshape(old, 1, 1, 1, 1), set[int]()
+
+    def noted(unit: int, shape: UnitShape, old: Layout, new: Layout) -> Iterator[Delivery]:
+        looked.add(unit)
+        return deliveries(unit, shape, old, new)
+
+    monkeypatch.setattr(following, "deliveries", noted)
+    for rank in old.ranks:
+        looked.clear()
+        for unit, shape in shapes(old).items():
+            share = following._share(unit, shape, old, new, rank)
+            roles = {k for at in (old, new) for of, k in (*at.owned(rank), *at.replicated(rank)) if of == unit}
+            assert bool(roles) == (unit in looked) == bool(share.makes or share.kept or share.given)
+        assert len(looked) < len(units)
