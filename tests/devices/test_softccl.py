@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_elastic.cluster.rank.control import Interrupted, InterruptFlag
+from megatron_elastic.comm.device.device_group import DeviceGroup
 from megatron_elastic.comm.device.devices import end_blocked
 from megatron_elastic.comm.distributed import backend
+from megatron_elastic.comm.group import Group
 from megatron_elastic.device import soft
 from megatron_elastic.device.soft import build
 from tests import world
@@ -258,3 +262,30 @@ def test_an_elastic_group_loses_a_member_in_a_collective() -> None:
         peer.leave()
 
     world.run(body, size=3, killed=[2])
+
+
+@pytest.mark.job
+def test_what_a_communicator_that_was_given_up_worked_on_is_let_go_of() -> None:
+    """At once if its work was over, else when the next one is made: another fault may never come."""
+
+    def body(peer: Peer) -> None:
+        soft.load()
+        gc.disable()  # as long as it does not come
+        group = DeviceGroup(Group(peer.transport, 0, range(peer.size)), "soft", "softccl", _LIMIT)
+        left = []
+        for blocks in (False, True):
+            tensor = torch.ones(1000, device="soft")
+            left.append(weakref.ref(tensor))
+            if peer.rank == 0 or not blocks:
+                group.issue("allreduce", [tensor], dist.AllreduceOptions())
+            peer.meet()
+            if not blocks:
+                torch.soft.synchronize()  # type: ignore[attr-defined]
+            del tensor
+            group.abort()
+            torch.soft.synchronize()  # type: ignore[attr-defined]
+            group.connect()
+            assert left.pop()() is None, f"rank {peer.rank}, {blocks=}"
+        peer.leave()
+
+    world.run(body, size=2)

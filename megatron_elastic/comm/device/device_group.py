@@ -123,15 +123,16 @@ class DeviceGroup:
     def abort(self) -> None:
         """Give the communicator up, so that what blocks in it ends. The next operation makes another. Any thread."""
         communicator, self._communicator = self._communicator, None
-        if communicator is None:
-            return
-        # Some backends cannot abort: gloo's abort ends nothing, others raise.
-        with contextlib.suppress(RuntimeError):
-            communicator.abort()
+        if communicator is not None:
+            # Some backends cannot abort: gloo's abort ends nothing, others raise.
+            with contextlib.suppress(RuntimeError):
+                communicator.abort()
         # To destroy a communicator means to wait for its work, so it is kept for as long as there is some.
-        _abandoned[:] = [(c, works) for c, works in _abandoned if _unfinished(works)]
-        _abandoned.append((communicator, self._pending))
-        self._pending = []
+        with _abandoning:
+            if communicator is not None:
+                _abandoned.append((communicator, self._pending))
+                self._pending = []
+            _abandoned[:] = [(c, works) for c, works in _abandoned if _unfinished(works)]
 
     def abort_blocked(self) -> None:
         """Abort if something is under way. Any thread."""
@@ -334,6 +335,8 @@ class _Condition:
 
 _abandoned: list[tuple[dist.ProcessGroup, list[DeviceWork]]] = []
 """Aborted communicators in which work may still be blocked."""
+_abandoning = threading.Lock()
+"""Held while they change."""
 
 
 def _bytes_of(tensors: Any) -> int:
