@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from megatron_elastic.adaptor.training import interruption
+from megatron_elastic.adaptor.training.trainer import Trainer
+from megatron_elastic.cluster.rank.control import Interrupted, JobStopped
 from megatron_elastic.comm.tag import Channel
 from megatron_elastic.layout import Layout, ParameterShape, UnitShape, gpt_units
 from megatron_elastic.observe.dials import WORDS, Dials, read
@@ -196,3 +202,32 @@ def test_a_rank_looks_at_units_that_it_has_a_part_of(monkeypatch: pytest.MonkeyP
             roles = {k for at in (old, new) for of, k in (*at.owned(rank), *at.replicated(rank)) if of == unit}
             assert bool(roles) == (unit in looked) == bool(share.makes or share.kept or share.given)
         assert len(looked) < len(units)
+
+
+def test_what_was_made_in_vain_is_let_go_of_before_a_recovery_takes_room() -> None:
+    """Its step has been cut, and the error that cut it leads to all that the step had."""
+    left = list[weakref.ref[SliceState]]()
+    found = list[SliceState | None]()
+
+    def step() -> None:
+        made = SliceState(torch.zeros(5), ADAM)
+        left.append(weakref.ref(made))
+        raise Interrupted(2)
+
+    def at(point: str) -> None:
+        found.append(left[-1]())
+        if len(left) < 2:
+            step()  # another fault in the recovery
+        raise JobStopped("it has been seen")
+
+    trainer = cast(Trainer, SimpleNamespace(hooks=SimpleNamespace(at=at)))
+
+    def live() -> None:
+        try:
+            step()
+        except Interrupted as interrupted:
+            interruption.handle(trainer, interrupted)
+
+    with pytest.raises(JobStopped):
+        live()
+    assert found == [None, None]

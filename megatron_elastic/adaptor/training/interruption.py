@@ -17,6 +17,8 @@ from megatron_elastic.comm.device.devices import end_blocked
 def handle(trainer: Trainer, interrupted: Interrupted) -> None:
     """Report, get the new layout, make it true. A further fault meanwhile begins it again."""
     while True:
+        # It leads to all that was under way, as a second copy of states, and the recovery needs room.
+        interrupted.__traceback__ = None
         try:
             trainer.hooks.at("interrupt")
             if interrupted.suspects:
