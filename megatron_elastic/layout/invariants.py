@@ -44,7 +44,7 @@ def problems(layout: Tables) -> Iterator[str]:
         parts = sorted(part for cell in stage.cells for part in cell.parts)
         whole = chain.from_iterable(cell.grains for cell in stage.cells)
         grains = sorted([*whole, *{part.grain for part in parts}])
-        if grains != list(range(layout.num_grains)):
+        if len(grains) != layout.num_grains or grains != list(range(layout.num_grains)):
             yield f"stage {index} computes grains {grains}, not each of 0..{layout.num_grains - 1} once"
         yield from _part_problems(layout, index, parts)
         for cell in stage.cells:

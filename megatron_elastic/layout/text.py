@@ -83,7 +83,7 @@ def read(kind: type[_Kind], text: str | bytes) -> _Kind:
             tied=None if data.get("tied") is None else bool(data["tied"]),
             recomputed=_ints(data.get("recomputed", ())),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LayoutError(f"this is no layout in JSON: {type(error).__name__}: {error}") from None
 
 

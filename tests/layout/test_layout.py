@@ -209,10 +209,15 @@ def test_the_table_for_people() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": "x"}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": "x"}', '{"epoch": Infinity}', "null"])
 def test_json_that_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(LayoutError, match="no layout in JSON"):
         Layout.from_json(text)
+
+
+def test_more_grains_than_memory_could_list_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"computes grains .* not each of 0"):
+        replace(GOOD, num_grains=10**30).validate()
 
 
 def test_lookups_do_not_change_identity() -> None:
