@@ -88,13 +88,6 @@ class Pending:
         if self._ready is not None:
             self._ready()
 
-    def look_at(self, operation: Operation) -> None:
-        """One that was to tell will not."""
-        self.looked_at.append(operation)
-        self.told()
-        if self._left and self._ready is not None:
-            self._ready()
-
 
 class Send:
     """A message on its way to ``peer``. Once it is done its buffer may be reused, and it needs no more progress."""
@@ -133,14 +126,13 @@ class Recv:
     the sender's memory; it must be released as soon as it is read.
     """
 
-    __slots__ = ("_error", "_finished", "_release", "_shape", "buffer", "peer", "pending", "request", "tag")
+    __slots__ = ("_error", "_finished", "_release", "_shape", "buffer", "peer", "pending", "tag")
+    tells = True
 
     def __init__(self, peer: int, tag: int, buffer: torch.Tensor | None, shape: Shape | None = None) -> None:
         self.peer = peer
         self.tag = tag
         self.buffer: torch.Tensor = buffer  # type: ignore[assignment]  # set when a borrowing receive begins
-        self.request: Request | None = None
-        """Set when the message comes over a link."""
         self.pending: Pending | None = None
         """Who waits for it."""
         self._shape = shape
@@ -175,12 +167,6 @@ class Recv:
         if self.pending is not None:
             self.pending.told()
 
-    def begin(self, request: Request) -> None:
-        """The message is here as far as a link is concerned, and goes into the buffer."""
-        self.request = request
-        if self.pending is not None:
-            self.pending.look_at(self)
-
     def fail(self, error: Exception) -> None:
         """The message cannot be taken: who waits for it gets the error."""
         self._error = error
@@ -188,14 +174,9 @@ class Recv:
             self.pending.failed(error)
 
     @property
-    def tells(self) -> bool:
-        """Whether it tells who waits for it when it is done."""
-        return self.request is None
-
-    @property
     def held(self) -> bool:
         """Whether a borrowed buffer is still to come, or to be released."""
-        return self._release is not None or not (self._finished or self.request is not None)
+        return self._release is not None or not self._finished
 
     def release(self) -> None:
         """Give a borrowed buffer back, or let go of one that was copied. Idempotent."""
@@ -208,13 +189,10 @@ class Recv:
 
     @property
     def done(self) -> bool:
-        """Whether the whole message is in the buffer.
-
-        Raises Interrupted when the link broke first, RuntimeError for a message of another size.
-        """
+        """Whether the whole message is in the buffer. Raises RuntimeError for a message of another size."""
         if self._error is not None:
             raise self._error
-        return self._finished or (self.request is not None and self.request.done)
+        return self._finished
 
 
 _NOTHING = Pending(())
