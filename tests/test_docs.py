@@ -57,6 +57,12 @@ def test_every_page_is_in_the_site() -> None:
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_modules_of_communication_are_those_that_there_are() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "docs/communication.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named <= {path.stem for path in (ROOT / "megatron_elastic/comm").rglob("*.py")} and "transport" in named
+
+
 def test_the_api_page_shows_what_there_is() -> None:
     names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert "megatron_elastic.adaptor.training.entry.pretrain" in names

@@ -17,7 +17,7 @@ So whoever dies, there is a step after which every slice is held by somebody ali
 anybody it is s - 1 at least, and before that s - 2 at least. Ranks report what they hold after how many steps
 (``Report.versions``). The coordinator goes on from the newest number of steps after which all slices are there: the
 step that is voted is finished if nothing of it is lost, and otherwise one step or two are done again
-(``cluster.recovery.newest_complete``). Done again they give the same numbers, and are recorded once.
+(``cluster.protocol.faults.decision``). Done again they give the same numbers, and are recorded once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t BLOCK = 4096;          // elements that are looked at, and then added: they stay in the first cache
 constexpr int64_t A_THREAD = 1 << 19;    // elements that are worth starting a thread for
-constexpr int64_t NORM_BLOCK = 32;       // numerics.norm.BLOCK
+constexpr int64_t NORM_BLOCK = 32;       // reference.BLOCK
 constexpr uint32_t MAGNITUDE = 0x7fffffff;
 
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
