@@ -490,6 +490,17 @@ def test_close_leaves_nothing_open() -> None:
     assert len(os.listdir("/proc/self/task")) <= threads + 1  # UCX keeps one for all its contexts
 
 
+def test_who_is_at_work_aside_when_all_is_closed_wakes_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The descriptor that woke this rank may be another file's by then."""
+    transport, others, go_on = Transport(0, InterruptFlag(), 60), set(threading.enumerate()), threading.Event()
+    transport.aside(0, go_on.wait)
+    (thread,) = set(threading.enumerate()) - others
+    transport.close()
+    go_on.set()
+    thread.join(60)
+    assert not caplog.records
+
+
 def test_an_address_is_opaque_and_checked() -> None:
     transport = Transport(0, InterruptFlag(), 60)
     with pytest.raises(msgspec.DecodeError):

@@ -16,6 +16,7 @@ import fcntl
 import os
 import select
 import struct
+import threading
 import weakref
 from collections import deque
 
@@ -68,6 +69,8 @@ class Mailbox:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
         self._rest = b""
+        self._closing = threading.Lock()
+        """Held while it is closed, or written to in any thread."""
 
     def take(self) -> list[Frame]:
         """The frames that are here. Raises RuntimeError, naming its sender, for one that is larger than frames are."""
@@ -102,14 +105,17 @@ class Mailbox:
                 return frames
 
     def wake(self) -> None:
-        """Let whoever waits for frames look around. A full mailbox needs no more for that."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, _WAKE)
+        """Let whoever waits for frames look around. A full mailbox needs no more for that, and a closed one nothing."""
+        with self._closing, contextlib.suppress(BlockingIOError):
+            if self._writer >= 0:
+                os.write(self._writer, _WAKE)
 
     def close(self) -> None:
         """Close both ends."""
-        os.close(self.fd)
-        os.close(self._writer)
+        with self._closing:
+            os.close(self.fd)
+            os.close(self._writer)
+            self._writer = -1
 
 
 class Neighbour:
