@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +22,9 @@ from hypothesis import strategies as st
 from megatron_elastic import cli
 from megatron_elastic.fleet.managers.launch import EXIT, PROCESS
 from megatron_elastic.fleet.managers.local import Local
-from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool
+from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool, Standing
 from megatron_elastic.fleet.running.journal import Fleet as Kept
-from megatron_elastic.fleet.running.journal import JournalError
+from megatron_elastic.fleet.running.journal import Journal, JournalError
 from megatron_elastic.fleet.running.progress import Progress, table_of
 from megatron_elastic.observe.records import RunRecords, read_metrics
 from megatron_elastic.plan.predict import Entry, ScaleTable
@@ -343,6 +345,49 @@ class Moody:
         self._manager.start(launch)
 
 
+class Calm:
+    """A manager whose launches run until they are told to have ended, and do nothing."""
+
+    kind = "nothing"
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self.started: list[str] = []
+        self.codes: dict[str, int] = {}
+        self.refuses = ""
+
+    def look(self, launches: Sequence[Launch]) -> Pool:
+        return Pool(self._total, self._total, {launch.name: self._standing(launch.name) for launch in launches})
+
+    def _standing(self, name: str) -> Standing:
+        if name in self.codes:
+            return Standing("ended", self.codes[name])
+        return Standing("running" if name in self.started else "absent", host="127.0.0.1")
+
+    def choose(self, devices: int, held: Collection[int]) -> list[int]:
+        return [slot for slot in range(self._total) if slot not in held][:devices]
+
+    def port(self) -> int:
+        return 1
+
+    def start(self, launch: Launch) -> None:
+        if self.refuses:
+            raise ManagerError(self.refuses)
+        self.started.append(launch.name)
+
+    def stop(self, launch: Launch, at_once: bool) -> None:
+        self.codes[launch.name] = 143
+
+
+def elastic(four: Fleet, name: str, devices: int, most: int) -> None:
+    """Give it an elastic job, whose script nobody looks at."""
+    own = four.journal.job(name)
+    own.mkdir(parents=True)
+    (own / "submission.json").write_text(json.dumps({
+        "name": name, "command": ["train.py"], "devices": devices, "submitted": 0, "cwd": "/", "max_devices": most,
+    }))  # fmt: skip
+
+
 @pytest.mark.job
 def test_a_manager_that_answers_badly(four: Fleet) -> None:
     """Nothing is decided meanwhile, nothing is lost, and what could not be started is when it can be."""
@@ -376,6 +421,40 @@ def _while_it_is(mood: str, manager: Moody, four: Fleet) -> None:
     four.until("it runs", noted.exists)
     four.let_end(mood)
     four.until("it is done", lambda: four.phase(mood) == "done")
+
+
+@pytest.mark.parametrize("failing", range(22))
+def test_a_full_disk_loses_no_job(failing: int, four: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever write fails: what it was of is done, and written down, once there is room again."""
+    manager = four.manager = Calm(four.slots)
+    for name in ("a", "b"):
+        four.submit(name, "true")
+    daemon, writes = four.begin(), 0
+
+    def unsure(write: Callable[..., None]) -> Callable[..., None]:
+        def written(*arguments: Any, **fields: Any) -> None:
+            nonlocal writes
+            writes += 1
+            if writes == failing + 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(*arguments, **fields)
+
+        return written
+
+    for name in ("keep", "tell"):
+        monkeypatch.setattr(Journal, name, unsure(getattr(Journal, name)))
+
+    def turns() -> None:
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                daemon.turn()
+
+    turns()
+    assert sorted(manager.started) == ["a/0", "b/0"]
+    manager.codes = {"a/0": 0, "b/0": 1}
+    turns()
+    assert daemon.idle
+    assert (four.phase("a"), four.phase("b"), four.status()["held"]) == ("done", "failed", 0)
 
 
 @pytest.mark.job

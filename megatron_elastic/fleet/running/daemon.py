@@ -101,18 +101,20 @@ class Daemon:
         for name in self._journal.names():
             if name in self._seen:
                 continue
-            self._seen.add(name)
             entry = self._journal.read_entry(name)
             if entry is None:
                 try:
                     fresh.append(submissions.read(self._journal.job(name)))
+                    continue
                 except SubmissionError as error:
                     self._refuse(Entry(name, self._index()), str(error))
             elif entry.nodes or not entry.over:
                 self._wards[name] = Ward(entry, self._journal.job(name))
+            self._seen.add(name)
         for asked in sorted(fresh, key=lambda asked: (asked.submitted, asked.name)):
             ward = Ward(Entry(asked.name, self._index(), asked), self._journal.job(asked.name))
             self._journal.keep(ward.entry)
+            self._seen.add(asked.name)
             self._wards[asked.name] = ward
             self._arrived.append(asked.devices)
             self._tell("submitted", ward, devices=asked.devices, max_devices=asked.max_devices)
@@ -177,6 +179,7 @@ class Daemon:
                 self._journal.keep(entry)
                 self._tell("joined", ward, node=node.rank, devices=entry.target)
         if entry.over and not entry.nodes:
+            self._journal.keep(entry)  # how it ended may not have been written when there was no room
             del self._wards[ward.name]
         elif entry.phase == "waiting" and ward.submission.devices > pool.most:
             self._refuse(entry, f"it asks for {ward.submission.devices} devices, and there are {pool.most}")
