@@ -24,8 +24,9 @@ from megatron_elastic.fleet.managers.launch import EXIT, PROCESS
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool, Standing
 from megatron_elastic.fleet.running.journal import Fleet as Kept
-from megatron_elastic.fleet.running.journal import Journal, JournalError
+from megatron_elastic.fleet.running.journal import Journal, JournalError, Node
 from megatron_elastic.fleet.running.progress import Progress, table_of
+from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RunRecords, read_metrics
 from megatron_elastic.plan.predict import Entry, ScaleTable
 from tests.fleet.fleet_runs import Fleet, fleet, until
@@ -421,6 +422,31 @@ def _while_it_is(mood: str, manager: Moody, four: Fleet) -> None:
     four.until("it runs", noted.exists)
     four.let_end(mood)
     four.until("it is done", lambda: four.phase(mood) == "done")
+
+
+def test_how_long_things_take_is_told_by_who_has_seen_them(four: Fleet) -> None:
+    """Another fleet that comes a day later finds a job that trains, and a node that has come: that took no day."""
+    manager = four.manager = Calm(four.slots)
+    elastic(four, "llm", 2, 4)
+    four.begin().turn()
+    records = RunRecords(four.run_dir("llm"))
+    records.event("started", 0, world_size=2, step=0, train_iters=50)
+    four.begin().turn()
+    metrics(records, range(1, 7), 2, 0, 100.0)
+    entry = four.journal.read_entry("llm")
+    assert entry is not None and entry.started is not None
+    entry.started -= 86400
+    entry.nodes.append(Node(2, 1, [2], entry.started))
+    four.journal.keep(entry)
+    records.event("spawned", 0, node=2, ranks=[2])
+    records.layout(Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0, 1]], units=["embedding", "head"], num_grains=3,
+                               num_slices=3, replicas=1))  # fmt: skip
+    records.close()
+    manager.started.append("llm/2")
+    daemon = four.begin()
+    daemon.turn()
+    assert daemon._fleet.starts == daemon._fleet.leads == []
+    assert [node["joined"] for node in four.job("llm")["nodes"]] == [True, True]
 
 
 @pytest.mark.parametrize("failing", range(22))

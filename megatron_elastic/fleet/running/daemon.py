@@ -66,6 +66,8 @@ class Daemon:
         self._deaf: str | None = None
         self._arrived: list[int] = []
         self._ended = 0
+        self._looked = False
+        """Whether the turn before this one looked at all: else nobody knows since when things are as they are."""
         self._journal.tell("began", policy=policy, manager=manager.kind, pid=os.getpid())
 
     @property
@@ -87,6 +89,7 @@ class Daemon:
             self._decide(pool, now)
             for ward in self._wards.values():
                 self._press(ward, now)
+        self._looked = pool is not None
         self._journal.keep(self._fleet)
 
     def close(self) -> None:
@@ -142,7 +145,8 @@ class Daemon:
             if ward.known:
                 self._say(f"{ward.name}: its records cannot be read, so it stays as it is: {error}")
             ward.known = False
-        if not steps and ward.progress.steps and ward.entry.started is not None and not ward.entry.changes:
+        begun = self._looked and not steps and ward.progress.steps
+        if begun and ward.entry.started is not None and not ward.entry.changes:
             _remember(self._fleet.starts, self._fleet.now - ward.entry.started)
 
     def _look(self) -> Pool | None:
@@ -175,7 +179,8 @@ class Daemon:
                 self._start_again(ward, node, pool)
             elif node.joined is None and node.rank and ward.known and ward.progress.trains(node.rank):
                 node.joined, entry.failures = now, 0
-                _remember(self._fleet.leads, now - node.since)
+                if self._looked:
+                    _remember(self._fleet.leads, now - node.since)
                 self._journal.keep(entry)
                 self._tell("joined", ward, node=node.rank, devices=entry.target)
         if entry.over and not entry.nodes:
