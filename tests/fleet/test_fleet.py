@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -447,6 +448,23 @@ def test_how_long_things_take_is_told_by_who_has_seen_them(four: Fleet) -> None:
     daemon.turn()
     assert daemon._fleet.starts == daemon._fleet.leads == []
     assert [node["joined"] for node in four.job("llm")["nodes"]] == [True, True]
+
+
+def test_a_job_whose_folder_is_gone_holds_up_nobody(four: Fleet) -> None:
+    """Somebody has removed that of one that runs, and that of one that waits. What comes back is looked after again."""
+    four.manager = Calm(four.slots)
+    for name in ("runs", "waits", "last"):
+        four.submit(name, "true", devices=4)
+    daemon = four.begin()
+    daemon.turn()
+    os.rename(four.journal.job("runs"), four.folder / "runs")
+    shutil.rmtree(four.journal.job("waits"))
+    daemon.turn()
+    assert four.phase("last") == "running"
+    assert sum("its folder is gone" in line for line in four.said) == 2
+    os.rename(four.folder / "runs", four.journal.job("runs"))
+    daemon.turn()
+    assert four.status()["held"] == 8
 
 
 @pytest.mark.parametrize("failing", range(22))

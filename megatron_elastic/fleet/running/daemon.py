@@ -101,7 +101,12 @@ class Daemon:
     def _take_in(self) -> None:
         """Jobs that were submitted since, in that order, and, in the first turn, those that are known."""
         fresh: list[submissions.Submission] = []
-        for name in self._journal.names():
+        names = self._journal.names()
+        for name in self._wards.keys() - {*names}:
+            del self._wards[name]
+            self._seen.discard(name)
+            self._say(f"{name}: its folder is gone, so nobody looks after it any more")
+        for name in names:
             if name in self._seen:
                 continue
             entry = self._journal.read_entry(name)
