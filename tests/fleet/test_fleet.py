@@ -467,6 +467,21 @@ def test_a_job_whose_folder_is_gone_holds_up_nobody(four: Fleet) -> None:
     assert four.status()["held"] == 8
 
 
+def test_what_cannot_be_started_is_said_once_and_shown(four: Fleet) -> None:
+    """It is tried again all the same: Slurm refuses a job that no node has room for, somebody has removed a folder."""
+    manager = four.manager = Calm(four.slots)
+    manager.refuses = "Requested node configuration is not available"
+    four.submit("a", "true")
+    daemon = four.begin()
+    for _ in range(3):
+        daemon.turn()
+    assert sum(manager.refuses in line for line in four.said) == 1
+    assert four.job("a")["trouble"] == f"node 0 cannot be started: {manager.refuses}"
+    manager.refuses = ""
+    daemon.turn()
+    assert (manager.started, four.job("a")["trouble"]) == (["a/0"], "")
+
+
 @pytest.mark.parametrize("failing", range(22))
 def test_a_full_disk_loses_no_job(failing: int, four: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever write fails: what it was of is done, and written down, once there is room again."""

@@ -334,11 +334,16 @@ class Daemon:
     def _start(self, ward: Ward, node: Node, pool: Pool) -> None:
         """Start a launch, which is in the journal before that. Where it fails it is tried again in the next turn."""
         self._journal.keep(ward.entry)
-        first = pool.standings.get(f"{ward.name}/0")
+        first, before = pool.standings.get(f"{ward.name}/0"), node.unstarted
         try:
             self._manager.start(ward.launch(node, None if first is None or not node.rank else first.host))
+            node.unstarted = ""
         except ManagerError as error:
-            self._say(f"{ward.name}: {error}")
+            node.unstarted = str(error)
+        if node.unstarted != before:
+            self._journal.keep(ward.entry)
+            if node.unstarted:
+                self._say(f"{ward.name}: node {node.rank} cannot be started: {node.unstarted}")
 
     # ---- what takes long ---------------------------------------------------------------------------
 

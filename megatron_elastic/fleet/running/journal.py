@@ -49,6 +49,8 @@ class Node(msgspec.Struct):
     """The job has agreed to that."""
     stopped: float | None = None
     """When it was last told to end."""
+    unstarted: str = ""
+    """Why it could not be started when that was last tried."""
 
 
 class Entry(msgspec.Struct):

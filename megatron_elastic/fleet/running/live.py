@@ -194,6 +194,8 @@ def status(folder: Path) -> dict[str, Any]:
 
 def _job(journal: Journal, entry: Entry) -> dict[str, Any]:
     asked, ward = entry.submission, Ward(entry, journal.job(entry.name))
+    unstarted = next((f"node {node.rank} cannot be started: {node.unstarted}" for node in entry.nodes
+                      if node.unstarted), "")  # fmt: skip
     unreadable = ""
     try:
         ward.progress.refresh()
@@ -217,7 +219,7 @@ def _job(journal: Journal, entry: Entry) -> dict[str, Any]:
         "ended": entry.ended,
         "changes": entry.changes,
         "reason": entry.reason,
-        "trouble": entry.trouble or unreadable,
+        "trouble": entry.trouble or unstarted or unreadable,
         **ward.figures(),
     }  # fmt: skip
 
