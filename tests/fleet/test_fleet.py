@@ -115,6 +115,25 @@ def test_speeds_come_from_the_records(tmp_path: Path) -> None:
     assert again.speeds() == progress.speeds()
 
 
+@pytest.mark.parametrize("line", ['{"time": 1, "kind": "spawned", "epoch": 0}', "{"])
+def test_records_that_cannot_be_read_are_told_by_status_too(
+    line: str, four: Fleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    four.manager = Calm(four.slots)
+    elastic(four, "llm", 2, 4)
+    daemon = four.begin()
+    daemon.turn()
+    records = RunRecords(four.run_dir("llm"))
+    metrics(records, [1], 2, 0, 100.0)
+    records.close()
+    (four.run_dir("llm") / "events.jsonl").write_text(line + "\n")
+    for _ in range(2):
+        daemon.turn()
+    assert sum("its records cannot be read, so it stays as it is" in line for line in four.said) == 1
+    assert cli.main(["fleet", "status", str(four.folder), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["jobs"]["llm"]["trouble"]
+
+
 # ---- launches ------------------------------------------------------------------------------------
 
 

@@ -145,11 +145,11 @@ class Daemon:
         steps = ward.progress.steps
         try:
             ward.progress.refresh()
-            ward.known = True
-        except (RecordsError, KeyError, TypeError, ValueError) as error:
-            if ward.known:
+            ward.known, ward.unreadable = True, ""
+        except RecordsError as error:
+            if str(error) != ward.unreadable:
                 self._say(f"{ward.name}: its records cannot be read, so it stays as it is: {error}")
-            ward.known = False
+            ward.known, ward.unreadable = False, str(error)
         begun = self._looked and not steps and ward.progress.steps
         if begun and ward.entry.started is not None and not ward.entry.changes:
             _remember(self._fleet.starts, self._fleet.now - ward.entry.started)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_elastic.fleet.speed_table import SpeedTable
+from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.run import Run
 from megatron_elastic.plan.predict import ScaleTable, ScaleTableError
 
@@ -41,6 +42,12 @@ class Progress:
 
     def refresh(self) -> None:
         """Read what was written since. Raises RecordsError if that cannot be read."""
+        try:
+            self._refresh()
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordsError(f"{self._run_dir} has a line that is damaged: {type(error).__name__} {error}") from None
+
+    def _refresh(self) -> None:
         if self._run is None:
             if not (self._run_dir / "metrics.jsonl").is_file():
                 return

@@ -36,6 +36,8 @@ class Ward:
         self.progress = Progress(self.run_dir)
         self.known = False
         """Whether its records could be read when it was last looked at."""
+        self.unreadable = ""
+        """Why they could not."""
 
     @property
     def name(self) -> str:
