@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,8 +34,13 @@ def actuators() -> tuple[Actuator, ...]:
 
 
 def devices(name: str, run_dir: Path, places: list[Place]) -> dict[int, str]:
-    """[rank] = its device, for the actuator ``name``. Raises OSError if that is not known, or not its own."""
-    found = {place.rank: _NAMED[name](run_dir, place) for place in places}
+    """[rank] = its device, for the actuator ``name``; a rank whose process is gone has none any more. Raises OSError if
+    that is not known, or not its own.
+    """
+    found = {}
+    for place in places:
+        with contextlib.suppress(ProcessLookupError):
+            found[place.rank] = _NAMED[name](run_dir, place)
     for one, other in combinations(found, 2):
         if shared := {*found[one].split(",")}.intersection(found[other].split(",")):
             raise OSError(f"ranks {one} and {other} share {', '.join(sorted(shared))}: each needs a device of its own")
@@ -61,7 +67,10 @@ def _processors(run_dir: Path, place: Place) -> str:
 
 def _group(run_dir: Path, place: Place) -> str:
     """The control group that says what a process may have of processors; of either version."""
-    lines = [line.split(":", 2) for line in Path(f"/proc/{place.pid}/cgroup").read_text().splitlines()]
+    try:
+        lines = [line.split(":", 2) for line in Path(f"/proc/{place.pid}/cgroup").read_text().splitlines()]
+    except FileNotFoundError as error:
+        raise ProcessLookupError(*error.args) from None
     for _, controllers, path in lines:
         if "cpu" in controllers.split(","):
             return str(GROUPS / "cpu" / path.lstrip("/"))

@@ -276,6 +276,14 @@ def test_devices_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         devices("cpufreq", tmp_path, [me, Place(6, 1, os.getpid())])
 
 
+@pytest.mark.parametrize("name", ["cpufreq", "quota"])
+def test_a_rank_that_has_just_died_has_no_device(name: str, tmp_path: Path) -> None:
+    """Its node has not heard of that yet; clocks of the others are set all the same."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    assert set(devices(name, tmp_path, [Place(4, 0, os.getpid()), Place(5, 1, dead.pid)])) == {4}
+
+
 def test_quotas_are_those_of_a_ranks_own_group(group: Path, tmp_path: Path) -> None:
     sleep = subprocess.Popen(["sleep", "60"])
     try:
