@@ -108,7 +108,7 @@ def _restore(
     for device, value in before.items():
         try:
             actuator.restore(device, value)
-        except OSError as error:
+        except Exception as error:  # whatever it is, others are set back
             failed[device] = value
             warn(f"the clock of {actuator.name} {device} is not set back to {value!r}: {error}")
     if failed:

@@ -81,7 +81,7 @@ class Regulator:
                 {device: self._nearest(device, clocks[rank]) for rank, device in found.items() if rank in clocks},
                 {device: watts[rank] for rank, device in found.items() if rank in watts},
             )
-        except OSError as error:
+        except Exception as error:  # whatever an actuator trips over: nobody waits for this thread
             self._refused = True
             self._keeper.restore()
             file = error.filename if isinstance(error, PermissionError) else None

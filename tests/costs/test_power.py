@@ -261,6 +261,34 @@ def test_a_missing_permission_is_one_warning(
     assert not list((tmp_path / "notes").iterdir())
 
 
+class Odd(Cpufreq):
+    """A machine where one device says what is not understood, and a package that lacks what another one needs."""
+
+    def write(self, device: str, clock: float) -> None:
+        super().write(device, clock)
+        if device == "1":
+            raise ValueError("invalid literal for int() with base 10: '<unknown>'")
+
+    def restore(self, device: str, before: str) -> None:
+        if device == "0":
+            raise AttributeError("module 'pynvml' has no attribute 'nvmlDeviceResetGpuLockedClocks'")
+        super().restore(device, before)
+
+
+def test_whatever_an_actuator_trips_over_is_told(cpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(regulator, "actuators", lambda: (Odd(cpus),))
+    monkeypatch.setattr(regulator, "devices", lambda name, run_dir, places: {0: "0", 1: "1"})
+    control = Regulator("cpufreq", tmp_path, said.append, tmp_path / "notes")
+    control.set({0: 0.5, 1: 0.5}, [])
+    control.close()
+    assert any("clocks stay as they are (cpufreq): invalid literal" in line for line in said)
+    assert any("0 is not set back to '2900000': module 'pynvml'" in line for line in said)
+    assert limits(cpus) == [1000000, 2900001], "the other one is as it was"
+    (note,) = (tmp_path / "notes").glob("*.json")
+    assert json.loads(note.read_text())["before"] == {"0": "2900000"}
+
+
 def test_devices_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me, other = Place(4, 0, os.getpid()), Place(5, 1, os.getppid())
     assert devices("emulated", tmp_path, [me, other]) == {n: str(tmp_path / "clocks" / str(n)) for n in (4, 5)}
