@@ -54,15 +54,15 @@ class RunRecords:
         self._dir = Path(run_dir)
         (self._dir / "layouts").mkdir(parents=True, exist_ok=True)
         # Unbuffered and in append mode: a line is one write, and nothing is left behind in a process that dies.
-        self._metrics = _open(self._dir / "metrics.jsonl")
-        self._events = _open(self._dir / "events.jsonl")
+        self._metrics = open_lines(self._dir / "metrics.jsonl")
+        self._events = open_lines(self._dir / "events.jsonl")
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """Append the line of one committed step: exactly the fields ``METRICS``, else RecordsError."""
         if set(record) != set(METRICS):
             missing, unknown = sorted(set(METRICS) - set(record)), sorted(set(record) - set(METRICS))
             raise RecordsError(f"a metrics line lacks fields {missing} and has unknown fields {unknown}")
-        _append(self._metrics, _line({name: record[name] for name in METRICS}))
+        append(self._metrics, _line({name: record[name] for name in METRICS}))
 
     def event(self, kind: str, epoch: int, at: float | None = None, **fields: Any) -> None:
         """Append one event, stamped with the time of day ``at`` (seconds; None: now). Raises RecordsError for an
@@ -73,7 +73,7 @@ class RunRecords:
                 raise RecordsError(f"a recovered event lacks fields {missing}")
             fields = {name: fields[name] for name in RECOVERED} | fields
         stamp = {"time": time.time() if at is None else at, "kind": kind, "epoch": epoch}
-        _append(self._events, _line({**stamp, **fields}))
+        append(self._events, _line({**stamp, **fields}))
 
     def layout(self, layout: Layout) -> None:
         """Write ``layouts/EPOCH.json``."""
@@ -200,7 +200,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
-def _open(path: Path) -> io.FileIO:
+def open_lines(path: Path) -> io.FileIO:
     """Open a file of lines to append to. Half a line at its end, of a writer that was killed, is taken out."""
     file = path.open("ab", buffering=0)
     with path.open("rb") as lines:
@@ -223,10 +223,10 @@ def _last_line(file: BinaryIO) -> tuple[bytes, int]:
     return b"", 0
 
 
-def _append(file: io.FileIO, line: bytes) -> None:
-    """Append a line, whole or not at all. Raises OSError."""
+def append(file: io.FileIO, lines: bytes) -> None:
+    """Append lines, all of them or none. Raises OSError."""
     size = os.fstat(file.fileno()).st_size
-    if file.write(line) < len(line):  # the disk is full, and has taken the beginning
+    if file.write(lines) < len(lines):  # the disk is full, and has taken the beginning
         file.truncate(size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 

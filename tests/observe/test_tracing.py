@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import resource
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -324,6 +325,38 @@ def test_a_disk_that_takes_nothing_costs_the_trace_alone(tmp_path: Path, capsys:
     assert not tracer.on
 
 
+def test_a_disk_that_fills_costs_what_did_not_fit_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has taken the beginning; and a rank that was killed while it wrote has left half a line."""
+    tracer = Tracer(0, Window.parse("1-9"), tmp_path / FOLDER, describe)
+    path, tag = tmp_path / FOLDER / "rank0.jsonl", make_tag(0, Channel.ACTIVATION, at_grain(2, 4), 3)
+
+    def step(number: int, *tags: int) -> None:
+        tracer.enter(number)
+        tracer.at("vote", number, None)
+        for each in tags:
+            tracer.sent(1, each)
+        tracer.write()
+
+    step(1)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, most))
+    try:
+        step(2, tag)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert "rank 0: cannot write" in capsys.readouterr().out
+    step(3, tag)
+    with path.open("ab") as file:
+        file.write(b'["phase",1')
+    path.with_name("rank1.jsonl").write_text('["rank",1')
+    (trace,) = Traces.read([tmp_path]).ranks.values()
+    assert [phase.step for phase in trace.phases if phase.name == "vote"] == [1, 3]
+    assert trace.text(tag) == "activation of grain 2, made at position 4"
+    step(4)
+    (trace,) = Traces.read([tmp_path]).ranks.values()
+    assert [phase.step for phase in trace.phases if phase.name == "vote"] == [1, 3, 4]
+
+
 def test_messages_are_told_in_words() -> None:
     assert describe(make_tag(5, Channel.GRADIENT, at_slice(3, 2), 9)) == ("gradient", "gradient of unit 3, slice 2")
     assert describe(make_tag(5, Channel.COLLECTIVE, at_group(7, 40), 9)) == ("collective", "collective 40 of group 7")
@@ -343,6 +376,9 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "does not say whose it is" in error("trace", str(tmp_path), *output)
     path.write_text('["phase",1\n')
     assert "is damaged" in error("trace", str(tmp_path), *output)
+    for text in ("", '["rank",0', '["rank",0,"host",1,1,1,"clock"]\n'):
+        path.write_text(text)
+        assert "nothing was traced" in error("trace", str(tmp_path), *output)
     path.write_text('["rank",0,"host",1,0,0]\n["phase",1,"vote",1]\n["stopped",5]\n')
     (tmp_path / "metrics.jsonl").touch()
     assert "no step is traced from one commit to the next" in error("report", str(tmp_path), "--critical-path")

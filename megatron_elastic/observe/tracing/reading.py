@@ -155,7 +155,9 @@ class Traces:
     @classmethod
     def read(cls, run_dirs: Sequence[Path]) -> Traces:
         """What is in run directories, of one for each host that has its own. Raises RecordsError."""
-        raw = [trace for run_dir in run_dirs for path in _files(run_dir) for trace in (_read(path),)]
+        raw = [trace for run_dir in run_dirs for path in _files(run_dir) if (trace := _read(path)) is not None]
+        if not any(next(trace.pieces(), None) for trace in raw):
+            raise RecordsError("nothing was traced: the ranks were killed before they had written what they did")
         clocks = list(dict.fromkeys(trace.clock for trace in raw))
         guess: dict[str, int] = {}
         for trace in raw:
@@ -200,15 +202,20 @@ def _files(run_dir: Path) -> list[Path]:
     return paths
 
 
-def _read(path: Path) -> RankTrace:
+def _read(path: Path) -> RankTrace | None:
+    """None if its rank was killed before it had written a line."""
     decoder = msgspec.json.Decoder(Entry)
     try:
-        entries = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+        written = path.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]  # who is killed leaves half a line
+        entries = [decoder.decode(line) for line in whole.splitlines()]
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordsError(f"{path} is damaged: {error}") from None
-    if not entries or not isinstance(entries[0], Origin):
+    if not entries:
+        return None
+    if not isinstance(entries[0], Origin):
         raise RecordsError(f"{path} does not say whose it is")
     trace = RankTrace(entries[0])
     for entry in entries[1:]:

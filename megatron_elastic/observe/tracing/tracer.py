@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megatron_elastic.observe.records import append, open_lines
 from megatron_elastic.observe.tracing.entries import (
     MAIN,
     Begun,
@@ -125,17 +126,19 @@ class Tracer:
         if self.on:
             self._entries.append(Stopped(time.monotonic_ns()))
         entries, self._entries, self.on = self._entries, [], False
-        lines = msgspec.json.Encoder().encode_lines([*self._names(entries), *entries])
+        names = self._names(entries)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                if not file.tell():
-                    times = time.monotonic_ns(), time.time_ns()
-                    origin = Origin(self._rank, socket.gethostname(), os.getpid(), *times, _clock())
-                    file.write(msgspec.json.encode(origin) + b"\n")
-                file.write(lines)
+            with open_lines(self._path) as file:
+                origin = () if file.tell() else (self._origin(),)
+                append(file, msgspec.json.Encoder().encode_lines([*origin, *names, *entries]))
         except OSError as error:
+            self._named.difference_update(message.tag for message in names)
             print(f"rank {self._rank}: cannot write {self._path}: {error.strerror}", flush=True)
+
+    def _origin(self) -> Origin:
+        times = time.monotonic_ns(), time.time_ns()
+        return Origin(self._rank, socket.gethostname(), os.getpid(), *times, _clock())
 
     def _names(self, entries: Sequence[Entry]) -> list[Message]:
         """What is new among their tags."""
