@@ -216,6 +216,19 @@ def test_only_nodes_where_pods_may_run_count(
     own.close()
 
 
+def test_pods_of_other_nodes_take_nothing_away(cluster: Cluster, tmp_path: Path) -> None:
+    """Of a cluster that has other devices, too: neither those nor who has them, or waits for them, count."""
+    own = Kubernetes(template(tmp_path, nodeSelector={"name": "two"}), GPU)
+    for name in ("there", "here", "waits-there", "waits-here", "waits-anywhere"):
+        cluster.run(name, 2)
+    for name, node in (("waits-there", "one"), ("waits-here", "two")):
+        cluster.pods["others", name]["spec"]["nodeSelector"] = {"name": node}
+    pool = own.look([])
+    own.close()
+    assert (cluster.pods["others", "there"]["spec"]["nodeName"], pool.total) == ("one", 2)
+    assert [other.name for other in pool.others] == ["others/here", "others/waits-here", "others/waits-anywhere"]
+
+
 @pytest.mark.job
 def test_rigid_jobs_beside_pods_of_others(manager: Kubernetes, cluster: Cluster, tmp_path: Path) -> None:
     """They start in order with others' pods, nothing is decided while the API is ill, and a killed pod has failed."""

@@ -82,14 +82,16 @@ class Kubernetes(Scheduler):
             by_name = {pod["metadata"]["name"]: pod for pod in own}
             standings = {launch.name: self._standing(launch, by_name.get(_name(launch))) for launch in launches}
             ours = {(self._namespace, _name(launch)) for launch in launches}
-            usable = [node for node in nodes if self._usable(node)]
+            usable = {node["metadata"]["name"]: node for node in nodes if self._usable(node)}
             others = [
                 self._other(pod)
                 for pod in pods
                 if (pod["metadata"]["namespace"], pod["metadata"]["name"]) not in ours and self._devices(pod)
+                and _is_among(usable, pod["spec"])
             ]
-            there = [node for node in usable if _ready(node)]
-            return Pool(sum(map(self._allocatable, there)), sum(map(self._allocatable, usable)), standings, others)
+            there = [node for node in usable.values() if _ready(node)]
+            most = sum(map(self._allocatable, usable.values()))
+            return Pool(sum(map(self._allocatable, there)), most, standings, others)
         except (KeyError, TypeError, ValueError, AttributeError, InvalidOperation) as error:
             raise ManagerError(f"it says what is not understood: {type(error).__name__} {error}") from None
 
@@ -184,8 +186,7 @@ class Kubernetes(Scheduler):
     def _usable(self, node: Mapping[str, Any]) -> bool:
         """Whether pods of the template may run there once it is ready."""
         spec = self._template["spec"]
-        labels = node["metadata"].get("labels") or {}
-        if any(labels.get(key) != value for key, value in (spec.get("nodeSelector") or {}).items()):
+        if not _selected(node, spec):
             return False
         taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] in _EFFECTS]
         own = [taint for taint in taints if not taint["key"].startswith("node.kubernetes.io/")]  # those say: not ready
@@ -268,6 +269,17 @@ def _name(launch: Launch) -> str:
 def _ready(node: Mapping[str, Any]) -> bool:
     conditions = {each["type"]: each["status"] for each in node["status"].get("conditions", [])}
     return conditions.get("Ready") == "True" and not node["spec"].get("unschedulable")
+
+
+def _is_among(nodes: Mapping[str, Mapping[str, Any]], spec: Mapping[str, Any]) -> bool:
+    """Whether a pod is on one of ``nodes``, by name, or, as long as it is nowhere, selects one."""
+    name = spec.get("nodeName")
+    return name in nodes if name else any(_selected(node, spec) for node in nodes.values())
+
+
+def _selected(node: Mapping[str, Any], spec: Mapping[str, Any]) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    return all(labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
 
 
 def _tolerated(taint: Mapping[str, Any], tolerations: Iterable[Mapping[str, Any]]) -> bool:
