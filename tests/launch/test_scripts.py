@@ -103,14 +103,33 @@ def test_slurm_queues_again_what_a_restart_can_mend(
     """With stand-ins for Slurm's commands, and for the job: it exits with a code after some steps, and has ended
     training, or failed.
     """
+    queue(code, steps, ended, before, said, tmp_path, "--train-iters", "100")
+
+
+@pytest.mark.parametrize("given", ["--train-iters=100", "--train-samples=1600", "@of_a_file"])
+def test_slurm_queues_again_however_it_is_said_how_long_to_train(given: str, tmp_path: Path) -> None:
+    said = "stopped at step 40 of 100 (exit code 0): queued again"
+    queue(0, 40, 40, None, said, tmp_path, given, started=True)
+
+
+def test_slurm_knows_before_a_job_begins_how_long_it_is_to_train(tmp_path: Path) -> None:
+    queue(1, 0, None, None, "stopped at step 0 of 100 (exit code 1): queued again", tmp_path, "--train-iters=100")
+
+
+def queue(
+    code: int, steps: int, ended: int | None, before: int | None, said: str, tmp_path: Path, *flags: str,
+    started: bool = False,
+) -> None:  # fmt: skip
     end = ("failed", "no") if ended is None else ("finished", f"training finished at step {ended}")
+    begin = """{"kind": "started", "step": 0, "train_iters": 100}\n""" if started else ""
     attempt, runs = "0" if before is None else "1", tmp_path / "runs"
     for name, text in {
         "scontrol": 'if [ "$1" = show ]; then echo host0; else echo "$@" >> "$0.asked"; fi',
         "srun": 'shift 2; SLURM_NODEID=0 exec "$@"',
         "megatron-elastic": f"mkdir -p {runs}/{attempt}; "
         + (f"""echo '{{"step": {steps}, "loss": 1.0}}' > {runs}/{attempt}/metrics.jsonl; """ if steps else "")
-        + f"""echo '{{"kind": "{end[0]}", "reason": "{end[1]}"}}' > {runs}/{attempt}/events.jsonl; exit {code}""",
+        + f"""echo '{begin}{{"kind": "{end[0]}", "reason": "{end[1]}"}}' > {runs}/{attempt}/events.jsonl; """
+        + f"exit {code}",
     }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -120,7 +139,7 @@ def test_slurm_queues_again_what_a_restart_can_mend(
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), str(script), "--train-iters", "100"],
+        ["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), str(script), *flags],
         capture_output=True, text=True, check=False, cwd=tmp_path,
         env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "7",
              "SLURM_JOB_NODELIST": "host0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": attempt, "RUNS": str(runs)},
