@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from math import inf
 
 from megatron_elastic import usage
 from megatron_elastic.config import UsageError
@@ -15,6 +16,7 @@ from megatron_elastic.emulation.forecast import forecast
 from megatron_elastic.emulation.models import MODELS
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import LayoutError
+from megatron_elastic.plan.costs.cost import ProfileError
 from megatron_elastic.plan.costs.fit import overflow
 
 _DESCRIPTION = """\
@@ -91,8 +93,8 @@ def make(options: argparse.Namespace) -> Profile:
     if not 0 <= options.noise < 1:
         raise UsageError(f"--noise must be at least 0 and below 1, got {options.noise:g}")
     for name in ("step_seconds", "time_scale"):
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+        if (value := getattr(options, name)) is not None and not 0 < value < inf:
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0 and finite, got {value:g}")
     shape, size, batch = MODELS[options.model], options.layout, batch_of(options)
     if not shape.experts and size.ep > 1:
         raise UsageError(f"--layout with ep{size.ep}: {options.model} has no experts")
@@ -105,9 +107,12 @@ def make(options: argparse.Namespace) -> Profile:
             efficiency=options.efficiency, time_scale=options.time_scale, step_seconds=options.step_seconds,
             ranks_per_host=options.ranks_per_host, noise=options.noise,
         )  # fmt: skip
+        costs = profile.costs(layout.units)
     except LayoutError as error:
         raise UsageError(f"--layout: {error}") from None
-    problem = overflow(layout, layout.ranks, profile.costs(layout.units))
+    except ProfileError as error:
+        raise UsageError(f"{options.model} on {options.device}: {error}") from None
+    problem = overflow(layout, layout.ranks, costs)
     if problem is not None:
         raise UsageError(f"{options.model} on {options.device}: {problem}")
     return profile

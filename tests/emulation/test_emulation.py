@@ -123,6 +123,9 @@ def test_the_command_prints_what_both_flags_read(capsys: pytest.CaptureFixture[s
     (["--model", "llama2-7b", "--layout", "tp1,pp2,dp1,ep2"], "llama2-7b has no experts"),
     (["--model", "llama2-7b", "--efficiency", "0"], "--efficiency must be above 0"),
     (["--model", "llama2-7b", "--step-seconds", "-1"], "--step-seconds must be above 0"),
+    (["--model", "llama2-7b", "--step-seconds", "inf"], "--step-seconds must be above 0 and finite, got inf"),
+    (["--model", "llama2-7b", "--time-scale", "inf"], "--time-scale must be above 0 and finite, got inf"),
+    (["--model", "llama2-7b", "--time-scale", "1e-300"], "llama2-7b on a100: the profile has inf"),
 ])  # fmt: skip
 def test_the_command_refuses(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
