@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         return int(options.command(options))
+    except BrokenPipeError:
+        raise  # nobody reads on what is printed
     except (TraceError, FaultsError, JournalError, SubmissionError, ValueError, OSError) as error:
         print(f"megatron-elastic fleet: error: {error}", file=sys.stderr)
         return 2

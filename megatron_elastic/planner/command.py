@@ -82,23 +82,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             if takes_long(goal):
                 raise UsageError(f"the layout is too large: --dag takes up to {MOST_SIMULATED} grains x stages")
             dag = Dag.of(program(goal, costs, options.schedule), goal, costs)
-            options.dag.write_text(dag.to_json(), encoding="utf-8")
+            _write(options.dag, dag.to_json())
         if options.svg:
             drawings = panels(outcome, costs, options.schedule)
             if not drawings:
                 raise UsageError(f"the layout is too large to draw: --svg takes up to {MOST_SIMULATED} grains x stages")
-            options.svg.write_text(svg(drawings, 4 * MOST_CELLS), encoding="utf-8")
+            _write(options.svg, svg(drawings, 4 * MOST_CELLS))
         if options.json:
             print(json.dumps(figures(outcome, costs, options.schedule)))
         else:
             show(console(120), outcome, costs, source, options.schedule)
+    except BrokenPipeError:
+        raise  # nobody reads on what is printed
     except OSError as error:
-        print(f"megatron-elastic plan: error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"megatron-elastic plan: error: cannot print: {error.strerror}", file=sys.stderr)
         return 2
     except (UsageError, ValueError, LayoutError, NoLayout, NotFitting, ProfileError) as error:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Raises UsageError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _compare(options: argparse.Namespace, layout: Layout, costs: Costs, source: str) -> int:

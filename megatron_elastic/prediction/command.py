@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             scale.show(options, Predictor(device, constants or FITTED))
         else:
             layouts.show(options, Predictor(device, constants or FITTED))
+    except BrokenPipeError:
+        raise  # nobody reads on what is printed
     except (
         CaseError, ConstantsError, DeviceError, LayoutError, NoLayout, ProfileError, RecordsError, TableError,
         UsageError, OSError,

@@ -15,6 +15,7 @@ import pytest
 from disturbed import chaos
 
 from megatron_elastic import bench, cli, usage
+from megatron_elastic.layout import Layout, gpt_units
 from tests.jobs import ROOT
 
 WIDTH = 80
@@ -130,9 +131,19 @@ def test_ctrl_c_ends_a_command_quietly(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("words", [["completion", "bash"], ["--help"]])
-def test_who_reads_no_further_is_told_nothing(words: list[str]) -> None:
+@pytest.mark.parametrize("command", [
+    "completion bash", "--help", "plan --layout {layout} --event lose:rank=5 --json", "fleet status {fleet} --json",
+    "predict --layers 24 --hidden 2048 --heads 16 --seq 2048 --global-batch-size 256 --devices 8-64 --json",
+])  # fmt: skip
+def test_who_reads_no_further_is_told_nothing(command: str, tmp_path: Path) -> None:
     """As with ``| head``, whether it is printed at once or as the command ends."""
+    units, stages = gpt_units(8, 4, tied=True, positions=True)
+    layout, fleet = tmp_path / "layout.json", tmp_path / "fleet"
+    layout.write_text(Layout.grid(tp=2, pp=4, dp=8, stage_units=stages, units=units, num_grains=64, num_slices=32,
+                                  replicas=1).to_json())  # fmt: skip
+    for number in range(1000):
+        (fleet / "jobs" / f"job-{number}").mkdir(parents=True)
+    words = [word.format(layout=layout, fleet=fleet) for word in command.split()]
     read, write = os.pipe()
     os.close(read)
     try:

@@ -182,6 +182,8 @@ def test_what_cannot_be_read_is_named(layout: Path, tmp_path: Path, capsys: pyte
         (("--layout", layout, "--profile", bad), f"--profile {bad}: "),
         (("--layout", layout, "--profile", none), f"--profile {none}: No such file or directory"),
         (("--layout", layout, "--svg", none / "x.svg"), f"cannot write {none / 'x.svg'}: No such file or directory"),
+        (("--layout", layout, "--svg", "/dev/full"), "error: cannot write /dev/full: No space left on device"),
+        (("--layout", layout, "--dag", "/dev/full"), "error: cannot write /dev/full: No space left on device"),
     ):
         code, _, err = run(capsys, *flags, "--event", "lose:rank=5")
         assert (code, said in err, err.count("\n")) == (2, True, 1), err
