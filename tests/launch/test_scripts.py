@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -146,3 +147,33 @@ def queue(
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (code if said else 0, said), done.stderr
     assert (tmp_path / "scontrol.asked").exists() == said.endswith("): queued again")
+
+
+def pod(tmp_path: Path, role: str, index: int = 0) -> subprocess.CompletedProcess[str]:
+    """What a pod of the JobSet does, with a stand-in for the agent that says which node it is."""
+    _, jobset = (ROOT / "scripts" / "launch_k8s.yaml").read_text().split("spec:\n", 1)
+    sets = yaml.safe_load(f"spec:\n{jobset}")["spec"]["replicatedJobs"]
+    (container,) = sets[0]["template"]["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    agent = tmp_path / "megatron-elastic"
+    agent.write_text('#!/usr/bin/env bash\necho "$5"\n')
+    agent.chmod(0o755)
+    return subprocess.run([*container["command"], script.replace("/shared", str(tmp_path / "shared"))],
+                          capture_output=True, text=True, check=False, timeout=60,
+                          env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ROLE": role, "ATTEMPT": "0",
+                               "JOB_COMPLETION_INDEX": str(index), "NODES": "4", "MEGATRON_ARGUMENTS": ""})  # fmt: skip
+
+
+def test_pods_take_the_first_free_number(tmp_path: Path) -> None:
+    numbers = [pod(tmp_path, "worker", index).stdout.strip() for index in (0, 2, 0, 0)]
+    assert [pod(tmp_path, "lead").stdout.strip(), *numbers] == ["0", "1", "3", "5", "9"]
+
+
+def test_a_pod_that_cannot_make_its_folder_says_so(tmp_path: Path) -> None:
+    """It does not look for a free number for ever: the shared disk is full, or nobody may write there."""
+    (tmp_path / "mkdir").write_text(
+        '#!/usr/bin/env bash\n[ "$1" = -p ] || { echo "mkdir: No space left on device" >&2; exit 1; }\n'
+    )
+    (tmp_path / "mkdir").chmod(0o755)
+    done = pod(tmp_path, "lead")
+    assert done.returncode == 1 and "No space left on device" in done.stderr
