@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elastic import cli
+from megatron_elastic.fleet.managers import launch as keeper
 from megatron_elastic.fleet.managers.launch import EXIT, PROCESS
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool, Standing
@@ -164,6 +165,23 @@ def test_what_ends_with_its_keeper_is_known_to_have_ended(tmp_path: Path) -> Non
     os.killpg(keeper, signal.SIGKILL)
     until("it has ended", lambda: manager.look([launch]).standings["a/0"] == ("ended", None, None))
     assert not (tmp_path / EXIT).exists()
+
+
+def test_how_it_ended_is_kept_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has filled the disk, and succeeded, has not failed. Who has removed its folder need not know."""
+    waited: list[float] = []
+
+    def full_until_it_has_waited_twice(path: Path, record: object) -> None:
+        if len(waited) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, record)
+
+    write = keeper.write
+    monkeypatch.setattr(keeper, "write", full_until_it_has_waited_twice)
+    keeper.keep_code(tmp_path, 0, waited.append)
+    assert json.loads((tmp_path / EXIT).read_text()) == {"code": 0} and len(waited) == 2
+    with pytest.raises(FileNotFoundError):
+        keeper.keep_code(tmp_path / "gone", 0, waited.append)
 
 
 # ---- submissions ---------------------------------------------------------------------------------

@@ -8,17 +8,21 @@ is there, has additions to its environment.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_elastic.fleet.managers.lock import hold
 
 LOCK, PROCESS, EXIT, OUTPUT, ENV = "lock", "process.json", "exit.json", "output", "env.json"
+_AGAIN_S = 1.0
+"""Until it is looked again whether there is room."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -33,9 +37,22 @@ def main(argv: Sequence[str]) -> int:
             return 0
         write(folder / PROCESS, {"pid": os.getpid()})
         code = _run(command, folder, lock.fileno(), all_of_it)
-        write(folder / EXIT, {"code": code})
-        os.killpg(0, signal.SIGKILL)
+        try:
+            keep_code(folder, code)
+        finally:
+            os.killpg(0, signal.SIGKILL)
     return code
+
+
+def keep_code(folder: Path, code: int, wait: Callable[[float], None] = time.sleep) -> None:
+    """Write how it ended, as soon as there is room for that. Raises OSError where it is for another reason."""
+    while True:
+        try:
+            return write(folder / EXIT, {"code": code})
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        wait(_AGAIN_S)
 
 
 def write(path: Path, record: object, mode: int = 0o666) -> None:
