@@ -25,9 +25,11 @@ from megatron_elastic.fleet.managers import launch as keeper
 from megatron_elastic.fleet.managers.launch import EXIT, PROCESS
 from megatron_elastic.fleet.managers.local import Local
 from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Pool, Standing
+from megatron_elastic.fleet.running import live
 from megatron_elastic.fleet.running.journal import Fleet as Kept
 from megatron_elastic.fleet.running.journal import Journal, JournalError, Node
 from megatron_elastic.fleet.running.progress import Progress, table_of
+from megatron_elastic.fleet.running.submission import free_name
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RunRecords, read_metrics
 from megatron_elastic.plan.predict import Entry, ScaleTable
@@ -224,6 +226,18 @@ def test_names_are_given_once(four: Fleet, capfd: pytest.CaptureFixture[str]) ->
     assert sorted(four.journal.names()) == ["a", "true-1", "true-2"]
     assert cli.main(["fleet", "cancel", str(four.folder), "b"]) == 2
     assert "there is no job b" in capfd.readouterr().err
+
+
+def test_two_who_submit_at_once_without_a_name_get_two(four: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def name_that_somebody_takes(folder: Path, command: list[str]) -> str:
+        name = free_name(folder, command)
+        if name == "true-1":
+            four.submit(name, "true")
+        return name
+
+    monkeypatch.setattr(live, "free_name", name_that_somebody_takes)
+    assert cli.main(["fleet", "submit", str(four.folder), "--", "true"]) == 0
+    assert four.journal.names() == ["true-1", "true-2"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/..", "../.."])

@@ -20,7 +20,7 @@ from megatron_elastic.fleet.managers.manager import Manager, ManagerError
 from megatron_elastic.fleet.managers.slurm import COUNTED, Slurm
 from megatron_elastic.fleet.running import daemon
 from megatron_elastic.fleet.running.journal import Entry, Journal, JournalError
-from megatron_elastic.fleet.running.submission import Submission, cancel, free_name, submit
+from megatron_elastic.fleet.running.submission import NameTaken, Submission, cancel, free_name, submit
 from megatron_elastic.fleet.running.ward import Ward
 from megatron_elastic.observe import telling
 from megatron_elastic.observe.records import RecordsError
@@ -153,13 +153,19 @@ def _say(line: str) -> None:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    name = options.name or free_name(options.folder, options.words)
-    own = submit(options.folder, Submission(
-        name=name, command=options.words, devices=options.devices, submitted=time.time(), cwd=os.getcwd(),
-        max_devices=options.max_devices, seconds=options.seconds,
-    ))  # fmt: skip
-    print(f"{name}: {own}")
-    return 0
+    while True:
+        name = options.name or free_name(options.folder, options.words)
+        try:
+            own = submit(options.folder, Submission(
+                name=name, command=options.words, devices=options.devices, submitted=time.time(), cwd=os.getcwd(),
+                max_devices=options.max_devices, seconds=options.seconds,
+            ))  # fmt: skip
+        except NameTaken:
+            if options.name:
+                raise
+            continue  # somebody was quicker, who has none either
+        print(f"{name}: {own}")
+        return 0
 
 
 def _cancel(options: argparse.Namespace) -> int:

@@ -29,6 +29,10 @@ class SubmissionError(Exception):
     """A job that cannot be, or cannot be given to a fleet."""
 
 
+class NameTaken(SubmissionError):
+    """There is a job of this name."""
+
+
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was asked for.
 
@@ -66,7 +70,7 @@ def submit(folder: Path, submission: Submission) -> Path:
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
         if own.exists():
-            raise SubmissionError(f"there is a job {submission.name} already ({own}): choose another --name") from None
+            raise NameTaken(f"there is a job {submission.name} already ({own}): choose another --name") from None
         raise SubmissionError(f"cannot write {own}: {error.strerror}") from None
     return own
 
