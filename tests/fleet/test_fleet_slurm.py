@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,18 @@ def test_slurm_answers_badly(script: str, told: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr("megatron_elastic.fleet.managers.slurm._LIMIT_S", 0.5)
     with pytest.raises(ManagerError, match=told):
         Manager("train", "gpu").look([Launch("a/0", tmp_path, ["true"], 1, [], tmp_path)])
+
+
+def test_who_waits_in_several_partitions_waits_in_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``sbatch --partition=train,debug`` does: Slurm names all of them until it knows which it is."""
+    job = {"job_state": "PENDING", "cpus": 2, "submit_time": 1, "start_time": 0, "end_time": 0, "name": "x"}
+    told = {"nodes": [], "jobs": [job | {"job_id": number, "partition": names}
+                                  for number, names in enumerate(("debug", "debug,train", "train", "trains"))]}
+    for name in ("sinfo", "squeue"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{json.dumps(told)}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert [other.name for other in Manager("train", "cpu").look([]).others] == ["1", "2"]
 
 
 @pytest.fixture

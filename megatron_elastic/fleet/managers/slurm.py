@@ -42,7 +42,7 @@ class Slurm(Scheduler):
         """What there is, by what Slurm says of nodes and jobs."""
         nodes, jobs = self._told("sinfo", "nodes"), self._told("squeue", "jobs")
         try:
-            here = [job for job in jobs if job["partition"] == self._partition]
+            here = [job for job in jobs if self._partition in job["partition"].split(",")]
             ours = {launch.name: self._standing(launch, jobs) for launch in launches}
             numbers = {_number(launch) for launch in launches}
             own = [node for node in nodes if self._partition in node["partitions"]]
@@ -51,7 +51,7 @@ class Slurm(Scheduler):
             return Pool(self._total(there), self._total(own), ours,
                         [self._other(job) for job in here
                          if job["job_id"] not in numbers and job["job_state"] in _WAITING + _RUNNING])  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ManagerError(f"it says what is not understood: {type(error).__name__} {error}") from None
 
     def start(self, launch: Launch) -> None:
