@@ -20,6 +20,7 @@ from megatron_elastic.emulation.clocks import Clocks
 from megatron_elastic.emulation.forecast import Times
 from megatron_elastic.emulation.profile import Profile
 from megatron_elastic.layout import Layout
+from megatron_elastic.observe.records import append, open_lines
 from megatron_elastic.pipeline.program import Op
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.costs.exchange import Phases
@@ -54,6 +55,7 @@ class Accelerator:
         self._transport = transport
         self._rank = transport.rank
         self._record = run_dir / FOLDER / f"{self._rank}.jsonl"
+        self._unwritten = False
         self._clocks = Clocks(run_dir, profile.clocks())
         self._clock = 1.0
         self._layout: Layout | None = None
@@ -195,10 +197,20 @@ class Accelerator:
             "busy_ms": round(self._busy * 1e3, 3), "late_ms": round(self._late * 1e3, 3), "clock": self._clock,
             "joules": round(joules / self.profile.emulation.time_scale, 6),
         }  # fmt: skip
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        with self._record.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._note(json.dumps(line) + "\n")
         self._step, self._since, self._busy, self._joules, self._late = None, now, 0.0, 0.0, 0.0
+
+    def _note(self, line: str) -> None:
+        """Write a line. A disk that takes nothing loses it, and is named once."""
+        try:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            with open_lines(self._record) as file:
+                append(file, line.encode())
+            self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                print(f"rank {self._rank}: cannot write {self._record}: {error.strerror}", flush=True)
+            self._unwritten = True
 
     def copying_rate(self, layout: Layout, real: Callable[[int], int]) -> Rate:
         """At which slices of units, whose optimizer state is of ``real`` bytes, are to be copied to take as long as

@@ -408,6 +408,27 @@ def test_a_step_is_noted(clock: Clock, tmp_path: Path) -> None:
     assert line["joules"] == pytest.approx((1.0 * 100 + 1.002024 * 10) / 0.5, rel=1e-5)
 
 
+def test_a_disk_that_takes_nothing_costs_the_notes_alone(
+    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "emulated").write_text("in the way")
+    one = device(profile_of(layer_ms=500.0), tmp_path)
+    one.enter(layout(pp=1, dp=2, layers=2, replicas=1))
+    for step in (7, 8):
+        one.begin(step, {})
+        one.end()
+        one.updating()
+        one.spread()
+    assert capsys.readouterr().out.count("rank 0: cannot write") == 1
+    (tmp_path / "emulated").unlink()
+    one.begin(9, {})
+    one.end()
+    one.updating()
+    one.spread()
+    (line,) = map(json.loads, (tmp_path / "emulated" / "0.jsonl").read_text().splitlines())
+    assert line["step"] == 9
+
+
 def test_copies_of_each_unit_take_as_long_as_on_the_devices(tmp_path: Path) -> None:
     """Whatever they are of here, where an embedding may be as large as many layers."""
     said = json.loads(profile_of().text)
