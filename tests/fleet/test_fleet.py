@@ -228,6 +228,11 @@ def test_names_are_given_once(four: Fleet, capfd: pytest.CaptureFixture[str]) ->
     assert "there is no job b" in capfd.readouterr().err
 
 
+def test_what_a_slot_is_cannot_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fleet", "run", str(tmp_path), "--slots", "4", "--count", "gpu", "--until-idle"]) == 2
+    assert "--count is of --slurm and --kubernetes: leave it out with --slots" in capsys.readouterr().err
+
+
 def test_two_who_submit_at_once_without_a_name_get_two(four: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     def name_that_somebody_takes(folder: Path, command: list[str]) -> str:
         name = free_name(folder, command)

@@ -76,7 +76,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
                        "FLEET_DIR")
     where.add_argument("--kubernetes", type=Path, metavar="POD", help="those of a cluster; launches are pods like "
                        "this one, which has the image and mounts FLEET_DIR")
-    parser.add_argument("--count", metavar="WHAT", default="gpu", help="what a device is: gpu or cpu, with --slurm or "
+    parser.add_argument("--count", metavar="WHAT", help="what a device is: gpu or cpu, with --slurm or "
                         "--kubernetes; with that also the name of another resource, such as amd.com/gpu (default: gpu)")
     parser.add_argument("--policy", choices=daemon.POLICIES, default="elastic", help="elastic: use what is idle as "
                         "long as that is expected to pay; fifo: every job has what it was submitted with (default: "
@@ -137,13 +137,16 @@ def run(options: argparse.Namespace) -> int:
 def _manager(options: argparse.Namespace) -> Manager:
     """Raises ValueError where it is not known, or cannot be, what is asked for."""
     if options.slots:
+        if options.count is not None:
+            raise ValueError("--count is of --slurm and --kubernetes: leave it out with --slots")
         return Local(options.slots)
+    counted = options.count or "gpu"
     if options.slurm:
-        if options.count not in COUNTED:
-            raise ValueError(f"--count {options.count}: Slurm's devices are {' or '.join(COUNTED)}")
-        return Slurm(options.slurm, options.count)
+        if counted not in COUNTED:
+            raise ValueError(f"--count {counted}: Slurm's devices are {' or '.join(COUNTED)}")
+        return Slurm(options.slurm, counted)
     try:
-        return Kubernetes(options.kubernetes, DEVICES.get(options.count, options.count))
+        return Kubernetes(options.kubernetes, DEVICES.get(counted, counted))
     except (TemplateError, ManagerError) as error:
         raise ValueError(f"--kubernetes: {error}") from None
 
