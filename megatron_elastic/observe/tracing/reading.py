@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from megatron_elastic.observe.tracing.entries import (
 from megatron_elastic.observe.tracing.tracer import BEGIN, FOLDER
 
 _VOTE = "vote"
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -248,15 +250,15 @@ def _flights(traces: Sequence[RankTrace]) -> Iterator[Flight]:
     for trace in traces:
         for piece in trace.pieces():
             if piece.phase.name == _VOTE:
-                for each in _within(trace.sent, piece):
+                for each in _within(piece, trace.sent, lambda sent: sent.at):
                     sent[piece.phase.step, each.tag, trace.rank, each.peer] = each.at
     source = {key[1]: key[2] for key in sent}
     for trace in traces:
         for piece in trace.pieces():
             if piece.phase.name != _VOTE:
                 continue
-            for wait in trace.waits:
-                if wait.lane != MAIN or not piece.begun <= wait.begun <= piece.ended:
+            for wait in _within(piece, trace.waits, lambda wait: wait.begun):
+                if wait.lane != MAIN:
                     continue
                 for tag in wait.tags:
                     at = sent.get((piece.phase.step, tag, source.get(tag, -1), trace.rank))
@@ -264,9 +266,6 @@ def _flights(traces: Sequence[RankTrace]) -> Iterator[Flight]:
                         yield Flight(clock[source[tag]], clock[trace.rank], at, wait.ended)
 
 
-def _within(sent: Sequence[Sent], piece: Piece) -> Iterator[Sent]:
-    first = bisect_right(sent, piece.begun - 1, key=lambda each: each.at)
-    for each in sent[first:]:
-        if each.at > piece.ended:
-            return
-        yield each
+def _within(piece: Piece, ordered: Sequence[T], at: Callable[[T], int]) -> Sequence[T]:
+    """Those that are from the beginning to the end of a phase."""
+    return ordered[bisect_left(ordered, piece.begun, key=at) : bisect_right(ordered, piece.ended, key=at)]
