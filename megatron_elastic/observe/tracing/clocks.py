@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,14 +42,21 @@ class Rate(NamedTuple):
 
 def rates(clocks: Sequence[str], flights: Sequence[Flight]) -> dict[str, Rate]:
     """Those of clocks beside the first one's; as that one's where no message says otherwise."""
-    return {clock: _rate(clocks[0], clock, flights) for clock in clocks}
+    first, there, back = clocks[0], defaultdict[str, list[Flight]](list), defaultdict[str, list[Flight]](list)
+    for flight in flights:
+        if flight.source == first:
+            there[flight.target].append(flight)
+        elif flight.target == first:
+            back[flight.source].append(flight)
+    return {clock: _rate(there[clock], back[clock]) for clock in clocks}
 
 
-def _rate(first: str, clock: str, flights: Iterable[Flight]) -> Rate:
+def _rate(there: Sequence[Flight], back: Sequence[Flight]) -> Rate:
+    """That of a clock, by messages to it from the first one, and from it."""
     # What is to be added to the clock is no more than these at these times, and no less than those.
-    most = [(sent, arrived - sent) for *pair, sent, arrived in flights if pair == [clock, first]]
-    least = [(arrived, sent - arrived) for *pair, sent, arrived in flights if pair == [first, clock]]
-    if first == clock or not most or not least:
+    most = [(sent, arrived - sent) for _, _, sent, arrived in back]
+    least = [(arrived, sent - arrived) for _, _, sent, arrived in there]
+    if not most or not least:
         return Rate()
     since = min(most[0][0], least[0][0])
 
