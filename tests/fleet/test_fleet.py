@@ -413,6 +413,7 @@ class Calm:
         self.started: list[str] = []
         self.codes: dict[str, int] = {}
         self.refuses = ""
+        self.waits = False
 
     def look(self, launches: Sequence[Launch]) -> Pool:
         return Pool(self._total, self._total, {launch.name: self._standing(launch.name) for launch in launches})
@@ -420,6 +421,8 @@ class Calm:
     def _standing(self, name: str) -> Standing:
         if name in self.codes:
             return Standing("ended", self.codes[name])
+        if name in self.started and self.waits:
+            return Standing("waiting")
         return Standing("running" if name in self.started else "absent", host="127.0.0.1")
 
     def choose(self, devices: int, held: Collection[int]) -> list[int]:
@@ -504,6 +507,27 @@ def test_how_long_things_take_is_told_by_who_has_seen_them(four: Fleet) -> None:
     daemon.turn()
     assert daemon._fleet.starts == daemon._fleet.leads == []
     assert [node["joined"] for node in four.job("llm")["nodes"]] == [True, True]
+
+
+def test_how_long_a_job_takes_to_begin_counts_from_when_it_runs(four: Fleet) -> None:
+    """It has waited for a day in the queue of Slurm, or of Kubernetes."""
+    manager = four.manager = Calm(four.slots)
+    manager.waits = True
+    elastic(four, "llm", 2, 4)
+    daemon = four.begin()
+    daemon.turn()
+    entry = daemon._wards["llm"].entry
+    assert entry.started is not None
+    entry.started -= 86400
+    daemon.turn()
+    manager.waits = False
+    daemon.turn()
+    records = RunRecords(four.run_dir("llm"))
+    metrics(records, range(1, 7), 2, 0, 100.0)
+    records.close()
+    daemon.turn()
+    (took,) = daemon._fleet.starts
+    assert took < 86400
 
 
 def test_a_job_whose_folder_is_gone_holds_up_nobody(four: Fleet) -> None:

@@ -150,9 +150,9 @@ class Daemon:
             if str(error) != ward.unreadable:
                 self._say(f"{ward.name}: its records cannot be read, so it stays as it is: {error}")
             ward.known, ward.unreadable = False, str(error)
-        begun = self._looked and not steps and ward.progress.steps
-        if begun and ward.entry.started is not None and not ward.entry.changes:
-            _remember(self._fleet.starts, self._fleet.now - ward.entry.started)
+        begun = self._looked and not steps and ward.progress.steps and not ward.entry.changes
+        if begun and (runs := next((node.runs for node in ward.entry.nodes if not node.rank), None)) is not None:
+            _remember(self._fleet.starts, self._fleet.now - runs)
 
     def _look(self) -> Pool | None:
         """What the manager says; None if it does not: then nothing is decided, and jobs go on."""
@@ -178,6 +178,9 @@ class Daemon:
         entry = ward.entry
         for node in list(entry.nodes):
             standing = pool.standings[f"{ward.name}/{node.rank}"]
+            if standing.state == "running" and node.runs is None:
+                node.runs = now
+                self._journal.keep(entry)
             if standing.state == "ended":
                 self._launch_ended(ward, node, standing, now)
             elif standing.state == "absent":

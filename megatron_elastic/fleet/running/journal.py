@@ -41,6 +41,8 @@ class Node(msgspec.Struct):
     devices: int
     slots: list[int]
     since: float
+    runs: float | None = None
+    """Since when it runs: before, the manager had it wait."""
     joined: float | None = None
     """Since when its ranks train."""
     leaves: float | None = None
