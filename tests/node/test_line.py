@@ -125,6 +125,21 @@ def test_a_rank_may_be_faster_than_the_word_that_it_was_started() -> None:
     run(test)
 
 
+def test_what_a_rank_said_last_is_heard_by_whatever_connection() -> None:
+    """Its program has raised: that is told by a connection of its own, as the first one closes."""
+
+    async def test(agent: Agent) -> None:
+        agent.lines.expect(3, os.getpid())
+        with agent.connected(), agent.connected() as last:
+            while len(agent.lines._lines.get(3, ())) < 2:
+                await asyncio.sleep(0)
+            await asyncio.get_running_loop().sock_sendall(last, wire.encode(Ready(rank=3, epoch=5)))
+        agent.lines.forget(3)
+        assert agent.heard.get_nowait() == (3, Ready(rank=3, epoch=5))
+
+    run(test)
+
+
 def test_an_agent_without_files_left_does_not_ask_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

@@ -90,7 +90,7 @@ class Lines:
 
     def drain(self, rank: int) -> None:
         """Read all that a rank has written so far."""
-        for line in self._lines.get(rank, ()):
+        for line in list(self._lines.get(rank, ())):  # one that has ended leaves them
             line.read()
 
     def send(self, rank: int, frame: bytes) -> None:
