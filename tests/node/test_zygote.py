@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -231,5 +232,22 @@ def test_a_rank_without_a_zygote_has_ended_and_can_be_tried_again(
                 assert "the process that starts the ranks cannot be started" in ended.cause
         node.launch(3)
         assert (await node.ended(3)).returncode == 7
+
+    run(tmp_path, monkeypatch, test)
+
+
+def test_a_rank_is_heard_though_its_agent_can_start_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One would tell of its death at once; its end is told without."""
+
+    async def test(node: Node) -> None:
+        before = threading.stack_size(1 << 45)  # more than there is
+        try:
+            for rank in (1, 2):
+                node.launch(rank)
+                assert (await node.ended(rank)).returncode == 7
+        finally:
+            threading.stack_size(before)
 
     run(tmp_path, monkeypatch, test)

@@ -6,6 +6,7 @@ kernel hands it over, marked, when the rank begins to die (``cluster.robust_mute
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -37,7 +38,8 @@ class Deathwatch:
     def watch(self, slot: int, tell: Callable[[float], None]) -> None:
         """In the agent, once the rank holds: call ``tell`` with the time, from another thread, if the rank dies.
 
-        Another rank can hold the slot afterwards.
+        Another rank can hold the slot afterwards. Where no thread can be started nothing is told: the zygote tells of
+        its end.
         """
 
         def wait() -> None:
@@ -46,4 +48,5 @@ class Deathwatch:
                 tell(time.time())
             mutex.unlock()
 
-        threading.Thread(target=wait, daemon=True, name=f"deathwatch {slot}").start()
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=wait, daemon=True, name=f"deathwatch {slot}").start()
