@@ -90,6 +90,12 @@ class Echo:
                 to = sys.stderr if stream == STDERR else sys.stdout
                 self._tails.append(_Tail(path, to, local_rank, rank, "both" if one else to.name.strip("<>")))
 
+    def ended(self, rank: int) -> None:
+        """A rank's process has ended: what is in its logs is all that there will be."""
+        for tail in list(self._tails):
+            if tail.rank == rank:
+                tail.whole = True
+
     def close(self, limit: float) -> None:
         """Print what is left; what a console does not take within ``limit`` seconds is not shown."""
         self._over.set()
@@ -100,7 +106,10 @@ class Echo:
         while not over:
             over = self._over.wait(_EVERY)
             for tail in list(self._tails):
-                self._show(tail, over)
+                whole = tail.whole  # before its last lines are read
+                self._show(tail, over or whole)
+                if whole:
+                    self._tails.remove(tail)
 
     def _show(self, tail: _Tail, over: bool) -> None:
         for line in tail.lines(over):
@@ -126,6 +135,8 @@ class _Tail:
         self.local_rank = local_rank
         self.rank = rank
         self.stream = stream
+        self.whole = False
+        """Whether nothing is added to it any more."""
         self._path = path
         self._done = path.stat().st_size if path.exists() else 0
         self._rest = b""

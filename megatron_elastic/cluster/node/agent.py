@@ -373,4 +373,6 @@ class Agent:
         if not self._running:
             self._idle.set()
         self._lines.forget(exit_.rank)
+        if self._echo is not None:
+            self._echo.ended(exit_.rank)
         self._post.news(exit_)
