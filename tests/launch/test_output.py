@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.cluster.launch.output import BOTH, Console, Echo
+from megatron_elastic.cluster.launch.output import BOTH, Console, Echo, _Tail
 
 PATIENCE = 60.0
 
@@ -45,3 +45,16 @@ def test_what_a_rank_has_printed_last_is_shown_as_it_ends_and_its_log_is_read_no
     finally:
         echo.close(PATIENCE)
     assert echo._tails == []
+
+
+def test_a_bar_that_moves_is_a_line_each_time(tmp_path: Path) -> None:
+    """As torchrun shows it, which reads with universal newlines: it may move for days before its line ends."""
+    log = tmp_path / "log"
+    tail = _Tail(log, sys.stdout, 0, 3, "both")
+    seen = []
+    for text in ("\r 1%", "\r 2%\r", "\n", "done\r\n3", "\n"):
+        with log.open("ab") as file:
+            file.write(text.encode())
+        seen.append(tail.lines(False))
+    assert seen == [[""], [" 1%"], [" 2%"], ["done"], ["3"]]
+    assert tail._rest == b""

@@ -150,7 +150,8 @@ class _Tail:
         except OSError:  # it has not begun
             new = b""
         self._done += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        if over and self._rest:
-            whole, self._rest = [*whole, self._rest], b""
-        return [line.decode(errors="replace") for line in whole]
+        # Bars that move return the carriage, and may never end a line. After a return, the end of its line may be due.
+        whole, self._rest = (self._rest + new).splitlines(keepends=True), b""
+        if not over and whole and not whole[-1].endswith(b"\n"):
+            self._rest = whole.pop()
+        return [line.decode(errors="replace").rstrip("\r\n") for line in whole]
