@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from megatron_elastic.cluster import wire
-from megatron_elastic.cluster.messages import FromAgent, Launch, RankExited
+from megatron_elastic.cluster.messages import Failed, FromAgent, Launch, RankExited, Said
 from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.program import Program
@@ -249,5 +249,22 @@ def test_a_rank_is_heard_though_its_agent_can_start_no_thread(
                 assert (await node.ended(rank)).returncode == 7
         finally:
             threading.stack_size(before)
+
+    run(tmp_path, monkeypatch, test)
+
+
+def test_an_error_is_told_whatever_is_in_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the name of a file that is no Unicode."""
+
+    async def test(node: Node) -> None:
+        (tmp_path / "program.py").write_text("import os; raise ValueError('cannot read ' + os.fsdecode(b'x\\xff'))")
+        node.launch(1)
+        while not isinstance(told := await node.told.get(), Said | RankExited):
+            pass
+        assert isinstance(told, Said) and isinstance(told.message, Failed)
+        assert told.message.traceback.endswith("ValueError: cannot read x\\udcff\n")
+        assert (await node.ended(1)).returncode == 1
+        log = node.agent._assignment.log(1).read_text()
+        assert log.endswith("ValueError: cannot read x\\udcff\n\n"), "as Python writes it"
 
     run(tmp_path, monkeypatch, test)

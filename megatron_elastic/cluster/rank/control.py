@@ -179,8 +179,8 @@ class Control:
     ) -> None:
         """Tell that the program has raised, as in ``Failed``; nothing that this process tells of it later counts."""
         global _told
-        self.send(Failed(rank=self.rank, traceback=traceback, epoch=epoch, step=step, device=device, short=short,
-                         code=code))
+        self.send(Failed(rank=self.rank, traceback=_unicode(traceback), epoch=epoch, step=step, device=device,
+                         short=short, code=code))
         _told = True
 
     def wait(self, types: tuple[type[M], ...], timeout: float) -> M:
@@ -289,7 +289,12 @@ def report_failure(traceback: str, code: int = 0, env: Mapping[str, str] = os.en
     if _told:
         return
     with contextlib.suppress(OSError, JobStopped), _connect(env) as sock:
-        sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=traceback, code=code)))
+        sock.sendall(wire.encode(Failed(rank=int(env["RANK"]), traceback=_unicode(traceback), code=code)))
+
+
+def _unicode(text: str) -> str:
+    """A text that may quote what is none, as names of files, written as Python writes it to stderr."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _connect(env: Mapping[str, str]) -> socket.socket:

@@ -425,8 +425,9 @@ def _become_rank(request: Spawn) -> None:
         os.dup2(source, target)
         os.close(source)
     for name, target in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(io.BufferedWriter(Log(target, "w", closefd=False)), line_buffering=True)
-        setattr(sys, name, stream)  # by lines: a killed rank keeps what it printed
+        before, binary = getattr(sys, name), io.BufferedWriter(Log(target, "w", closefd=False))
+        # By lines: a killed rank keeps what it printed. stderr takes any text.
+        setattr(sys, name, io.TextIOWrapper(binary, before.encoding, before.errors, line_buffering=True))
     for number in _FOR_OTHERS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for ignored in request.ignores:
