@@ -123,9 +123,17 @@ def newest_step(run_dir: Path) -> int:
     return step if isinstance(step, int) else -1
 
 
+def is_run(run_dir: Path) -> bool:
+    """Whether this is a run directory. Raises RecordsError where that cannot be seen."""
+    try:
+        return (run_dir / "metrics.jsonl").is_file()
+    except OSError as error:
+        raise RecordsError(f"cannot look into {run_dir}: {error.strerror}") from None
+
+
 def check_run(run_dir: Path) -> None:
     """Raises RecordsError if this is no run directory, and names those that are in it."""
-    if (run_dir / "metrics.jsonl").is_file():
+    if is_run(run_dir):
         return
     if not run_dir.is_dir():
         raise RecordsError(f"there is no directory {run_dir}")

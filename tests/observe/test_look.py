@@ -136,3 +136,20 @@ def test_names_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_of("host0:29500").host == "there"
     assert len(run_of("host0:29500").metrics) == 1
     assert msgspec.json.decode(json.dumps(status(run_of("host0:29500"))))["run_dir"] == "host0:29500"
+
+
+@pytest.mark.parametrize("command", [["status"], ["report"], ["drain", "--node", "1"], ["scale", "--pp", "1"]])
+@pytest.mark.usefixtures("token")
+def test_a_directory_that_cannot_be_looked_into_is_said_to_be(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As another user's. Root may look into all of them; but a name can be too long."""
+    name = 300 * "x"
+    assert cli.main([*command, name]) == 2
+    assert f"error: cannot look into {name}: File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("token")
+def test_a_name_that_no_host_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "host..0:29500"]) == 2
+    assert "the job of host..0:29500 does not answer: encoding with 'idna' codec failed" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megatron_elastic.cluster.wire.address import FILE, Address, read_address
 from megatron_elastic.cluster.wire.token import TOKEN_VARIABLE, token_of
 from megatron_elastic.config import UsageError
 from megatron_elastic.observe.place import Folder, Growth
-from megatron_elastic.observe.records import RecordsError, read_events
+from megatron_elastic.observe.records import RecordsError, is_run, read_events
 from megatron_elastic.observe.run import OVER, RECENT, Run
 
 WHERE = f"the job's run directory, or HOST:PORT of the node that coordinates, with {TOKEN_VARIABLE} set"
@@ -42,7 +42,11 @@ class NoAnswer(Exception):
 def address_of(where: Path | str) -> Address:
     """How a job can be asked that somebody has named. Raises NoJob."""
     text, run_dir = str(where), Path(where)
-    if not run_dir.exists() and (match := _HOST_PORT.fullmatch(text)) is not None:
+    try:
+        is_there, is_folder = run_dir.exists(), run_dir.is_dir()
+    except OSError as error:
+        raise NoJob(f"cannot look into {where}: {error.strerror}") from None
+    if not is_there and (match := _HOST_PORT.fullmatch(text)) is not None:
         try:
             token = token_of(os.environ)
         except UsageError as error:
@@ -50,7 +54,7 @@ def address_of(where: Path | str) -> Address:
         if token is None:
             raise NoJob(f"to ask the job at {text}, set {TOKEN_VARIABLE} to what it has on the job's nodes")
         return Address(match["host"], int(match["port"]), wire.Credentials(token))
-    if not run_dir.is_dir():
+    if not is_folder:
         raise NoJob(f"there is no directory {where}; a job elsewhere is named as HOST:PORT")
     try:
         return read_address(run_dir)
@@ -92,7 +96,7 @@ def run_of(where: str) -> Run:
     Raises RecordsError.
     """
     run_dir = Path(where)
-    if not (run_dir / "metrics.jsonl").is_file():
+    if not is_run(run_dir):
         try:
             return Run(Elsewhere(where, address_of(where)), RECENT)
         except NoJob as error:
@@ -139,5 +143,5 @@ def _exchange(
         if payload is None:
             raise wire.WireError("it closed the connection, as a node does that coordinates no longer")
         return wire.decode(payload, decoder)
-    except (OSError, wire.WireError) as error:
+    except (OSError, UnicodeError, wire.WireError) as error:  # UnicodeError: of a name that no host can have
         raise NoAnswer(f"the job of {name} does not answer: {error}") from None
