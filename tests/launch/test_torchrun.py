@@ -135,6 +135,8 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
     (("--nnodes", "2", "--master-addr", "h:29500"), "--master-addr h:29500 is no address of a host: give the port as "
      "--master-port 29500"),
     (("--master-addr", "[::1"), "--master-addr [::1 is no address of a host: expected a name, IPv4, or IPv6"),
+    (("--master-addr", "host..0"), "--master-addr host..0 is no address of a host: each part of a "
+     "name has 1 to 63 characters"),
     (("--rdzv-endpoint", "h:port"), "--rdzv-endpoint h:port: expected HOST:PORT"),
     (("--rdzv-endpoint", "::g"), "--rdzv-endpoint ::g is no address"),
     (("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "etcd:2379"), "--rdzv-backend etcd-v2 does not work here: there "
@@ -168,19 +170,29 @@ def test_bad_values(
 def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says what happened, where, and what to do."""
     monkeypatch.chdir(tmp_path)
+    long = 300 * "x"
     for command, message in (
         ([], "there is no SCRIPT: megatron-elastic run [options] SCRIPT [ARGS ...]; --help lists the options"),
         (["a.py"], f"there is no script a.py (looked for from {tmp_path}): give its path, or -m and a module's name"),
         (["/"], "there is no script /: it is a directory; name a file in it"),
+        ([long], f"cannot read {long}: File name too long"),
+        (["/proc/self/mem"], "cannot read /proc/self/mem: Input/output error"),
+        ([PLAIN, "--name", "x\udcff"], "'x\\udcff' is no Unicode, and cannot be told to ranks: name it otherwise"),
         ([PLAIN, "--elastic", "--elastic-replica", "1"], "unknown flag --elastic-replica: did you mean "
          "--elastic-replicas?"),
         ([PLAIN, "--elastic", "--elastic-qqqqqqqqqq=1"], "unknown flag --elastic-qqqqqqqqqq: docs/flags.md lists them"),
+        ([PLAIN, "--elastic-run-dir", long], f"--elastic-run-dir: cannot make {long}: File name too long; name a "
+         "folder that can be written to"),
         ([PLAIN, "--elastic-run-dir", "/proc/x"], "--elastic-run-dir: cannot make /proc/x: No such file or directory; "
          "name a folder that can be written to"),
     ):
         with pytest.raises(UsageError) as caught:
             launcher._make_run_dir(launcher._read_command(command))
         assert str(caught.value) == message
+    (folder := tmp_path / "x\udcff").mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match=r"/x.udcff/run' is no Unicode"):
+        launcher._make_run_dir(launcher._read_command([PLAIN, "--elastic-run-dir", "run"]))
     monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--title 'a b")
     with pytest.raises(UsageError, match=r"_ARGS=--title 'a b: .* no closing quotation; close the quotation"):
         read()

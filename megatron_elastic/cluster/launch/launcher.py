@@ -191,7 +191,17 @@ def _program(options: argparse.Namespace, config: ElasticConfig) -> Program:
                          "has forked; give the Python script itself, or its module with -m")
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"--no-python: there is no program {options.script}, or it may not be run (chmod +x)")
+    for text in (options.script, *options.arguments):
+        _check_text(text)
     return Program(options.script, options.module, options.arguments, options.no_python)
+
+
+def _check_text(text: str) -> None:
+    """Refuse what no message can have. Raises UsageError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text!r} is no Unicode, and cannot be told to ranks: name it otherwise") from None
 
 
 def _end_limit(given: float | None) -> float:
@@ -272,9 +282,9 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
 def _make_run_dir(command: _Command) -> Path:
     """Make the run directory. Raises UsageError if it holds another run's records."""
     path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    if command.rendezvous.node_rank == 0:
-        attempt.put_away(path)
     try:
+        if command.rendezvous.node_rank == 0:
+            attempt.put_away(path)
         path.mkdir(parents=True, exist_ok=True)
         if command.log_dir is None:
             (path / "logs").mkdir(exist_ok=True)
@@ -284,6 +294,7 @@ def _make_run_dir(command: _Command) -> Path:
     if command.log_dir is not None:
         _keep_logs_in(Path(command.log_dir), path / "logs", "" if command.name == "none" else f"{command.name}_")
     path = path.resolve()
+    _check_text(str(path))
     _keep_temporary_files_in(path)
     return path
 

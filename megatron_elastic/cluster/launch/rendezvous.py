@@ -67,6 +67,11 @@ def host_of(flag: str, text: str) -> str:
     """A host's name or address, without brackets. Raises UsageError."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if ":" not in host and not text.startswith("["):
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise UsageError(f"{flag} {text} is no address of a host: each part of a name has 1 to 63 characters"
+                             ) from None  # fmt: skip
         return host
     try:
         return str(ipaddress.IPv6Address(host))

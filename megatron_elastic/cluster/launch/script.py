@@ -26,7 +26,7 @@ def check(program: Program, config: ElasticConfig, world_size: int | None) -> No
     """
     if not program.is_command:
         path = _module_file(program) if program.is_module else Path(program.target)
-        if not path.is_file():
+        if not _is_file(path):
             where = f" (looked for from {Path.cwd()})" if not path.is_absolute() else ""
             fix = "give its path, or -m and a module's name"
             raise UsageError(f"there is no script {path}{where}: "
@@ -57,6 +57,26 @@ def _module_file(program: Program) -> Path:
     return Path(spec.origin)
 
 
+def _is_file(path: Path) -> bool:
+    """Raises UsageError where that cannot be seen."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _read(path: Path) -> bytes:
+    """Raises UsageError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot read {path}: {error.strerror}")
+
+
 def _check_file(program: Program, config: ElasticConfig, path: Path, world_size: int | None) -> None:
     folder = path.resolve().parent
     if config.elastic and (folder / "megatron" / "training").is_dir():
@@ -73,7 +93,7 @@ def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
     """Check what can be checked of a Megatron-LM script without Megatron: that it is patched, its flags, and that there
     is what it imports.
     """
-    if "megatron_elastic" not in path.read_text(errors="replace"):
+    if b"megatron_elastic" not in _read(path):
         raise UsageError(f"{path} does not know --elastic; let it: megatron-elastic patch apply {path.parent}")
     support.check_arguments(arguments)
     if path.name == "pretrain_gpt.py":  # another script may have data of its own
@@ -84,7 +104,7 @@ def _check_checkout(path: Path, arguments: Sequence[str]) -> None:
 
 def _defines_check(path: Path) -> bool:
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        tree = ast.parse(_read(path), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{path} is no Python program: {error}") from None
     for node in tree.body:
