@@ -255,6 +255,15 @@ def test_logs_are_kept_elsewhere(tmp_path: Path) -> None:
         assert (run / "logs").resolve() == tmp_path / "logs" / name
 
 
+def test_a_folder_that_another_node_makes_meanwhile_is_not_in_the_way(tmp_path: Path) -> None:
+    """As nodes of two jobs that begin at once. Here what is no folder when it is looked at, and there all the same."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run").symlink_to("nowhere")
+    flags = ("--log-dir", str(tmp_path / "logs"))
+    run = launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
+    assert (run / "logs").resolve() == tmp_path / "logs" / "run-2"
+
+
 # ---- scripts --------------------------------------------------------------------------------
 
 

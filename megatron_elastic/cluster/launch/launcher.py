@@ -315,18 +315,17 @@ def _keep_logs_in(folder: Path, link: Path, prefix: str) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = _fresh(folder.resolve() / f"{prefix}{link.parent.resolve().name}")
-        own.mkdir()
-        link.symlink_to(own)
+        own = _own(folder.resolve() / f"{prefix}{link.parent.resolve().name}")
+        own.mkdir(exist_ok=True)  # says why if it could not be made
+        try:
+            link.symlink_to(own)
+        except FileExistsError:
+            own.rmdir()
+            if not link.exists():
+                raise
     except OSError as error:
-        if not link.exists():
-            raise UsageError(f"--log-dir {folder}: cannot keep logs there: {error.strerror}; name a folder that can "
-                             "be written to") from None
-
-
-def _fresh(stem: Path) -> Path:
-    """A path that is not there yet."""
-    return next(path for path in _names(stem) if not path.exists())
+        raise UsageError(f"--log-dir {folder}: cannot keep logs there: {error.strerror}; name a folder that can "
+                         "be written to") from None
 
 
 def _own(stem: Path) -> Path:
