@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +62,8 @@ class Injection:
             key, sep, value = item.partition("=")
             if not sep or key not in _FIELDS:
                 raise ValueError(f"{item!r} in {text!r}: expected key=value with key one of {', '.join(_FIELDS)}")
+            if key in values:
+                raise ValueError(f"{text!r} has {key} twice")
             try:
                 values[key] = _FIELDS[key](value)
             except ValueError:
@@ -75,8 +79,8 @@ class Injection:
             raise ValueError(f"at={values['at']} in {text!r} is no hook point: one of {', '.join(HOOK_POINTS)}")
         if "what" in values and values["what"] not in _WHAT[action]:
             raise ValueError(f"what={values['what']} in {text!r}: one of {', '.join(_WHAT[action])}")
-        if values.get("factor", 1.0) < 1 or values.get("for", 1.0) <= 0:
-            raise ValueError(f"{text!r}: factor= is at least 1, and for= more than 0 seconds")
+        if not (1 <= values.get("factor", 1.0) < math.inf and 0 < values.get("for", 1.0) <= threading.TIMEOUT_MAX):
+            raise ValueError(f"{text!r}: factor= is at least 1, and for= more than 0 seconds (without it: for ever)")
         return cls(action, values["rank"], values.get("step"), values["at"], values.get("grain"), values.get("what"),
                    values.get("for"), values.get("factor"), values.get("peers", ()))
 

@@ -63,6 +63,11 @@ def test_flips_name_what_they_damage() -> None:
         "slow:rank=5,at=vote": "lacks factor",
         "hang:rank=5,at=vote,for=soon": "for=soon in .* is no number",
         "disconnect:rank=5,at=vote,peers=1,for=0": "more than 0 seconds",
+        "hang:rank=5,at=vote,for=inf": "without it: for ever",
+        "hang:rank=5,at=vote,for=nan": "without it: for ever",
+        "slow:rank=5,at=vote,factor=inf": "factor= is at least 1",
+        "slow:rank=5,at=vote,factor=nan": "factor= is at least 1",
+        "kill:rank=5,rank=6,at=vote": "has rank twice",
     }.items():
         with pytest.raises(ValueError, match=why):
             Injection.parse(wrong)
