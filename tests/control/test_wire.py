@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -226,6 +227,33 @@ def test_a_client_waits_for_a_door_that_opens_later() -> None:
             await wire.AsyncWire.connect(HOST, port, OURS, 10, any_message, 0.3)
 
     asyncio.run(both())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is enough; and where nobody listens at any, that can be told from a host that is away."""
+    resolve = socket.getaddrinfo
+
+    def found(host: str, *rest: Any, **more: Any) -> list[Any]:
+        hosts = ("::1", HOST) if host == "several" else (host,)
+        return [each for one in hosts for each in resolve(one, *rest, **more)]
+
+    async def serve(line: wire.AsyncWire[AnyMessage]) -> None:
+        await line.receive()
+
+    async def test() -> None:
+        door = Door(OURS, any_message, serve, 10, print)
+        port = door.open(HOST, 0)
+        line = await wire.AsyncWire.connect("several", port, OURS, 10, any_message, LIMIT)
+        line.close()
+        await line.closed()
+        await door.close(timeout=2)
+        with pytest.raises(TimeoutError) as caught:
+            await wire.AsyncWire.connect("several", port, OURS, 10, any_message, 0.3)
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    asyncio.run(test())
 
 
 # ---- strangers -----------------------------------------------------------------------------

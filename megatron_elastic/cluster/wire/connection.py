@@ -66,7 +66,9 @@ class AsyncWire(Generic[T]):
     @classmethod
     async def _connect(cls, host: str, port: int, context: ssl.SSLContext, token: str, silence: float,
                        decoder: msgspec.msgpack.Decoder[T]) -> AsyncWire[T]:
-        reader, writer = await asyncio.open_connection(host, port, ssl=context, ssl_shutdown_timeout=_FAREWELL)
+        sock = await _connected(host, port)
+        reader, writer = await asyncio.open_connection(sock=sock, ssl=context, server_hostname=host,
+                                                       ssl_shutdown_timeout=_FAREWELL)
         wire = cls(reader, writer, decoder)
         try:
             tune(writer.get_extra_info("socket"), silence)
@@ -161,3 +163,28 @@ class AsyncWire(Generic[T]):
     def abort(self) -> None:
         """Cut the connection: nothing is sent any more, and ``receive`` returns None."""
         self._writer.transport.abort()
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    """A connection to the first of a host's addresses that takes one. Raises OSError: of the last, if none does.
+
+    asyncio would make one error of all, of no kind.
+    """
+    loop, problem = asyncio.get_running_loop(), OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # no IPv6 here
+            problem = error
+            continue
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+    raise problem
