@@ -602,6 +602,12 @@ def test_short_tokens_are_refused(launch: Launch) -> None:
 HERE = address.Address("h", 1, OURS)
 
 
+def test_tokens_that_are_no_text_are_refused() -> None:
+    """They could not be written down for those who ask."""
+    with pytest.raises(UsageError, match="MEGATRON_ELASTIC_TOKEN has bytes that are no UTF-8"):
+        token_of({wire.TOKEN_VARIABLE: f"{TOKEN}\udcff"})
+
+
 def test_the_address_is_the_owners_alone(tmp_path: Path) -> None:
     leftover = tmp_path / address.FILE
     leftover.write_text("of a dead job")

@@ -75,5 +75,4 @@ def answer_client(sent: bytes, received: bytes | None, certificate: bytes, token
 
 def _proof(token: str, role: bytes, challenges: bytes, certificate: bytes) -> bytes:
     # Fields of fixed length (the roles are equally long), so that no two of them can be shifted into each other.
-    key = token.encode(errors="surrogateescape")
-    return hmac.new(key, role + challenges + certificate, hashlib.sha256).digest()
+    return hmac.new(token.encode(), role + challenges + certificate, hashlib.sha256).digest()

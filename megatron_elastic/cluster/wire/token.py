@@ -14,13 +14,18 @@ SHORTEST = 32
 
 
 def token_of(env: Mapping[str, str]) -> str | None:
-    """The token that ``env`` names, None without one. Raises UsageError if it is too short to be a secret."""
+    """The token that ``env`` names, None without one. Raises UsageError if it is no text, or too short for a secret."""
     token = env.get(TOKEN_VARIABLE)
     if not token:
         return None
     if len(token) < SHORTEST:
         raise UsageError(f"{TOKEN_VARIABLE} has {len(token)} characters, which can be guessed; give at least "
                          f"{SHORTEST}, the same on every node, for instance from `openssl rand -hex 32`")
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{TOKEN_VARIABLE} has bytes that are no UTF-8; give text, for instance from "
+                         "`openssl rand -hex 32`") from None
     return token
 
 
