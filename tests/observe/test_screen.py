@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_elastic.cluster.protocol.effects import WriteEvent, WriteLayout, WriteMetrics
+from megatron_elastic.cluster.recording import recorder
 from megatron_elastic.cluster.recording.recorder import Recorder
 from megatron_elastic.cluster.recording.screen import Screen, complain
 from megatron_elastic.observe.records import read_events, read_metrics
@@ -64,3 +69,38 @@ def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert {**json.loads(capsys.readouterr().err), "time": 0} == {
         "time": 0, "level": "info", "event": "said", "message": "by the way",
     }  # fmt: skip
+
+
+class Disk(io.RawIOBase):
+    """Full at first."""
+
+    refusals = 3
+    taken = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, "it is full")
+        self.taken += bytes(data)
+        return len(data)
+
+
+def test_what_could_not_be_printed_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a file, on a disk that has room again later."""
+    disk = Disk()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(disk)))
+    monkeypatch.setattr(recorder, "_AGAIN", 0.0)
+
+    async def job() -> None:
+        screen = Screen()
+        for each in ("one", "one", "two"):
+            screen.say(each)
+        while b"two" not in disk.taken:
+            await asyncio.sleep(0)
+        screen.close(60)
+
+    asyncio.run(job())
+    assert disk.taken == b"one\none\ntwo\n"

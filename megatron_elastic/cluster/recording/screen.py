@@ -28,7 +28,9 @@ class Screen:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._clerk: Clerk[str] = Clerk("screen", _print, lambda what: None)
+        self._clerk: Clerk[str] = Clerk("screen", self._print, lambda what: None)
+        self._begun: str | None = None
+        """What is on its way: when it is tried again, the stream has it already."""
         self._watches = False
         self._told = set[str]()
 
@@ -72,6 +74,13 @@ class Screen:
     def figures(self, figures: Mapping[int, Figures]) -> None:
         """Nothing: they are no lines."""
 
+    def _print(self, line: str) -> None:
+        if self._begun is not line:
+            self._begun = line
+            print(f"{line}\n", end="")  # at once: ranks' lines come from another thread
+        sys.stdout.flush()
+        self._begun = None
+
 
 def as_object(level: str, event: str, message: str, at: float | None = None, /, **fields: Any) -> str:
     """A line for programs: ``time`` in seconds since 1970, ``level``, ``event``, ``message``, and further fields."""
@@ -87,7 +96,3 @@ def complain(level: str, line: str, as_json: bool) -> None:
         line = f"megatron-elastic: {level}: {line}"
     with contextlib.suppress(OSError):  # nobody reads it any more: that must not end what it is about
         print(line, file=sys.stderr, flush=True)
-
-
-def _print(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # at once: ranks' lines come from another thread
