@@ -733,7 +733,11 @@ def test_certificates_that_cannot_work_are_refused_at_the_start(tmp_path: Path) 
     assert certificates_of(ElasticConfig()) is None
     assert certificates_of(ElasticConfig(tls_cert=Path(good.cert), tls_key=Path(good.key),
                                          tls_ca=Path(good.ca))) == good
+    named = tmp_path / "named"
+    named.write_bytes("Name: Zürich\n".encode("latin-1") + Path(good.cert).read_bytes())
+    assert certificates_of(ElasticConfig(tls_cert=named, tls_key=Path(good.key), tls_ca=Path(good.ca))) is not None
     refused("cannot read", cert=str(tmp_path / "nowhere"))
+    refused("cannot read", ca=str(tmp_path))
     refused("no certificate and its key", key=authority.sign("another").key)
     refused("no certificate and its key", cert=good.key)
     refused("has no certificate", ca=good.key)

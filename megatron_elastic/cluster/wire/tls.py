@@ -59,7 +59,7 @@ def server_side(certificates: Certificates) -> ServerSide:
     """For listening with the user's certificates: clients must have one that the same authority signed."""
     context = _server_context()
     _load(context, certificates)
-    return ServerSide(context, _first_fingerprint(Path(certificates.cert).read_text()))
+    return ServerSide(context, _first_fingerprint(Path(certificates.cert).read_text(errors="replace")))
 
 
 def server_side_of(pem: str) -> ServerSide:
@@ -84,7 +84,7 @@ def certificates_of(config: ElasticConfig) -> Certificates | None:
     if not given:
         return None
     for name, path in given.items():
-        if not os.access(path, os.R_OK):
+        if not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise UsageError(f"--elastic-tls-{name}: cannot read {path}")
     certificates = Certificates(**given)
     try:
