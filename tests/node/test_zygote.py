@@ -25,7 +25,7 @@ from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.rank import zygote
 from megatron_elastic.cluster.rank.deathwatch import Deathwatch
-from megatron_elastic.cluster.rank.zygote import Exited, Ready, Spawn, Spawned
+from megatron_elastic.cluster.rank.zygote import Exited, Kill, Ready, Spawn, Spawned
 
 Answer = Ready | Spawned | Exited
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -48,7 +48,7 @@ class Started:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._deathwatch = Deathwatch(1)
+        self._deathwatch = Deathwatch(2)
         self._socket, theirs = socket.socketpair()
         self.program = program(folder)
         with theirs, (folder / "zygote.log").open("ab") as log:
@@ -61,10 +61,13 @@ class Started:
         assert payload is not None, "it has ended"
         return _answers.decode(payload)
 
-    def spawn(self, rank: int, log: str = "") -> None:
+    def spawn(self, rank: int, log: str = "", slot: int = 0) -> None:
         log = log or str(self._folder / f"rank{rank}.log")
-        env = {"RANK": str(rank), "LOCAL_RANK": "0"}
+        env = {"RANK": str(rank), "LOCAL_RANK": str(slot)}
         self._socket.sendall(wire.encode(Spawn(rank, env, log, log, self.program, ())))
+
+    def kill(self, rank: int) -> None:
+        self._socket.sendall(wire.encode(Kill(rank, signal.SIGKILL)))
 
     def end(self) -> None:
         self._socket.close()
@@ -111,6 +114,22 @@ def test_a_rank_that_the_machine_refuses_has_ended_and_others_can_be_started(
     ended = started.hear()
     assert isinstance(ended, Exited)
     assert (ended.rank, ended.returncode, ended.cause) == (2, 7, "")
+
+
+def test_a_rank_whose_disk_stands_still_keeps_no_other_from_starting(started: Started, tmp_path: Path) -> None:
+    """It can be killed meanwhile. Here it opens a fifo that nobody reads."""
+    os.mkfifo(tmp_path / "log")
+    started.spawn(1, log=str(tmp_path / "log"), slot=1)
+    started.spawn(2)
+    told = started.hear()
+    assert isinstance(told, Spawned) and told.rank == 2
+    told = started.hear()
+    assert isinstance(told, Exited) and (told.rank, told.returncode) == (2, 7)
+    started.kill(1)
+    assert isinstance(started.hear(), Spawned)
+    told = started.hear()
+    assert isinstance(told, Exited)
+    assert (told.rank, told.returncode, told.cause) == (1, -signal.SIGKILL, "")
 
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -71,6 +71,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _LONGEST_CAUSE = 4096
 """Bytes."""
+_REFUSED = "it could not be started: "
 
 _FOR_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a scheduler sends to all processes of a job, and is for the launcher and the ranks to answer."""
@@ -247,6 +248,10 @@ class _Zygote:
         self._slot = -1
         """In a rank: its mutex in the deathwatch."""
         self._pids: dict[int, int] = {}
+        self._starting: dict[int, socket.socket] = {}
+        """By what ranks that were forked say that they have begun."""
+        self._refused: dict[int, str] = {}
+        """Why ranks end that could not."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(agent, selectors.EVENT_READ)
         # Pidfds tell of ends only. For the rest SIGCHLD makes a descriptor readable, if it has a handler in Python.
@@ -282,32 +287,50 @@ class _Zygote:
 
     def _fork(self, request: Spawn) -> bool:
         """Whether this is the rank. What the machine refuses it is that rank's end, and no other's."""
-        zygote, pid, cause = os.getpid(), 0, ""
+        zygote, rank, pid = os.getpid(), request.rank, 0
         try:
             held, hold = socket.socketpair()
-            with held, hold:
+        except OSError as error:
+            self._refuse(rank, error)
+            return False
+        try:
+            with hold:
                 pid = os.fork()
                 if pid == 0:
+                    held.close()
                     self._become(request, zygote, hold)
                     return True
-                hold.close()
-                cause = held.recv(_LONGEST_CAUSE).decode()  # empty if the rank holds its mutex, or is dead already
             os.setpgid(pid, pid)  # the child does the same; whoever comes first, a Kill finds the group
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            cause = str(error)
-        if cause:
+            held.close()
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            told = Exited(request.rank, -signal.SIGKILL, time.time(), f"it could not be started: {cause}")
-            self._agent.sendall(wire.encode(told))
+            self._refuse(rank, error)
             return False
-        self._pids[request.rank] = pid
-        reap: Callable[[], None] = functools.partial(self._reap, request.rank, pid, pidfd)
+        self._pids[rank], self._starting[rank] = pid, held
+        reap: Callable[[], None] = functools.partial(self._reap, rank, pid, pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, data=reap)
-        self._agent.sendall(wire.encode(Spawned(request.rank, pid)))
+        # Its log may be on a disk that stands still: nobody else is to wait for it.
+        self._selector.register(held, selectors.EVENT_READ, data=functools.partial(self._begun, rank))
         return False
+
+    def _refuse(self, rank: int, error: OSError) -> None:
+        self._agent.sendall(wire.encode(Exited(rank, -signal.SIGKILL, time.time(), _REFUSED + str(error))))
+
+    def _begun(self, rank: int) -> None:
+        """A rank holds its mutex, or has said why it cannot begin, or is dead already. Nothing if that is known."""
+        held = self._starting.pop(rank, None)
+        if held is None:
+            return
+        self._selector.unregister(held)
+        with held:
+            cause = held.recv(_LONGEST_CAUSE).decode(errors="replace")
+        if cause:
+            self._refused[rank] = _REFUSED + cause
+        else:
+            self._agent.sendall(wire.encode(Spawned(rank, self._pids[rank])))
 
     def _become(self, request: Spawn, zygote: int, hold: socket.socket) -> None:
         """In the rank's process: be that rank. If the machine does not let it, say so through ``hold`` and end."""
@@ -334,7 +357,7 @@ class _Zygote:
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
         self._selector.close()
-        for sock in (self._noticed, self._notice, self._agent):
+        for sock in (self._noticed, self._notice, self._agent, *self._starting.values()):
             sock.close()
 
     def _tell_stops(self) -> None:
@@ -352,12 +375,15 @@ class _Zygote:
 
     def _reap(self, rank: int, pid: int, pidfd: int) -> None:
         now = time.time()
+        self._begun(rank)  # what it said comes before its end
         self._signal_group(pid, signal.SIGKILL)  # data loader workers and the like; before the pid can be reused
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         del self._pids[rank]
-        self._agent.sendall(wire.encode(Exited(rank, os.waitstatus_to_exitcode(status), now)))
+        cause = self._refused.pop(rank, "")
+        code = -signal.SIGKILL if cause else os.waitstatus_to_exitcode(status)
+        self._agent.sendall(wire.encode(Exited(rank, code, now, cause)))
 
     def _kill(self, rank: int, number: int) -> None:
         if rank in self._pids:
