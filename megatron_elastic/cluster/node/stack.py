@@ -10,6 +10,8 @@ from pathlib import Path
 
 _LIMIT = 3.0
 """Seconds that writing it down may take: the others wait meanwhile."""
+_COMMAND = 'mkdir -p "$0" && exec "$1" dump --pid "$2" > "$3" 2>&1'
+"""Its own process opens the file: the disk may stand still, and be what the rank waits for."""
 
 
 async def save_stack(pid: int, path: Path) -> None:
@@ -18,13 +20,14 @@ async def save_stack(pid: int, path: Path) -> None:
     if program is None:
         return
     with contextlib.suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                program, "dump", "--pid", str(pid), stdin=asyncio.subprocess.DEVNULL, stdout=file, stderr=file
-            )
+        nowhere = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", _COMMAND, str(path.parent), program, str(pid), str(path),
+            stdin=nowhere, stdout=nowhere, stderr=nowhere,
+        )  # fmt: skip
         try:
             await asyncio.wait_for(process.wait(), _LIMIT)
         except TimeoutError:
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # who waits for a disk does not die
+                await asyncio.wait_for(process.wait(), _LIMIT)
