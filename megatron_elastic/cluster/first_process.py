@@ -6,6 +6,7 @@ and signals that have no handler do not reach it. So it is only a parent, and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -44,7 +45,8 @@ def _to_the_front() -> None:
     os.setpgid(0, 0)
     if os.isatty(0):
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        os.tcsetpgrp(0, os.getpid())
+        with contextlib.suppress(OSError):  # it may be another session's, and sends nothing here
+            os.tcsetpgrp(0, os.getpid())
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
 
 

@@ -128,6 +128,18 @@ def test_the_first_process_leaves_no_orphans_and_passes_signals_on() -> None:
         assert process.wait(60) == 7
 
 
+def test_a_first_process_may_have_a_terminal_that_is_not_its_sessions() -> None:
+    """As in a container that got its standard input from outside."""
+    program = """
+import os, sys
+from megatron_elastic.cluster import first_process
+os.dup2(os.openpty()[1], 0)
+sys.exit(first_process.tend(lambda: 7))
+"""
+    done = subprocess.run([sys.executable, "-c", program], start_new_session=True, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
 # ---- limits --------------------------------------------------------------------------------------
 
 
