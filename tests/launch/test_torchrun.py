@@ -156,6 +156,8 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
     (("--no-python", "-m"), "--no-python and -m exclude each other"),
     (("--no-python",), "there is no program"),
     (("--virtual-local-rank",), "a rank finds its device by its local rank; leave it out"),
+    (("--role", "x\udcff"), "'x\\udcff' is no Unicode, and cannot be told to ranks"),
+    (("--rdzv-id", "x\udcff"), "'x\\udcff' is no Unicode, and cannot be told to ranks"),
     (("--log-dir", __file__), f"--log-dir {__file__}: cannot keep logs there: File exists"),
 ])  # fmt: skip
 def test_bad_values(

@@ -137,6 +137,9 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     # First, so that the command line wins.
     options.arguments[:0] = _arguments_of_the_environment()
     options.arguments[:0] = argument_file.launcher_flags(options.arguments)
+    for text in (*vars(options).values(), *options.arguments):
+        if isinstance(text, str):
+            _check_text(text)
     config = _elastic_config(options.arguments)
     for flag, why in torchrun.look_at(options):
         complain("note", f"{flag} has no effect: {why}", config.log_format == "json")
@@ -191,8 +194,6 @@ def _program(options: argparse.Namespace, config: ElasticConfig) -> Program:
                          "has forked; give the Python script itself, or its module with -m")
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"--no-python: there is no program {options.script}, or it may not be run (chmod +x)")
-    for text in (options.script, *options.arguments):
-        _check_text(text)
     return Program(options.script, options.module, options.arguments, options.no_python)
 
 
