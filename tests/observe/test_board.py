@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from megatron_elastic.argument_file import launcher_flags
 from megatron_elastic.cluster.protocol.effects import WriteEvent, WriteLayout, WriteMetrics
 from megatron_elastic.cluster.recording.board import Board, folder_of
+from megatron_elastic.cluster.recording.curves import Point
 from megatron_elastic.cluster.recording.recorder import Recorder
+from tests.disks import mounted
 from tests.observe.test_observe import RECOVERY, line, make
 
 
@@ -50,6 +53,30 @@ def test_figures_recoveries_and_events(tmp_path: Path) -> None:
     assert scalars["elastic/recovered/mttr_ms"] == [(2, 710.5)]
     assert [step for step, _ in texts] == [0, 2]
     assert texts[1][1].startswith("**recovered** from loss of rank 1 (kill -9)")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+def test_a_disk_that_is_full_for_long_gets_no_files(tmp_path: Path) -> None:
+    """What is to be written is tried once a second."""
+    pytest.importorskip("tensorboard")
+    point = Point(1.0, 1, {f"a figure with number {number}": 1.0 for number in range(200)})
+
+    async def job(disk: Path) -> None:
+        board = Board(str(disk / "board"), print)
+        board._write(Point(1.0, 1, {}))
+        with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1024))
+        for _ in range(5):
+            with pytest.raises(OSError, match="No space left"):
+                board._write(point)
+        assert len(list((disk / "board").iterdir())) == 1
+        (disk / "filler").unlink()
+        board._write(point)
+        await asyncio.to_thread(board.close, 30)
+
+    with mounted(tmp_path / "disk", 64) as disk:
+        asyncio.run(job(disk))
 
 
 def read(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], list[tuple[int, str]]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,16 @@ def folder_of(arguments: Sequence[str]) -> str | None:
     except argparse.ArgumentError:
         return None  # Megatron's parser will say what is wrong
     return folder if importlib.util.find_spec("tensorboard") is not None else None
+
+
+def _check_room(folder: str) -> None:
+    """Raises OSError where a disk takes nothing: a writer leaves an empty file there, each that is made.
+
+    What is no folder here may be elsewhere, as TensorBoard allows.
+    """
+    if os.path.isdir(folder):
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")
 
 
 class Board(Curves):
@@ -46,6 +58,7 @@ class Board(Curves):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._file is None:
+            _check_room(self._folder)
             self._file = EventFileWriter(self._folder, filename_suffix=".elastic")
         values = [Summary.Value(tag=self.PREFIX + name, simple_value=value) for name, value in point.figures.items()]
         if point.kind:
