@@ -42,7 +42,7 @@ from megatron_elastic.cluster.leadership import (
     reserve,
     seats,
 )
-from megatron_elastic.cluster.leadership.leased import Leased
+from megatron_elastic.cluster.leadership.leased import Leased, Unreachable
 from megatron_elastic.cluster.leadership.raft import Book, Raft, password
 from megatron_elastic.cluster.leadership.store import pack
 from megatron_elastic.config import UsageError
@@ -343,6 +343,30 @@ def test_who_is_refused_the_lease_for_too_long_leads_no_more_and_no_sooner() -> 
             await store.record(Durable(term, 1, 1))
         await store.close()
         assert backend.resigned == [term]
+
+    asyncio.run(test())
+
+
+def test_who_leads_once_a_store_is_back_that_was_away_for_long_leads() -> None:
+    """A lease counts from when it was asked for with success, not from the first attempt."""
+
+    class Away(Refusing):
+        def __init__(self) -> None:
+            super().__init__("none", 0)
+            self.back = time.monotonic() + self.limit
+
+        def claim(self, address: str) -> int | None:
+            if time.monotonic() < self.back:
+                raise Unreachable("it is away")
+            return super().claim(address)
+
+    async def test() -> None:
+        backend = Away()
+        store = Leased(backend)
+        await store.open()
+        term = await store.lead("a:1")
+        await store.record(Durable(term, 1, 1))
+        await store.close()
 
     asyncio.run(test())
 

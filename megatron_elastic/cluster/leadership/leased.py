@@ -120,11 +120,14 @@ class Leased:
             await asyncio.sleep(pause)
 
     async def lead(self, address: str) -> int:
-        while True:
-            sent = time.monotonic()
-            term = await self._persist(lambda: self._backend.claim(address), refused=StoreError)
-            if term is not None:
-                break
+        sent = 0.0
+
+        def claim() -> int | None:
+            nonlocal sent
+            sent = time.monotonic()  # of this attempt: a store may have been away before it
+            return self._backend.claim(address)
+
+        while (term := await self._persist(claim, refused=StoreError)) is None:
             await asyncio.sleep(self._limit / _RENEWALS)
         self._reign = _Reign(term, sent + _SURE * self._limit)
         self._hear(Leader(term, address))
