@@ -1,9 +1,10 @@
 """Copying: replicas that are missing are fetched in the background, one slice after the other, no faster than allowed.
 
-Who lacks slices asks for them, piece by piece, a few ahead, and the sender answers. A slice is remembered by its sender
-as it is when it comes to its first piece, so only slices on their way are in memory twice, and nothing is copied while a
-step waits. The answer says how many steps the slice has done; who fetches it keeps the gradients of the steps since it
-asked, and the one before, because ranks are up to one step apart: with them the copy catches up (``state.store``).
+Who lacks slices asks for them, piece by piece and a few ahead, and the sender answers. A slice is remembered by its
+sender as it is when it comes to its first piece, so only slices on their way are in memory twice, and nothing is copied
+while a step waits. The answer says how many steps the slice has done; who fetches it keeps the gradients of the steps
+since it asked, and the one before, because ranks are up to one step apart: with them the copy catches up
+(``state.store``).
 """
 
 from __future__ import annotations
