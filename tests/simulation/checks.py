@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.cluster.messages import Back, Decision, Plan, Reload, Resume, ToRank
+from megatron_elastic.cluster.messages import Back, Committed, Decision, Plan, Reload, Report, Resume, ToRank
 from megatron_elastic.cluster.protocol import Job
 from megatron_elastic.cluster.protocol.effects import End, WriteEvent
+from megatron_elastic.cluster.protocol.events import Event, Said
 from megatron_elastic.layout import Layout, LayoutError
 from tests.simulation.errors import Violation
 from tests.simulation.layouts import decoded
@@ -31,6 +32,8 @@ class Checks:
         """Steps up to this one may be done again although they are on record: state was lost."""
         self._again: dict[int, int] = {}
         """Step -> epoch in which it was last decided to do it again."""
+        self._told: dict[int, int] = {}
+        """Step -> newest epoch from which a coordinator was told of its vote."""
         self._excuses: set[str] = set()
         self._digested = False
         self._links: list[set[int]] = []
@@ -139,13 +142,27 @@ class Checks:
                 raise Violation("redone", f"step {step} is done again, but it is on record")
             self._again[step] = message.epoch
 
+    def told(self, event: Event) -> None:
+        """A coordinator is told something."""
+        match event:
+            case Said(message=Committed(vote=vote, epoch=epoch)):
+                self._told[vote.step] = max(self._told.get(vote.step, 0), epoch)
+            case Said(message=Report(layout=epoch) as report):
+                for each in (report.vote, report.last):
+                    if each is not None:
+                        self._told[each.step] = max(self._told.get(each.step, 0), epoch)
+
     def _known(self, coordinator: Coordinator, step: int) -> bool:
-        """Whether a coordinator can know of a step's vote; one that has taken over hears it from those who are left."""
-        if "another coordinates" not in self._excuses:
+        """Whether a coordinator can know of a step's vote since it was last decided to do the step again; one that has
+        taken over hears it from those who are left.
+        """
+        since = self._again.get(step, 0)
+        if "another coordinates" not in self._excuses and self._told.get(step, -1) >= since:
             return True
         votes = [vote for rank in _there(self._world, coordinator)
                  for vote in (rank.standing.vote, rank.standing.last) if vote is not None]
-        votes += [each.vote for link in coordinator.links.values() for each in link.agent.post.committed]
+        votes += [each.vote for link in coordinator.links.values() for each in link.agent.post.committed
+                  if each.epoch >= since]
         return any(vote.step == step for vote in votes)
 
     def wrote(self, step: int) -> None:

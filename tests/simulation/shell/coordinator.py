@@ -171,6 +171,7 @@ class Coordinator:
         world = self.world
         if world.tracing:
             world.trace(f"coordinator {self.term}: {_short(event)}")
+        world.checks.told(event)
         before, snapshot = self.job, repr(self.job) if world.count % 997 == 0 else ""
         try:
             self.job, effects = ADVANCE(self.job, event)
