@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from megatron_elastic import cli
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.state.verification import checksums, outvoted
-from tests.jobs import Grid, Job, Jobs, assert_exactly_once
+from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once
 
+DAMAGED = ROOT / "tests" / "megatron_programs" / "damaged.py"
 GRID = Grid(tp=1, pp=2, steps=8)
 
 
@@ -87,6 +88,16 @@ def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*GRID.flags).run_dir)]) == 0, job.output
     assert job.layouts()[-1].lost == (6,)
     assert len(job.events("damaged")) == 1
+
+
+def test_damage_before_a_planned_layout_is_healed(jobs: Jobs) -> None:
+    """What was noted after the step is looked at before the layout that it is of is left."""
+    grid = Grid(tp=1, pp=2, steps=16)
+    kill = ["--elastic-inject", "kill:rank=6,step=3,at=forward"]  # what it owned is spread afterwards
+    job = jobs.start(*grid.flags, "--elastic-verify-every", "1", *kill, script=DAMAGED)
+    job.finish()
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*grid.flags).run_dir)]) == 0, job.output
+    assert [(event["rank"], event["what"]) for event in job.events("damaged")] == [(5, "state")]
 
 
 def test_replicas_in_another_stage_are_looked_at_too(jobs: Jobs) -> None:

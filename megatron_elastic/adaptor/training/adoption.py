@@ -147,6 +147,7 @@ def switch(trainer: Trainer, tenure: Tenure) -> None:
     intermission.complete_save(trainer)  # by the ranks that began it
     tenure.replay.finish()
     trainer.await_parameters(tenure)
+    step.verify(trainer, tenure)  # nobody would look at what was noted under this layout, and damage must not be copied
     first = trainer.standing.step
     if not fits:
         reshape(trainer, tenure, plan)
@@ -190,7 +191,6 @@ def reshape(trainer: Trainer, tenure: Tenure, plan: Plan) -> None:
     needs for it, and until then all keep what they have: the coordinator knows, and says so.
     """
     began, first = time.monotonic(), trainer.standing.step
-    step.verify(trainer, tenure)  # what is damaged must not be copied
     preparation = tenure.preparation or _prepare(trainer, tenure, plan)
     trainer.recut = preparation.end(first)
     pieces = time.monotonic()

@@ -138,6 +138,7 @@ def switch(rank: Rank, tenure: Tenure) -> Waits:
         yield lambda: rank.copies.all_arrived() and not store.busy
         store.settle()
     yield from parameters.await_all(rank, tenure)
+    yield from verify(rank, tenure)
     first = rank.standing.step
     if not fits:
         yield from _reshape(rank, tenure, plan)
@@ -169,7 +170,6 @@ def _reshape(rank: Rank, tenure: Tenure, plan: Plan) -> Waits:
     """``switch`` to cells of another shape: done only when everybody has what it needs for it, as the coordinator says;
     until then all keep what they have.
     """
-    yield from verify(rank, tenure)
     step = rank.standing.step
     preparation = tenure.preparation or Preparation(rank, tenure.layout, tenure.store, plan)
     yield from preparation.all_here(step - 1)
