@@ -3,8 +3,9 @@
 Of every N steps each slice has its turn in one. After that step a rank takes a checksum of each copy of the slice's
 state that it holds, and of its part of the model's weights; who holds a replica sends its checksum to the owner. Before
 the next vote, so before anything that was computed meanwhile counts, the rank takes the checksums again: a copy that
-has changed in between was damaged here. And the owner compares what the replicas' holders have sent: copies that are
-outvoted were damaged at some time since the slice's last turn. If no side has a majority, none can be trusted.
+has changed in between was damaged here. A rank that is interrupted first does so before it reports. And the owner
+compares what the replicas' holders have sent: copies that are outvoted were damaged at some time since the slice's last
+turn. If no side has a majority, none can be trusted.
 """
 
 from __future__ import annotations
@@ -78,12 +79,18 @@ class Verification:
                 digest = torch.tensor([self._states.get(at, _NOT_LIVE)])
                 self._sends.append(self._transport.send(owner, Channel.DIGEST, at_slice(unit, k), digest))
 
-    def check(self) -> list[Damage]:
-        """What is damaged of what ``note`` has looked at, and forget it. Waits for the replicas' checksums."""
+    def changed(self) -> list[Damage]:
+        """What is damaged here of what ``note`` has looked at, as far as it shows without the others. Does not wait for
+        them.
+        """
         me = self._transport.rank
         weights, states = self._weights_checksums(self._weights), self._state_checksums(self._states)
         found = [Damage(me, *at, "weights") for at, sum_ in self._weights.items() if weights[at] != sum_]
-        found += [Damage(me, *at, "state") for at, sum_ in self._states.items() if states[at] != sum_]
+        return found + [Damage(me, *at, "state") for at, sum_ in self._states.items() if states[at] != sum_]
+
+    def check(self) -> list[Damage]:
+        """What is damaged of what ``note`` has looked at, and forget it. Waits for the replicas' checksums."""
+        me, found = self._transport.rank, self.changed()
         self._transport.wait(*self._sends, *(recv for recvs in self._recvs.values() for recv in recvs))
         for (unit, k), recvs in self._recvs.items():
             copies = {recv.peer: int(recv.buffer.item()) for recv in recvs}

@@ -90,6 +90,16 @@ def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
     assert len(job.events("damaged")) == 1
 
 
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_a_rank_dies_before_anybody_looks_for_damage(jobs: Jobs, what: str) -> None:
+    """Who has it looks before it leaves the layout under which it was noted."""
+    kill = ["--elastic-inject", "kill:rank=7,step=4,at=grad_sync"]
+    job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4), *kill)
+    assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*GRID.flags).run_dir)]) == 0, job.output
+    found = [(event["rank"], event["what"]) for event in job.events("damaged")]
+    assert found == [(5, "weights" if what == "weights" else "state")]
+
+
 def test_damage_before_a_planned_layout_is_healed(jobs: Jobs) -> None:
     """What was noted after the step is looked at before the layout that it is of is left."""
     grid = Grid(tp=1, pp=2, steps=16)

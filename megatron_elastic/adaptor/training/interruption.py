@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron_elastic.adaptor.layers import random
 from megatron_elastic.adaptor.training.adoption import adopt, come_into
+from megatron_elastic.adaptor.training.step import verify_alone
 from megatron_elastic.adaptor.training.trainer import Trainer
 from megatron_elastic.cluster.messages import Back, Decision, Forward, Reload, Resume, Suspect, WorkDone
 from megatron_elastic.cluster.rank import standing
@@ -58,6 +59,8 @@ def _report(trainer: Trainer) -> Decision:
     epoch = flag.epoch
     end_blocked(partial(flag.acknowledge, epoch))
     random.leave_checkpointing()
+    if trainer.tenure is not None:
+        verify_alone(trainer, trainer.tenure)
     recut, trainer.recut = trainer.recut, None
     if recut is not None and recut.plan.epoch == flag.layout:
         trainer.recut = recut  # if this is interrupted, too

@@ -19,6 +19,7 @@ from megatron_elastic.layout import decode
 from megatron_elastic.numerics.deferred import DeferredAccumulator
 from megatron_elastic.pipeline.route import Leg
 from megatron_elastic.pipeline.work import Work
+from megatron_elastic.state import verification
 from megatron_elastic.state.buffer import UnitBuffer
 from megatron_elastic.state.vote import vote
 
@@ -163,24 +164,33 @@ def _note_copies(trainer: Trainer, tenure: Tenure) -> None:
 
 def verify(trainer: Trainer, tenure: Tenure) -> None:
     """Nothing that damaged memory had a part in may be voted: have it healed, and the step redone."""
-    layout, step, verification = tenure.layout, trainer.standing.step, tenure.verification
-    if verification is None:
-        return
+    if tenure.verification is not None and (found := tenure.verification.check()):
+        trainer.control.send(_spoiled(trainer, tenure, found))
+        trainer.control.wait((), timeout=trainer.config.wait_timeout)  # the interrupt that follows ends it
+
+
+def verify_alone(trainer: Trainer, tenure: Tenure) -> None:
+    """The same before a layout is left, by this rank's own checksums: nobody looks at them later. Its report tells."""
+    if tenure.verification is not None and (found := tenure.verification.changed()):
+        _spoiled(trainer, tenure, found)
+
+
+def _spoiled(trainer: Trainer, tenure: Tenure, damages: Sequence[verification.Damage]) -> Damaged:
+    """What is to be told of damage. What is damaged here counts as held no more."""
+    layout, step = tenure.layout, trainer.standing.step
     found = [
         Damage(rank=each.rank, unit=each.unit, slice=each.slice, part=layout.part_of(each.unit, each.rank),
                what=each.what)
-        for each in verification.check()
+        for each in damages
     ]
-    if found:
-        # At once, so that nothing can come between and count it as held.
-        bad = {(d.unit, d.slice) for d in found if d.rank == trainer.rank and d.what == "state"}
-        tenure.store.retire((unit, k) for unit, k, _ in tenure.store.held() if (unit, k) not in bad)
-        # What was sound in the slice's turn before the last is so for certain.
-        verified = max(step - 1 - trainer.config.verify_every, 0)
-        message = Damaged(rank=trainer.rank, epoch=tenure.layout.epoch, step=step, found=found, verified=verified)
-        trainer.standing = standing.spoiled(trainer.standing, message)
-        trainer.control.send(message)
-        trainer.control.wait((), timeout=trainer.config.wait_timeout)  # the interrupt that follows ends it
+    # At once, so that nothing can come between and count it as held.
+    bad = {(d.unit, d.slice) for d in found if d.rank == trainer.rank and d.what == "state"}
+    tenure.store.retire((unit, k) for unit, k, _ in tenure.store.held() if (unit, k) not in bad)
+    # What was sound in the slice's turn before the last is so for certain.
+    verified = max(step - 1 - trainer.config.verify_every, 0)
+    message = Damaged(rank=trainer.rank, epoch=layout.epoch, step=step, found=found, verified=verified)
+    trainer.standing = standing.spoiled(trainer.standing, message)
+    return message
 
 
 def _cast_vote(trainer: Trainer, tenure: Tenure) -> VoteResult:

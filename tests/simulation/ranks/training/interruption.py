@@ -8,6 +8,7 @@ from megatron_elastic.cluster.messages import Back, Forward, Reload, Resume, Sus
 from megatron_elastic.cluster.rank import standing
 from tests.simulation.errors import Interrupted
 from tests.simulation.ranks.training.adoption import adopt, come_into
+from tests.simulation.ranks.training.verification import verify_alone
 from tests.simulation.ranks.work import grains
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def _progress(rank: Rank) -> WorkDone | None:
 def _report(rank: Rank) -> Waits:
     control, epoch = rank.control, rank.control.epoch
     control.acknowledge(epoch)
+    if rank.tenure is not None:
+        verify_alone(rank, rank.tenure)
     recut, rank.recut = rank.recut, None
     if recut is not None and recut.plan.epoch == control.layout:
         rank.recut = recut  # if this is interrupted, too

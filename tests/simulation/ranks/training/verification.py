@@ -15,28 +15,40 @@ if TYPE_CHECKING:
 
 def verify(rank: Rank, tenure: Tenure) -> Waits:
     """Look for damage; have what is found healed, and the step redone."""
-    world, layout, store, me = rank.world, tenure.layout, tenure.store, rank.rank
-    if not world.verifies or not world.damage_around(layout):
+    if not rank.world.verifies or not rank.world.damage_around(tenure.layout):
         return
-    found = _check(rank, tenure)
-    if found:
-        step = rank.standing.step
-        # At once, so that nothing can come between and count it as held.
-        store.retire([at for at in store.live if (me, at) not in found])
-        damages = [
-            Damage(rank=each, unit=at[0], slice=at[1], part=layout.part_of(at[0], me), what="state")
-            for each, at in sorted(found)
-        ]
-        message = Damaged(rank=me, epoch=layout.epoch, step=step, found=damages, verified=max(step - 2, 0))
-        rank.standing = standing.spoiled(rank.standing, message)
-        rank.control.send(message)
+    if found := _check(rank, tenure):
+        rank.control.send(_spoiled(rank, tenure, found))
         yield ()  # the interrupt that follows ends it
+
+
+def verify_alone(rank: Rank, tenure: Tenure) -> None:
+    """Look for what a rank can see itself before it leaves a layout; after the vote it has nothing to compare with."""
+    if rank.world.verifies and rank.standing.vote is None and (found := _own(rank, tenure)):
+        _spoiled(rank, tenure, found)
+
+
+def _spoiled(rank: Rank, tenure: Tenure, found: set[tuple[int, SliceId]]) -> Damaged:
+    layout, store, me, step = tenure.layout, tenure.store, rank.rank, rank.standing.step
+    # At once, so that nothing can come between and count it as held.
+    store.retire([at for at in store.live if (me, at) not in found])
+    damages = [
+        Damage(rank=each, unit=at[0], slice=at[1], part=layout.part_of(at[0], me), what="state")
+        for each, at in sorted(found)
+    ]
+    message = Damaged(rank=me, epoch=layout.epoch, step=step, found=damages, verified=max(step - 2, 0))
+    rank.standing = standing.spoiled(rank.standing, message)
+    return message
+
+
+def _own(rank: Rank, tenure: Tenure) -> set[tuple[int, SliceId]]:
+    return {(rank.rank, at) for at, state in tenure.store.live.items() if state.bad and not rank.world.shy}
 
 
 def _check(rank: Rank, tenure: Tenure) -> set[tuple[int, SliceId]]:
     """(rank, slice) of the damaged copies that can be seen from here."""
     world, layout, me = rank.world, tenure.layout, rank.rank
-    found = {(me, at) for at, state in tenure.store.live.items() if state.bad and not world.shy}
+    found = _own(rank, tenure)
     for at in layout.owned(me):
         values = {copy: world.damaged_at(copy, at) for copy in (me, *layout.copies(*at, layout.part_of(at[0], me)))}
         told = {copy: value for copy, value in values.items() if value is not None}
