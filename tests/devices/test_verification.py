@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from immutables import Map
 
 from megatron_elastic import cli
+from megatron_elastic.cluster.protocol.faults.damage import undecided
+from megatron_elastic.cluster.protocol.job.steps import Trust
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.state.verification import checksums, outvoted
 from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once
@@ -51,6 +54,16 @@ def test_no_flipped_bit_keeps_a_checksum(words: list[int], data: st.DataObject) 
 )
 def test_the_minority_is_outvoted(copies: dict[int, int], bad: list[int]) -> None:
     assert outvoted(copies) == bad
+
+
+def test_damage_to_what_is_left_of_a_slice_is_no_difference() -> None:
+    """Its other copy may have been lost with its rank."""
+    one, both = ({(rank, (3, 1, 0)): None for rank in ranks} for ranks in ([5], [4, 5]))
+    left, differ = (undecided(Trust(damaged=Map(copies), verified=2)) for copies in (one, both))
+    assert left == ("what is left of a slice is damaged (ranks [5]); the state of step 2 was sound. With "
+                    "--elastic-replicas 2 there would be another copy")
+    assert differ is not None and "(ranks [4, 5]) and nothing tells which is right" in differ
+    assert undecided(Trust()) is None
 
 
 def test_flips_name_what_they_damage() -> None:

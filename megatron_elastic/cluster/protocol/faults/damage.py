@@ -76,12 +76,15 @@ def wrong(trust: Trust, layout: Layout) -> set[int]:
 
 
 def undecided(trust: Trust) -> str | None:
-    """If state may be lost because its copies differ: that, for people."""
+    """If state may be lost because its copies differ, or are damaged: that, for people."""
     if not trust.damaged:
         return None
-    ranks = sorted({rank for rank, _ in trust.damaged})
-    return (f"the copies of a slice differ (ranks {ranks}) and nothing tells which is right; the state of step "
-            f"{trust.verified} was sound. With --elastic-replicas 2 the majority would be")
+    ranks, parts = sorted({rank for rank, _ in trust.damaged}), [part for _, part in trust.damaged]
+    newest = f"the state of step {trust.verified} was sound. With --elastic-replicas 2"
+    if len(set(parts)) < len(parts):
+        return (f"the copies of a slice differ (ranks {ranks}) and nothing tells which is right; {newest} "
+                "the majority would be")
+    return f"what is left of a slice is damaged (ranks {ranks}); {newest} there would be another copy"
 
 
 def sound(trust: Trust, rank: int, parts: Iterable[SlicePart]) -> list[SlicePart]:
