@@ -244,9 +244,8 @@ class CheckoutTrainer(Trainer):
     ) -> None:
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
         self.evaluations = ("validation", "test")
-        self._begun_at = self.standing.step - 1
         self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
-        self._log = log.TrainingLog(args, self._begun_at)
+        self._log = log.TrainingLog(args, self.standing.step - 1)
         self._progress = ProgressLog(args)
         if self.rank == 0:  # which is there at the start of a job, and never again
             self._progress.starting()
@@ -299,7 +298,7 @@ class CheckoutTrainer(Trainer):
     def goes_on(self) -> bool:
         """Whether there is another step, and nobody has a reason to stop."""
         args, done = self.args, self.standing.step - 1
-        if args.exit_interval and done > self._begun_at and done % args.exit_interval == 0:
+        if args.exit_interval and self.counts.trained(done) and done % args.exit_interval == 0:
             return False
         return super().goes_on() and not self._time_limit.over()
 

@@ -145,6 +145,15 @@ def test_what_lies_behind_a_step() -> None:
     assert counts.skips(3) and counts.skips(10) and not counts.skips(9)
 
 
+def test_who_came_later_counts_as_the_others_do() -> None:
+    """Whatever it finds in ``--load``, where another job may have saved since: all must end at the same step."""
+    args = argparse.Namespace(global_batch_size=BATCH)
+    those_of_the_start, late = (Counts(args, LossScales(None), start) for start in (LATER, None))
+    assert not those_of_the_start.trained(LATER.done)
+    for done in range(LATER.done + 1, LATER.done + 20):
+        assert those_of_the_start.trained(done) and late.trained(done)
+
+
 GROWING = Ramp.growing(4, 4, 4, 24, BATCH)
 
 

@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def trainer() -> MagicMock:
     """As ``intermission`` knows it, of a job that evaluates and saves every three steps."""
     trainer = MagicMock()
-    trainer.args, trainer.counts.start.done = Namespace(eval_interval=3, async_save=False), 0
+    trainer.args, trainer.counts.trained = Namespace(eval_interval=3, async_save=False), lambda done: done > 0
     trainer.saving.written.return_value, trainer.saving.late.return_value = False, None
     trainer.saving.due.side_effect = lambda done: done > 0 and done % 3 == 0
     trainer.saving.complete.return_value = None
@@ -106,7 +106,7 @@ def test_what_was_evaluated_before_the_checkpoint_is_not_again(
     """A job that goes on after six steps, of which every third is followed by an evaluation."""
     evaluated: list[int] = []
     monkeypatch.setattr(intermission, "evaluate", lambda trainer, tenure, done, *_: evaluated.append(done))
-    trainer.counts.start.done = 6
+    trainer.counts.trained = lambda done: done > 6
     for done in range(6, 13):
         intermission.hold(trainer, MagicMock(), done)
     assert evaluated == [9, 12]

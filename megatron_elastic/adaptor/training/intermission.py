@@ -16,7 +16,7 @@ from megatron_elastic.adaptor.training.trainer import Trainer
 def hold(trainer: Trainer, tenure: Tenure, done: int) -> None:
     """Do what is due after ``done`` steps. What a job goes on from was evaluated before it was saved."""
     args = trainer.args
-    if args.eval_interval and done > trainer.counts.start.done and done % args.eval_interval == 0:
+    if args.eval_interval and trainer.counts.trained(done) and done % args.eval_interval == 0:
         with trainer.pause():
             evaluate(trainer, tenure, done, "validation", done // args.eval_interval - 1)
     if trainer.saving.written():

@@ -38,6 +38,10 @@ class Counts:
         assert self._start is not None, "nobody has told what lay behind the job when it began"
         return self._start
 
+    def trained(self, done: int) -> bool:
+        """Whether of so many steps the job has done one itself. It has where a rank came later, and is not told yet."""
+        return self._start is None or done > self._start.done
+
     def ramp(self, args: argparse.Namespace) -> Ramp:
         """How large the batch of each step is, from which sample on."""
         ramp = Ramp.of(args)
