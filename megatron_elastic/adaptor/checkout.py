@@ -245,7 +245,7 @@ class CheckoutTrainer(Trainer):
         super().__init__(args, control, forward_step=partial(self._compute_part, forward_step), **providers)
         self.evaluations = ("validation", "test")
         self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
-        self._log = log.TrainingLog(args, self.standing.step - 1)
+        self._log = log.TrainingLog(args)
         self._progress = ProgressLog(args)
         if self.rank == 0:  # which is there at the start of a job, and never again
             self._progress.starting()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,7 +72,7 @@ def test_times_of_steps_are_without_what_is_due_between_them(
     clock: Clock, trainer: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Megatron stops its timer around evaluations and checkpoints; also where one is interrupted."""
-    written = log.TrainingLog(Namespace(), 0)
+    written = log.TrainingLog(Namespace())
     trainer.pause = written.paused
     trainer.saving.begin.side_effect = lambda *_: clock.move(70)
     monkeypatch.setattr(intermission, "evaluate", lambda *_: clock.move(700))
@@ -89,7 +89,7 @@ def test_times_of_steps_are_without_what_is_due_between_them(
 
 def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:
     """A rank that was a spare meanwhile: what it had when it left belongs to steps whose line others have written."""
-    written = log.TrainingLog(Namespace(), 0)
+    written = log.TrainingLog(Namespace())
     written._losses.update({"lm loss": torch.tensor([9.0]), "advanced iterations": 2})
     clock.move(70)
     with written.paused():
@@ -112,6 +112,18 @@ def test_what_was_evaluated_before_the_checkpoint_is_not_again(
     assert evaluated == [9, 12]
 
 
+def test_a_step_is_logged_once_by_whoever_does_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a rank that came later, and found a checkpoint of more steps in ``--load``, from another job."""
+    monkeypatch.setattr(log, "targets", MagicMock())
+    monkeypatch.setattr(log.TrainingLog, "_as_writer", lambda *_: nullcontext())
+    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2)
+    written = log.TrainingLog(args)
+    for done in (12, 13, 13, 14, 13):
+        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None)
+    told = log.targets.LOG.find.return_value  # type: ignore[attr-defined]
+    assert [call.kwargs["iteration"] for call in told.call_args_list] == [12, 13, 14]
+
+
 def test_an_evaluation_is_drawn_at_the_samples_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a rank that has not logged a step yet: it has entered just now, and is the last one."""
     board = MagicMock()
@@ -119,7 +131,7 @@ def test_an_evaluation_is_drawn_at_the_samples_of_its_steps(monkeypatch: pytest.
              _GLOBAL_TENSORBOARD_WRITER=board, _GLOBAL_WANDB_WRITER=MagicMock())  # fmt: skip
     monkeypatch.setattr(log, "targets", MagicMock())
     args = Namespace(consumed_train_samples=0, world_size=4, log_validation_ppl_to_tensorboard=False)
-    log.TrainingLog(args, 3).evaluation(6, "validation", 5.5, 96, writes=True)
+    log.TrainingLog(args).evaluation(6, "validation", 5.5, 96, writes=True)
     board.add_scalar.assert_any_call("lm loss validation", 5.5, 6)
     board.add_scalar.assert_any_call("lm loss validation vs samples", 5.5, 96)
 

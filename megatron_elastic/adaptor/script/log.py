@@ -34,15 +34,15 @@ def _set_timers(args: argparse.Namespace) -> None:
 
 
 class TrainingLog:
-    """The log of one rank, from step ``done`` on. ``writes`` says whether this rank is the one that writes it now."""
+    """The log of one rank. ``writes`` says whether this rank is the one that writes it now."""
 
-    def __init__(self, args: argparse.Namespace, done: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         from megatron.training.global_vars import get_timers
 
         self._args = args
         self._losses: dict[str, Any] = {}
         """Megatron's sums since its last line."""
-        self._logged = done
+        self._logged = 0
         self._timer = get_timers()("interval-time", log_level=0)
         self.begin()
 
