@@ -8,11 +8,20 @@ setup_fail() {
     exit 1
 }
 
+setup_suits() {
+    # A name on the PATH may be a shim for an interpreter that is not there, so it has to run.
+    "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
 setup_find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
-        # A name on the PATH may be a shim for an interpreter that is not there, so it has to run.
-        if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+    if [[ -n ${PYTHON:-} ]]; then
+        setup_suits "$PYTHON" || setup_fail "PYTHON=$PYTHON is no Python 3.11 or newer with venv"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if setup_suits "$candidate"; then
             echo "$candidate"
             return
         fi

@@ -149,6 +149,21 @@ def queue(
     assert (tmp_path / "scontrol.asked").exists() == said.endswith("): queued again")
 
 
+def test_an_interpreter_that_is_named_is_not_replaced_by_another(tmp_path: Path) -> None:
+    """``PYTHON`` is too old, or is not there."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    other = tmp_path / "python3.11"
+    other.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$0 is taken" >&2\n')
+    other.chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHON": "/no/python"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "scripts/setup.sh"], cwd=tmp_path, capture_output=True,
+                          text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "PYTHON=/no/python is no Python 3.11 or newer with venv" in done.stderr and "is taken" not in done.stderr
+
+
 def pod(tmp_path: Path, role: str, index: int = 0) -> subprocess.CompletedProcess[str]:
     """What a pod of the JobSet does, with a stand-in for the agent that says which node it is."""
     _, jobset = (ROOT / "scripts" / "launch_k8s.yaml").read_text().split("spec:\n", 1)
