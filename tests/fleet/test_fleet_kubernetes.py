@@ -229,6 +229,14 @@ def test_pods_of_other_nodes_take_nothing_away(cluster: Cluster, tmp_path: Path)
     assert [other.name for other in pool.others] == ["others/here", "others/waits-here", "others/waits-anywhere"]
 
 
+def test_an_exit_code_that_cannot_be_read_stops_nobody(manager: Kubernetes, tmp_path: Path) -> None:
+    asked = launch(tmp_path)
+    asked.folder.mkdir(parents=True)
+    (asked.folder / "kubernetes.json").write_text("{}")
+    (asked.folder / "exit.json").write_text("{")
+    assert standing(manager, asked) == Standing("ended")
+
+
 @pytest.mark.job
 def test_rigid_jobs_beside_pods_of_others(manager: Kubernetes, cluster: Cluster, tmp_path: Path) -> None:
     """They start in order with others' pods, nothing is decided while the API is ill, and a killed pod has failed."""

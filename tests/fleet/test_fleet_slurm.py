@@ -12,7 +12,7 @@ import namespaces
 import pytest
 
 from megatron_elastic import cli
-from megatron_elastic.fleet.managers.manager import Launch, ManagerError
+from megatron_elastic.fleet.managers.manager import Launch, ManagerError, Standing
 from megatron_elastic.fleet.managers.slurm import Slurm as Manager
 from megatron_elastic.fleet.managers.slurm import gpus_in
 from tests.fleet import slurm
@@ -55,6 +55,19 @@ def test_who_waits_in_several_partitions_waits_in_ours(tmp_path: Path, monkeypat
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert [other.name for other in Manager("train", "cpu").look([]).others] == ["1", "2"]
+
+
+def test_an_exit_code_that_cannot_be_read_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sinfo", "squeue"):
+        (tmp_path / name).write_text("#!/bin/sh\necho '{\"nodes\": [], \"jobs\": []}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked = Launch("a/0", tmp_path, ["true"], 1, [], tmp_path)
+    (tmp_path / "slurm.json").write_text('{"job": 7}')
+    (tmp_path / "exit.json").write_text("{")
+    assert Manager("train", "cpu").look([asked]).standings["a/0"] == Standing("ended")
+    (tmp_path / "exit.json").write_text('{"code": 3}')
+    assert Manager("train", "cpu").look([asked]).standings["a/0"] == Standing("ended", 3)
 
 
 @pytest.fixture

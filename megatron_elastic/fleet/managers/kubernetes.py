@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from megatron_elastic.cluster.kubernetes import NoAccess, connect
-from megatron_elastic.fleet.managers.launch import ENV, EXIT, write
+from megatron_elastic.fleet.managers.launch import ENV, exit_code, write
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Pool, Scheduler, Standing
 
 POD = "kubernetes.json"
@@ -141,11 +141,7 @@ class Kubernetes(Scheduler):
 
     def _standing(self, launch: Launch, pod: Mapping[str, Any] | None) -> Standing:
         phase = None if pod is None else pod["status"]["phase"]
-        try:
-            code = int(json.loads((launch.folder / EXIT).read_text())["code"])
-        except OSError:
-            pass  # it has not ended by itself
-        else:
+        if (code := exit_code(launch.folder)) is not None:
             if phase in _ENDED:
                 with contextlib.suppress(ManagerError):  # what it printed is in the folder: nobody needs it any more
                     self._delete(_name(launch), 0)

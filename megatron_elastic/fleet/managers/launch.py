@@ -55,6 +55,14 @@ def keep_code(folder: Path, code: int, wait: Callable[[float], None] = time.slee
         wait(_AGAIN_S)
 
 
+def exit_code(folder: Path) -> int | None:
+    """Of a command that has ended by itself; None if it has not, or that cannot be read."""
+    try:
+        return int(json.loads((folder / EXIT).read_text())["code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def write(path: Path, record: object, mode: int = 0o666) -> None:
     """Write a record, whole or not at all, so that it is there after a loss of power; ``mode`` as umask leaves it.
 

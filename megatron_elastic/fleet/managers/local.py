@@ -10,9 +10,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
-from megatron_elastic.fleet.managers.launch import EXIT, LOCK, OUTPUT, PROCESS
+from megatron_elastic.fleet.managers.launch import LOCK, OUTPUT, PROCESS, exit_code
 from megatron_elastic.fleet.managers.lock import is_held
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Pool, Standing
 
@@ -79,21 +78,13 @@ class Local:
                 os.kill(pid, signal.SIGTERM)
 
     def _standing(self, launch: Launch) -> Standing:
-        if (code := _exit_code(launch.folder)) is not None:
+        if (code := exit_code(launch.folder)) is not None:
             return Standing("ended", code)
         process = self._started.get(launch.name)
         if is_held(launch.folder / LOCK) or (process is not None and process.poll() is None):
             return Standing("running", host=_HOST)
-        if (code := _exit_code(launch.folder)) is not None:  # it has ended since
+        if (code := exit_code(launch.folder)) is not None:  # it has ended since
             return Standing("ended", code)
         if (launch.folder / PROCESS).exists():
             return Standing("ended")  # killed, and who would have kept the code as well
         return Standing("absent") if process is None else Standing("ended", process.returncode)
-
-
-def _exit_code(folder: Path) -> int | None:
-    try:
-        return int(json.loads((folder / EXIT).read_text())["code"])
-    except (OSError, ValueError, KeyError):
-        return None
-

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_elastic.fleet.managers.launch import EXIT, OUTPUT, write
+from megatron_elastic.fleet.managers.launch import OUTPUT, exit_code, write
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Pool, Scheduler, Standing
 
 COUNTED = ("gpu", "cpu")
@@ -104,10 +104,8 @@ class Slurm(Scheduler):
         return gpus_in(job["tres_per_job"]) or gpus_in(job["tres_per_node"]) * int(job["node_count"])
 
     def _standing(self, launch: Launch, jobs: Sequence[Mapping[str, Any]]) -> Standing:
-        try:
-            return Standing("ended", int(json.loads((launch.folder / EXIT).read_text())["code"]))
-        except OSError:
-            pass  # it has not ended by itself
+        if (code := exit_code(launch.folder)) is not None:
+            return Standing("ended", code)
         number = _number(launch)
         if number is None:  # submitted by one that was killed before it had written that down?
             found = [job for job in jobs if job["name"] == _job_name(launch)]
