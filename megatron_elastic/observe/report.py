@@ -30,6 +30,7 @@ from megatron_elastic.observe.records import (
 from megatron_elastic.observe.run import loss_of
 from megatron_elastic.observe.tracing import verdict
 from megatron_elastic.observe.utilisation import Utilisation
+from megatron_elastic.tables import Screen
 
 _PARTS = ("detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms", "redo_ms", "mttr_ms")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -42,7 +43,7 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
 
     Raises RecordsError when a directory has no readable records.
     """
-    console = console or Console(markup=False)
+    console = console or Screen()
     metrics = read_metrics(run_dir)
     # A plain run has steps, but no events.
     events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []

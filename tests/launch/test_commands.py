@@ -133,6 +133,7 @@ def test_ctrl_c_ends_a_command_quietly(
 
 @pytest.mark.parametrize("command", [
     "completion bash", "--help", "plan --layout {layout} --event lose:rank=5 --json", "fleet status {fleet} --json",
+    "plan --layout {layout} --event lose:rank=5", "fleet status {fleet}",
     "predict --layers 24 --hidden 2048 --heads 16 --seq 2048 --global-batch-size 256 --devices 8-64 --json",
 ])  # fmt: skip
 def test_who_reads_no_further_is_told_nothing(command: str, tmp_path: Path) -> None:

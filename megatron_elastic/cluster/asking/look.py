@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megatron_elastic import usage
 from megatron_elastic.cluster.asking.ask import WHERE, run_of
 from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.status import picture, status
+from megatron_elastic.tables import Screen
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,5 +39,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(status(run)))
     else:
-        Console(markup=False).print(picture(run))
+        Screen().print(picture(run))
     return 0

@@ -14,6 +14,7 @@ from megatron_elastic.observe.records import RecordsError
 from megatron_elastic.observe.tracing.graph import Link, shares
 from megatron_elastic.observe.tracing.path import BESIDE, EARLIER, StepGraph, graph_of
 from megatron_elastic.observe.tracing.reading import Traces
+from megatron_elastic.tables import Screen
 
 _HALF, _NOTHING = 0.5, 0.0
 _ROWS = 40
@@ -22,7 +23,7 @@ _ROWS = 40
 
 def render(run_dirs: Sequence[Path], step: int | None, console: Console | None = None) -> None:
     """Print what determined a step's length (None: of all traced ones that of median length). Raises RecordsError."""
-    console = console or Console(markup=False)
+    console = console or Screen()
     traces = Traces.read(run_dirs)
     if step is None:
         took = traces.elapsed()
