@@ -158,6 +158,19 @@ def test_a_launch_happens_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.job
+def test_modules_of_its_folder_are_nothing_to_who_looks_after_a_command(tmp_path: Path) -> None:
+    """A folder of programs has files that are named as modules of Python are."""
+    for name in ("errno", "json", "struct", "subprocess"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not of Python')")
+    manager = Local(1)
+    asked = Launch("a/0", tmp_path / "a", ["true"], 1, [0], tmp_path)
+    manager.start(asked)
+    until("it has ended", lambda: manager.look([asked]).standings["a/0"].state == "ended")
+    assert manager.look([asked]).standings["a/0"].code == 0, (tmp_path / "a" / "output").read_text()
+    until("nothing of it is left", lambda: bool(manager.look([])) and not manager._started)
+
+
+@pytest.mark.job
 def test_what_ends_with_its_keeper_is_known_to_have_ended(tmp_path: Path) -> None:
     manager = Local(1)
     launch = Launch("a/0", tmp_path, ["sleep", "1000"], 1, [0], tmp_path)

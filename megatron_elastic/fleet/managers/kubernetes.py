@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal, InvalidOperation
@@ -24,7 +23,7 @@ from typing import Any
 import yaml
 
 from megatron_elastic.cluster.kubernetes import NoAccess, connect
-from megatron_elastic.fleet.managers.launch import ENV, exit_code, write
+from megatron_elastic.fleet.managers.launch import ENV, exit_code, keeper, write
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Pool, Scheduler, Standing
 
 POD = "kubernetes.json"
@@ -127,10 +126,8 @@ class Kubernetes(Scheduler):
         }  # fmt: skip
         pod["metadata"] |= {"name": _name(launch), "labels": labels, "annotations": notes}
         container = pod["spec"]["containers"][0]
-        keeper = [sys.executable, "-m", __package__ + ".launch", str(launch.folder),
-                  "one" if launch.ends_its_own else "all"]  # fmt: skip
         words = [word.replace("$(", "$$(").replace(HERE, f"$({_HERE_VARIABLE})") for word in launch.command]
-        container["command"], container["args"] = keeper, words
+        container["command"], container["args"] = keeper(launch.folder, launch.ends_its_own), words
         container["workingDir"] = str(launch.cwd)
         address = {"name": _HERE_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         container["env"] = [address, *container.get("env", [])]

@@ -26,6 +26,11 @@ _AGAIN_S = 1.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+def keeper(folder: Path, ends_its_own: bool) -> list[str]:
+    """What runs a command, which is to follow. Modules of the working directory are nothing to it (``-P``)."""
+    return [sys.executable, "-P", "-m", __name__, str(folder), "one" if ends_its_own else "all"]
+
+
 def main(argv: Sequence[str]) -> int:
     """``FOLDER one|all COMMAND ...``: signals go to the command, or to all that it has started.
 

@@ -8,10 +8,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Collection, Sequence
 
-from megatron_elastic.fleet.managers.launch import LOCK, OUTPUT, PROCESS, exit_code
+from megatron_elastic.fleet.managers.launch import LOCK, OUTPUT, PROCESS, exit_code, keeper
 from megatron_elastic.fleet.managers.lock import is_held
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Pool, Standing
 
@@ -55,8 +54,7 @@ class Local:
             launch.folder.mkdir(parents=True, exist_ok=True)
             with (launch.folder / OUTPUT).open("ab") as output:
                 self._started[launch.name] = subprocess.Popen(
-                    [sys.executable, "-m", __package__ + ".launch", str(launch.folder),
-                     "one" if launch.ends_its_own else "all", *command],
+                    [*keeper(launch.folder, launch.ends_its_own), *command],
                     cwd=launch.cwd, env=env, start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip

@@ -12,11 +12,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_elastic.fleet.managers.launch import OUTPUT, exit_code, write
+from megatron_elastic.fleet.managers.launch import OUTPUT, exit_code, keeper, write
 from megatron_elastic.fleet.managers.manager import HERE, Launch, ManagerError, Other, Pool, Scheduler, Standing
 
 COUNTED = ("gpu", "cpu")
@@ -57,15 +56,14 @@ class Slurm(Scheduler):
     def start(self, launch: Launch) -> None:
         """Submit it. Its first process starts nothing that was started before, so that submitting twice is harmless."""
         launch.folder.mkdir(parents=True, exist_ok=True)
-        keeper = [sys.executable, "-m", __package__ + ".launch", str(launch.folder),
-                  "one" if launch.ends_its_own else "all"]  # fmt: skip
         words = " ".join(shlex.quote(word).replace(HERE, "'\"$SLURMD_NODENAME\"'") for word in launch.command)
         devices = "--gpus-per-node" if self._counted == "gpu" else "--cpus-per-task"
         number = _ask(
             "sbatch", "--parsable", f"--partition={self._partition}", f"--job-name={_job_name(launch)}", "--nodes=1",
             "--ntasks=1", f"{devices}={launch.devices}", f"--chdir={launch.cwd}", "--no-requeue", "--export=ALL",
             f"--output={launch.folder / OUTPUT}", "--open-mode=append",
-            env=launch.env, text=f"#!/bin/sh\nexec {shlex.join(keeper)} {words}\n",
+            env=launch.env,
+            text=f"#!/bin/sh\nexec {shlex.join(keeper(launch.folder, launch.ends_its_own))} {words}\n",
         )  # fmt: skip
         try:
             write(launch.folder / JOB, {"job": int(number.partition(";")[0])})
