@@ -13,7 +13,7 @@ from megatron_elastic.cluster.protocol.faults.damage import undecided
 from megatron_elastic.cluster.protocol.job.steps import Trust
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.state.verification import checksums, outvoted
-from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once
+from tests.jobs import ROOT, Grid, Job, Jobs, assert_exactly_once, inject
 
 DAMAGED = ROOT / "tests" / "megatron_programs" / "damaged.py"
 GRID = Grid(tp=1, pp=2, steps=8)
@@ -103,11 +103,12 @@ def test_a_rank_dies_while_damage_is_healed(jobs: Jobs) -> None:
     assert len(job.events("damaged")) == 1
 
 
-@pytest.mark.parametrize("what", ["weights", "moments"])
-def test_a_rank_dies_before_anybody_looks_for_damage(jobs: Jobs, what: str) -> None:
-    """Who has it looks before it leaves the layout under which it was noted."""
-    kill = ["--elastic-inject", "kill:rank=7,step=4,at=grad_sync"]
-    job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4), *kill)
+@pytest.mark.parametrize(("what", "kills"), [("weights", ["7@4:grad_sync"]), ("moments", ["7@4:grad_sync"]),
+                                             ("moments", ["7@4:grad_sync", "2@interrupt"])],
+                         ids=["weights", "moments", "moments, and another dies before its report"])
+def test_a_rank_dies_before_anybody_looks_for_damage(jobs: Jobs, what: str, kills: list[str]) -> None:
+    """Who has it looks before it leaves the layout under which it was noted, once however often it is interrupted."""
+    job = jobs.run(*GRID.flags, "--elastic-verify-every", "1", *flip(what, 4), *inject(*kills))
     assert cli.main(["compare", str(job.run_dir), str(jobs.undisturbed(*GRID.flags).run_dir)]) == 0, job.output
     found = [(event["rank"], event["what"]) for event in job.events("damaged")]
     assert found == [(5, "weights" if what == "weights" else "state")]

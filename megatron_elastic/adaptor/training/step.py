@@ -170,9 +170,12 @@ def verify(trainer: Trainer, tenure: Tenure) -> None:
 
 
 def verify_alone(trainer: Trainer, tenure: Tenure) -> None:
-    """The same before a layout is left, by this rank's own checksums: nobody looks at them later. Its report tells."""
-    if tenure.verification is not None and (found := tenure.verification.changed()):
-        _spoiled(trainer, tenure, found)
+    """The same before a layout is left, by this rank's own checksums: nobody looks at them later. Its report tells, and
+    so does the next one where that is interrupted, too.
+    """
+    if trainer.standing.damaged is None and tenure.verification is not None:
+        if found := tenure.verification.changed():
+            _spoiled(trainer, tenure, found)
 
 
 def _spoiled(trainer: Trainer, tenure: Tenure, damages: Sequence[verification.Damage]) -> Damaged:
