@@ -21,7 +21,7 @@ _AGAIN_MS = 5.0
 _everybody: WeakSet[Devices] = WeakSet()
 """All of this process that are not closed."""
 _aborting = threading.Lock()
-"""Held while groups are aborted in a fault, so that none is after that."""
+"""Held while groups are aborted in a fault, so that none is after that; and while there come to be more."""
 
 
 def end_blocked(acknowledge: Callable[[], None]) -> None:
@@ -53,7 +53,8 @@ class Devices:
         self._groups: WeakSet[DeviceGroup] = WeakSet()
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
-        _everybody.add(self)
+        with _aborting:
+            _everybody.add(self)
 
     def __contains__(self, device: str) -> bool:
         """Whether tensors on this type of device go to a backend of its own."""
@@ -62,7 +63,8 @@ class Devices:
     def make(self, group: Group, device: str) -> DeviceGroup:
         """The device group of ``group``; its communicator is made later, with the first operation."""
         made = DeviceGroup(group, device, self._backends[device], self._timeout)
-        self._groups.add(made)
+        with _aborting:  # who aborts goes through all that there are
+            self._groups.add(made)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="devices")
             self._thread.start()
