@@ -173,9 +173,10 @@ def verify_alone(trainer: Trainer, tenure: Tenure) -> None:
     """The same before a layout is left, by this rank's own checksums: nobody looks at them later. Its report tells, and
     so does the next one where that is interrupted, too.
     """
-    if trainer.standing.damaged is None and tenure.verification is not None:
-        if found := tenure.verification.changed():
-            _spoiled(trainer, tenure, found)
+    if trainer.standing.damaged is not None or tenure.verification is None:
+        return
+    if found := tenure.verification.changed():
+        _spoiled(trainer, tenure, found)
 
 
 def _spoiled(trainer: Trainer, tenure: Tenure, damages: Sequence[verification.Damage]) -> Damaged:
