@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _logger = logging.getLogger(__name__)
-_LOOK = 0.02
-"""Seconds between two attempts to get a lock."""
+_LOOK, _SELDOM = 0.02, 1.0
+"""Seconds between two attempts to get a lock: at first, and at most. In between they are a tenth of those that it has
+been waited for, as thousands may ask one file server."""
 _SAID_AFTER = 2.0
 """Seconds after which it is said what is waited for."""
 
@@ -29,10 +30,11 @@ def locked(path: Path, what: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not said and time.monotonic() - begun > _SAID_AFTER:
+                waited = time.monotonic() - begun
+                if not said and waited > _SAID_AFTER:
                     said = True
                     _logger.warning("waiting for another process, which makes %s (%s)", what, path)
-                time.sleep(_LOOK)
+                time.sleep(min(max(waited / 10, _LOOK), _SELDOM))
         yield
 
 

@@ -9,11 +9,12 @@ takes. Then the rate is taken that leaves offsets the most room.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 _MOST = 2e-4
 """By how much of itself a clock may be too fast or too slow; the worst crystals are so by half of that."""
@@ -93,17 +94,20 @@ def align(hosts: Sequence[str], shortest: Mapping[tuple[str, str], int], guess: 
     whose messages contradict each other, because a clock was set meanwhile. Where those of third hosts contradict them,
     because rates are not known exactly, only those to and from the first count.
     """
-    apart: dict[tuple[str, str], float] = {
-        (a, b): 0 if a == b else shortest.get((a, b), math.inf) for a in hosts for b in hosts
-    }
-    first, offsets, direct = hosts[0], {}, dict(apart)
-    for via, a, b in itertools.product(hosts, repeat=3):
-        apart[a, b] = min(apart[a, b], apart[a, via] + apart[via, b])
-    if any(apart[host, host] < 0 for host in hosts):
+    numbers = {host: number for number, host in enumerate(hosts)}
+    direct = np.full((len(hosts), len(hosts)), math.inf)
+    for (source, target), took in shortest.items():
+        direct[numbers[source], numbers[target]] = took
+    np.fill_diagonal(direct, 0)
+    apart = direct.copy()
+    for via in range(len(hosts)):
+        np.minimum(apart, apart[:, via, None] + apart[via], out=apart)
+    if apart.diagonal().min() < 0:
         apart = direct
+    offsets = {}
     for host in hosts:
         # offset(a) - offset(b) <= apart[a, b]: both ends of this range fulfil all of these, and so does their middle.
-        low, high = -apart[first, host], apart[host, first]
+        low, high = -float(apart[0, numbers[host]]), float(apart[numbers[host], 0])
         known = math.isfinite(low) and math.isfinite(high) and low <= high
-        offsets[host] = guess[first] + round((low + high) / 2) if known else guess[host]
+        offsets[host] = guess[hosts[0]] + round((low + high) / 2) if known else guess[host]
     return offsets
