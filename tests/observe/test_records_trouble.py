@@ -6,12 +6,22 @@ import asyncio
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_elastic.cluster.brief import Brief
+from megatron_elastic.cluster.coordination.office import Office
+from megatron_elastic.cluster.leadership import Choice
+from megatron_elastic.cluster.node.assignment import Assignment
+from megatron_elastic.cluster.node.uplink import Uplink
+from megatron_elastic.cluster.program import Program
 from megatron_elastic.cluster.recording.recorder import Clerk
+from megatron_elastic.cluster.recording.screen import Screen
+from megatron_elastic.cluster.wire import Credentials, address
+from megatron_elastic.config import ElasticConfig
 from tests.disks import fill, mounted
 from tests.launches import TOKEN, Launch, free_port, launches
 
@@ -91,3 +101,35 @@ def test_what_is_dropped_is_not_done() -> None:
 
     asyncio.run(work())
     assert done == [3]
+
+
+def test_where_a_job_can_be_asked_is_written_down_by_the_thread_that_writes_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that stalls then, stalls no coordinator."""
+    threads: list[str] = []
+
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*arguments, **options)
+
+        return tell
+
+    monkeypatch.setattr(address, "_opened", told(address._opened))
+    monkeypatch.setattr(Path, "unlink", told(Path.unlink))
+
+    async def gone() -> str:
+        return ""
+
+    async def work() -> None:
+        config, credentials = ElasticConfig(elastic=True), Credentials(TOKEN)
+        assignment = Assignment(Program("program.py", False, []), 1, 0, 2, tmp_path, "127.0.0.1", 1.0, 1.0, 1.0)
+        office = Office(Brief(assignment, config, credentials, Choice("alone"), 0),
+                        Uplink(config, credentials, 1.0), Screen(False), print, gone)
+        office.begin()
+        await office.close()
+
+    asyncio.run(work())
+    assert threads == ["records", "records"]
+    assert not (tmp_path / address.FILE).exists()

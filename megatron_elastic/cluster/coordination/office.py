@@ -41,7 +41,7 @@ from megatron_elastic.cluster.recording.screen import Screen
 from megatron_elastic.cluster.recording.spans import Spans
 from megatron_elastic.cluster.recording.weights_and_biases import WeightsAndBiases, project_of
 from megatron_elastic.cluster.title import entitle
-from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
+from megatron_elastic.cluster.wire.address import Address
 from megatron_elastic.config import ElasticConfig
 from megatron_elastic.observe.records import newest_step
 
@@ -109,7 +109,7 @@ class Office:
             self._listening.close()
         if self._records is not None:
             if self.coordinator is not None:
-                remove_address(self._brief.assignment.run_dir)
+                self._records.tell_where(None)
             if self._metrics is not None:
                 self._metrics.close()
             if left := self._records.close(END_LIMIT):
@@ -169,10 +169,7 @@ class Office:
             self._serve_metrics()
             self._records = self._records or Recorder(run_dir, self._trouble, self._watchers())
             host, _, port = self._uplink.address.rpartition(":")
-            try:
-                leave_address(run_dir, Address(host, int(port), self._brief.credentials))
-            except OSError as error:
-                self._note(f"cannot write down where the job can be asked: {error}")
+            self._records.tell_where(Address(host, int(port), self._brief.credentials))
 
     def _watchers(self) -> list[Watcher]:
         """Who wants to know what is written down."""

@@ -20,6 +20,7 @@ from megatron_elastic.cluster.protocol.effects import (
     WriteProfile,
     WriteScaleTable,
 )
+from megatron_elastic.cluster.wire.address import Address, leave_address, remove_address
 from megatron_elastic.layout import Layout
 from megatron_elastic.observe.dials import Figures
 from megatron_elastic.observe.place import epochs
@@ -140,13 +141,18 @@ class Recorder:
         self._opened: RunRecords | None = None
         self.recorded = 0
         """Steps up to this one are on record."""
-        self._clerk: Clerk[Write] = Clerk("records", self._write, lambda what: trouble(f"records: {what}"))
+        self._clerk: Clerk[Write | Address | None] = Clerk("records", self._write,
+                                                           lambda what: trouble(f"records: {what}"))
 
     def write(self, effect: Write) -> None:
         """Have it written."""
         self._clerk.put(effect)
         for watcher in self._watchers:
             _tell(watcher, effect)
+
+    def tell_where(self, address: Address | None) -> None:
+        """Have it written down where the job can be asked, or that it cannot be any more."""
+        self._clerk.put(address)
 
     def past(self, present: Layout) -> Past:
         """What the last steps on record took, by layout; nothing where records cannot be read. Takes a while."""
@@ -172,7 +178,19 @@ class Recorder:
             self._opened.close()
         return left
 
-    def _write(self, effect: Write) -> None:
+    def _write(self, item: Write | Address | None) -> None:
+        match item:
+            case None:
+                remove_address(self._run_dir)
+            case Address():
+                try:
+                    leave_address(self._run_dir, item)
+                except OSError as error:  # nothing else waits until that is possible
+                    raise GivenUp(f"cannot write down where the job can be asked: {error}") from None
+            case _:
+                self._record(item)
+
+    def _record(self, effect: Write) -> None:
         records = self._opened = self._opened or RunRecords(self._run_dir)
         match effect:
             case WriteMetrics():
