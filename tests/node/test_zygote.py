@@ -233,6 +233,21 @@ def test_a_zygote_that_is_killed_takes_its_ranks_along_and_another_starts_the_ne
     run(tmp_path, monkeypatch, test)
 
 
+def test_who_cannot_hear_of_its_ranks_any_more_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(answer: object) -> None:
+        raise ValueError("a defect")
+
+    async def test(node: Node) -> None:
+        monkeypatch.setattr(node.agent._keeper, "_heard", fail)
+        node.launch(1)
+        with pytest.raises(ValueError, match="a defect"):
+            await node.agent.over
+
+    run(tmp_path, monkeypatch, test)
+
+
 def test_a_rank_without_a_zygote_has_ended_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

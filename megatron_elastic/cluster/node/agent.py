@@ -76,7 +76,7 @@ class Agent:
     def __init__(self, assignment: Assignment, tell: Callable[[FromAgent], object]) -> None:
         self._assignment = assignment
         self.over: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
-        """How the job ended for this node, when the coordinator has said so."""
+        """How the job ended for this node, when the coordinator has said so. Raises what nobody has foreseen here."""
         self.members: asyncio.Future[Members] = asyncio.get_running_loop().create_future()
         """Where the store is, once training has begun."""
         self.seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._post = Post(self._lines.send, tell, asyncio.get_running_loop().call_later)
         self._deathwatch = Deathwatch(assignment.ranks_per_node)
-        self._keeper = Keeper(assignment, self._deathwatch, self._happened, self._all_ended)
+        self._keeper = Keeper(assignment, self._deathwatch, self._happened, self._all_ended, self._broke)
         self._gauge = Gauge(assignment.ranks_per_node, assignment.look_every)
         self._speedometer = Speedometer(self._gauge.odometers) if assignment.tells_paces else None
         self._instruments = Instruments(self._gauge.odometers)
@@ -314,6 +314,11 @@ class Agent:
         for rank in list(self._running):
             self._ended(RankExited(rank=rank, returncode=-signal.SIGKILL, time=time.time(),
                                    cause="the process that starts this node's ranks has ended"))
+
+    def _broke(self, error: BaseException) -> None:
+        """No rank's end is heard any more: this node can go no further."""
+        if not self.over.done():
+            self.over.set_exception(error)
 
     def _happened(self, answer: OfRank) -> None:
         """Something has happened to the process of a rank."""

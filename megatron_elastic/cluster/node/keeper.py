@@ -37,14 +37,16 @@ class Keeper:
         deathwatch: what the ranks' deaths are seen by.
         heard: is told what happens to a rank's process. One that cannot be started has ended.
         lost: the zygote has ended, and with it all ranks, but not what these have started.
+        broken: is told what nobody has foreseen, after which nothing is heard any more.
     """
 
     def __init__(self, assignment: Assignment, deathwatch: Deathwatch, heard: Callable[[OfRank], object],
-                 lost: Callable[[], object]) -> None:
+                 lost: Callable[[], object], broken: Callable[[BaseException], object]) -> None:
         self._assignment = assignment
         self._deathwatch = deathwatch
         self._heard = heard
         self._lost = lost
+        self._broken = broken
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -65,6 +67,7 @@ class Keeper:
         self._import_limit = timeout
         ready = await self._start()
         self._tender = asyncio.create_task(self._tend())
+        self._tender.add_done_callback(self._tended)
         return ready
 
     def send(self, request: Spawn | Kill) -> None:
@@ -82,7 +85,7 @@ class Keeper:
         if self._tender is not None:
             self._tender.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._tender
+                await asyncio.wait([self._tender])
         await self._end()
 
     # ---- one zygote ----------------------------------------------------------------------
@@ -161,6 +164,10 @@ class Keeper:
                     self._not_started(str(error).partition("\n")[0])
             for request in self._taken():
                 self.send(request)
+
+    def _tended(self, tender: asyncio.Task[None]) -> None:
+        if not tender.cancelled() and (error := tender.exception()) is not None:
+            self._broken(error)
 
     def _not_started(self, cause: str) -> None:
         """No rank that waits for a zygote can be started. Whether to try again is the coordinator's to say."""
