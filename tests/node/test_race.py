@@ -86,3 +86,19 @@ def test_a_store_that_refuses_once_is_believed_later() -> None:
     store = Refusing(times=1)
     assert asyncio.run(another()) == Leader(term=2, address="h:1")
     assert store.asked == 2
+
+
+def test_a_defect_in_following_a_coordinator_is_raised() -> None:
+    """Else this node would look for another coordinator, though it can follow none."""
+    async def follow() -> str:
+        async def fail(*_: object) -> str:
+            raise ValueError("a defect")
+
+        station, _ = station_of(Refusing(times=0))
+        station._brief = SimpleNamespace(choice=SimpleNamespace(kind="alone"))
+        station._uplink = SimpleNamespace(follow=fail)
+        station._another = lambda address: for_ever()
+        return await Station._follow(station, "h:1", station)
+
+    with pytest.raises(ValueError, match="a defect"):
+        asyncio.run(follow())

@@ -192,6 +192,8 @@ class Station:
 
         self._following = asyncio.create_task(follow(wire))
         await race(self._following, agent.over, self._another(address))
+        if not self._following.cancelled():
+            self._following.result()  # raises what nobody has foreseen
         return why
 
     async def _another(self, address: str) -> Leader:
