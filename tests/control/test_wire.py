@@ -700,6 +700,61 @@ def test_with_certificates_clients_need_one_as_well(tmp_path: Path) -> None:
         assert "1 guests" in door.end()
 
 
+def test_certificates_may_be_replaced_while_a_door_is_open(tmp_path: Path) -> None:
+    """By other links, as Kubernetes does, or by other contents. Halves are not taken for the whole."""
+    authority = Authority(tmp_path, "authority")
+    old, new, client = (authority.sign(name) for name in ("old", "new", "client"))
+    links = Certificates(str(tmp_path / "link.cert"), str(tmp_path / "link.key"), old.ca)
+
+    def link(file: str, target: str) -> None:
+        os.symlink(target, tmp_path / "fresh")
+        os.replace(tmp_path / "fresh", file)
+
+    link(links.cert, old.cert)
+    link(links.key, old.key)
+    with open_door(certificates=links) as door:
+        def shown() -> bytes | None:
+            with door.connect(wire.Credentials(TOKEN, client)) as guest:
+                assert ask(guest, 1) == "1"
+                return guest.getpeercert(binary_form=True)
+
+        def certificate(file: str) -> bytes:
+            return ssl.PEM_cert_to_DER_cert(Path(file).read_text())
+
+        before = certificate(old.cert)
+        assert shown() == before
+        link(links.cert, new.cert)
+        assert shown() == before, "its key is not there yet"
+        link(links.key, new.key)
+        assert shown() == certificate(new.cert)
+        authority.sign("new")
+        assert shown() == certificate(new.cert)
+        door.end()
+
+
+def test_a_client_waits_for_its_certificates_to_be_replaced(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    certificates = authority.sign("client")
+
+    async def connect(port: int) -> None:
+        os.replace(certificates.key, tmp_path / "hidden")
+        connecting = asyncio.create_task(wire.AsyncWire.connect(
+            HOST, port, wire.Credentials(TOKEN, certificates), 10, any_message, LIMIT))
+        done, _ = await asyncio.wait([connecting], timeout=0.5)
+        assert not done
+        authority.sign("client")
+        line = await connecting
+        line.close()
+        await line.closed()
+
+    with open_door(certificates=authority.sign("server")) as door:
+        asyncio.run(connect(door.port))
+        Path(certificates.key).write_text("no key")
+        with pytest.raises(UsageError, match="no certificate and its key"):
+            door.connect(wire.Credentials(TOKEN, certificates), limit=0.1)
+        door.end()
+
+
 def _mixed(ours: Authority, theirs: Authority) -> tuple[str, str, str]:
     """A certificate of the wrong authority, by one who trusts the right one."""
     stranger = theirs.sign("stranger")

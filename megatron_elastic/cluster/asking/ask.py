@@ -143,5 +143,5 @@ def _exchange(
         if payload is None:
             raise wire.WireError("it closed the connection, as a node does that coordinates no longer")
         return wire.decode(payload, decoder)
-    except (OSError, UnicodeError, wire.WireError) as error:  # UnicodeError: of a name that no host can have
+    except (OSError, UnicodeError, UsageError, wire.WireError) as error:  # UnicodeError: of a name no host has
         raise NoAnswer(f"the job of {name} does not answer: {error}") from None

@@ -11,6 +11,7 @@ from megatron_elastic.cluster.wire import proof
 from megatron_elastic.cluster.wire.framing import frame, receive_frame
 from megatron_elastic.cluster.wire.tcp import tune
 from megatron_elastic.cluster.wire.tls import CLOSED, Credentials, client_context, refusal
+from megatron_elastic.config import UsageError
 
 _PAUSE = 0.2
 
@@ -19,16 +20,17 @@ def connect(host: str, port: int, credentials: Credentials, limit: float, silenc
     """As ``AsyncWire.connect``, but it is not tried again where nobody listens: a command asks a job that runs.
 
     The socket's timeout is what was left of ``limit`` seconds. One thread at a time may use it: OpenSSL does not read
-    and write at once. Raises WireError if who answers is not this job's coordinator, OSError if nobody does in time.
+    and write at once. Raises WireError if who answers is not this job's coordinator, OSError if nobody does in time,
+    UsageError if the certificates do not work.
     """
-    context = client_context(credentials.certificates)
     deadline = time.monotonic() + limit
     while True:
         try:
+            context = client_context(credentials.certificates)
             return _connect(host, port, context, credentials.token, deadline, silence)
         except ConnectionRefusedError:
             raise
-        except OSError as error:
+        except (OSError, UsageError) as error:  # UsageError: certificates that are being replaced
             if (final := refusal(error)) is not None:
                 raise final from None
             pause = _PAUSE * random.uniform(0.5, 1.5)

@@ -15,6 +15,7 @@ from megatron_elastic.cluster.wire import proof
 from megatron_elastic.cluster.wire.framing import Unsendable, WireError, decode, encode, frame, read_frame
 from megatron_elastic.cluster.wire.tcp import tune
 from megatron_elastic.cluster.wire.tls import CLOSED, Credentials, ServerSide, client_context, refusal
+from megatron_elastic.config import UsageError
 
 UNSENT_LIMIT = 4 * (64 << 20)
 """Bytes that may wait for the other end to read them; a connection with more is cut."""
@@ -47,14 +48,14 @@ class AsyncWire(Generic[T]):
         The connection breaks when the other machine is gone for ``silence`` seconds. Raises WireError if who answers
         is not this job's coordinator, TimeoutError if nobody does, from what went wrong last.
         """
-        context = client_context(credentials.certificates)
-        last: OSError | None = None
+        last: OSError | UsageError | None = None
         try:
             async with asyncio.timeout(limit):
                 while True:
                     try:
+                        context = client_context(credentials.certificates)
                         return await cls._connect(host, port, context, credentials.token, silence, decoder)
-                    except OSError as error:
+                    except (OSError, UsageError) as error:  # UsageError: certificates that are being replaced
                         last = error
                         if (final := refusal(error)) is not None:
                             raise final from None

@@ -15,7 +15,7 @@ from megatron_elastic.cluster.wire.certificate import self_signed
 from megatron_elastic.cluster.wire.connection import AsyncWire
 from megatron_elastic.cluster.wire.tally import Tally
 from megatron_elastic.cluster.wire.tcp import listen
-from megatron_elastic.cluster.wire.tls import Credentials, server_side, server_side_of
+from megatron_elastic.cluster.wire.tls import Credentials, Renewed, ServerSide, server_side_of
 
 STRANGERS = 32
 """Connections at a time that have not proven the token; fewer where the process may open few files."""
@@ -26,6 +26,9 @@ _SILENT, _SPEAKING = 0.1, 1.0
 
 A client speaks at once. Whoever fails keeps its place for as long, so that nobody costs us more than so many
 handshakes a second, while those who know the token are let in as fast as we can.
+"""
+_LOOK = 2.0
+"""Seconds that looking at the user's certificates may take; those that were seen last are shown while it takes longer.
 """
 _BACKLOG = 1024
 
@@ -50,7 +53,8 @@ class Door(Generic[T]):
                  serve: Callable[[AsyncWire[T]], Awaitable[None]], silence: float, say: Callable[[str], None],
                  patience: float = _PATIENCE) -> None:
         given = credentials.certificates
-        self._side = server_side_of(self_signed()) if given is None else server_side(given)
+        self._side = server_side_of(self_signed()) if given is None else Renewed(given)
+        self._looking: asyncio.Future[None] | None = None
         self._token = credentials.token
         self._decoder = decoder
         self._serve = serve
@@ -150,11 +154,21 @@ class Door(Generic[T]):
         async with asyncio.timeout(self._patience):
             try:
                 await _readable(sock)
+                side = await self._shown()
             except BaseException:
                 sock.close()
                 raise
             self._strangers[task] = asyncio.get_running_loop().time() + _SPEAKING
-            return await AsyncWire.accept(sock, self._side, self._token, self._silence, self._decoder)
+            return await AsyncWire.accept(sock, side, self._token, self._silence, self._decoder)
+
+    async def _shown(self) -> ServerSide:
+        """What a client is shown. Files are looked at in a thread, in one at a time: their disk may stall."""
+        if isinstance(self._side, ServerSide):
+            return self._side
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._side.look))
+        await asyncio.wait([self._looking], timeout=_LOOK)
+        return self._side.side
 
     async def _keep_place(self, task: asyncio.Task[None]) -> None:
         until = self._strangers.get(task, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from dataclasses import dataclass
@@ -62,6 +63,31 @@ def server_side(certificates: Certificates) -> ServerSide:
     return ServerSide(context, _first_fingerprint(Path(certificates.cert).read_text(errors="replace")))
 
 
+class Renewed:
+    """``server_side``, of files that may be replaced while we listen."""
+
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        self._known = self._stamp(), server_side(certificates)
+
+    @property
+    def side(self) -> ServerSide:
+        """As the files were when they were looked at last."""
+        return self._known[1]
+
+    def look(self) -> None:
+        """Read them again if they are others. While one of them is another already, those of before are kept."""
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            if (stamp := self._stamp()) != self._known[0]:
+                side = server_side(self._certificates)
+                if self._stamp() == stamp:
+                    self._known = stamp, side
+
+    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
+        found = map(os.stat, msgspec.structs.astuple(self._certificates))
+        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
 def server_side_of(pem: str) -> ServerSide:
     """For listening with a certificate of our own; ``pem`` has its key and itself. Nothing is written to a disk."""
     context = _server_context()
@@ -80,7 +106,7 @@ def certificates_of(config: ElasticConfig) -> Certificates | None:
     They are tried out: a handshake with themselves. Raises UsageError if they cannot work.
     """
     files = {"cert": config.tls_cert, "key": config.tls_key, "ca": config.tls_ca}
-    given = {name: str(path.resolve()) for name, path in files.items() if path is not None}
+    given = {name: str(path.absolute()) for name, path in files.items() if path is not None}
     if not given:
         return None
     for name, path in given.items():
@@ -98,7 +124,7 @@ def certificates_of(config: ElasticConfig) -> Certificates | None:
     return certificates
 
 
-def refusal(error: OSError) -> WireError | None:
+def refusal(error: Exception) -> WireError | None:
     """What a failure of TLS means if trying again is of no use; None if the connection was merely cut off."""
     if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return None
