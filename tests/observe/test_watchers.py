@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,3 +136,23 @@ def test_without_opentelemetry_it_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert Spans.wanted("a run", told.append) is None
     assert len(told) == 1 and "pip install 'megatron-elastic[otel]'" in told[0]
+
+
+@pytest.mark.skipif(not HAS_OPENTELEMETRY, reason="opentelemetry is not installed")
+def test_a_collector_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, ended = threading.Event(), threading.Event()
+    monkeypatch.setenv(VARIABLE, "http://127.0.0.1:9")
+    spans = Spans.wanted("a run", print)
+    assert spans is not None
+    shutdown = spans._provider.shutdown
+
+    def wait() -> None:
+        answered.wait(5.0)
+        shutdown()
+        ended.set()
+
+    monkeypatch.setattr(spans._provider, "shutdown", wait)
+    spans.close(0.1)
+    assert not ended.is_set()
+    answered.set()
+    assert ended.wait(60.0)

@@ -9,6 +9,7 @@ other changes wait for them.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,7 +38,8 @@ class Spans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         service = os.environ.get("OTEL_SERVICE_NAME", "megatron-elastic")
-        self._provider = TracerProvider(resource=Resource.create({"service.name": service, "run": run}))
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service, "run": run}),
+                                        shutdown_on_exit=False)  # close() is enough, and has a limit
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("megatron_elastic")
         self._recent: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=_RECENT)
@@ -81,8 +83,10 @@ class Spans:
 
     def close(self, limit: float) -> None:
         """Send what is left, for so many seconds at most."""
-        self._provider.force_flush(round(limit * 1e3))
-        self._provider.shutdown()
+        # It sends what is left, and waits for its exporter for as long as that likes.
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(limit)
 
     def _recovered(self, at: float, fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         from opentelemetry.trace import set_span_in_context
