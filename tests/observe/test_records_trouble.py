@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from megatron_elastic.cluster.brief import Brief
-from megatron_elastic.cluster.coordination.office import Office
+from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.office import Office, _settings
+from megatron_elastic.cluster.coordination.server import Server
 from megatron_elastic.cluster.leadership import Choice
+from megatron_elastic.cluster.messages import Answer, ReadRecords, Shown
 from megatron_elastic.cluster.node.assignment import Assignment
 from megatron_elastic.cluster.node.uplink import Uplink
 from megatron_elastic.cluster.program import Program
+from megatron_elastic.cluster.protocol import Job
+from megatron_elastic.cluster.recording.reader import Reader
 from megatron_elastic.cluster.recording.recorder import Clerk
 from megatron_elastic.cluster.recording.screen import Screen
-from megatron_elastic.cluster.wire import Credentials, address
+from megatron_elastic.cluster.wire import AsyncWire, Credentials, address
 from megatron_elastic.config import ElasticConfig
+from megatron_elastic.observe.place import Folder, Growth
 from tests.disks import fill, mounted
 from tests.launches import TOKEN, Launch, free_port, launches
 
@@ -133,3 +140,62 @@ def test_where_a_job_can_be_asked_is_written_down_by_the_thread_that_writes_reco
     asyncio.run(work())
     assert threads == ["records", "records"]
     assert not (tmp_path / address.FILE).exists()
+
+
+def test_who_asks_for_records_that_cannot_be_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+
+    async def work() -> None:
+        reader = Reader(tmp_path)
+        async with asyncio.timeout(60.0):
+            answer = await reader.answer(ReadRecords(metrics=1 << 63, events=0, epoch=-1))
+            assert isinstance(answer, Answer) and not answer.ok and "cannot be shown" in answer.text
+            answer = await reader.answer(ReadRecords(metrics=0, events=0, epoch=-1))
+            assert isinstance(answer, Shown)
+        reader.close(5.0)
+
+    asyncio.run(work())
+
+
+def test_who_waits_for_a_disk_no_longer_is_let_go_and_nothing_is_read_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled, goes_on, asked = threading.Event(), threading.Event(), list[int]()
+
+    def grown(self: Folder, metrics: int, events: int, epoch: int) -> Growth:
+        asked.append(metrics)
+        stalled.set()
+        goes_on.wait(60.0)
+        return Growth(metrics=b"", events=b"", more=False, layout=None, age=None)
+
+    monkeypatch.setattr(Folder, "grown", grown)
+
+    async def work() -> None:
+        config, credentials = ElasticConfig(elastic=True), Credentials(TOKEN)
+        server = Server(config, credentials, tmp_path, lambda line: None)
+        port = server.listen("127.0.0.1", 0)
+        server.coordinator = Coordinator(Job.new(_settings(config), 1), None, lambda line, tells: None)
+
+        async def ask(number: int) -> AsyncWire[Shown]:
+            wire = await AsyncWire.connect("127.0.0.1", port, credentials, 10.0, Decoder(Shown), 60.0)
+            wire.send(ReadRecords(metrics=number, events=0, epoch=-1))
+            return wire
+
+        async with asyncio.timeout(60.0):
+            for number in (1, 2):
+                wire = await ask(number)
+                await asyncio.to_thread(stalled.wait)
+                wire.close()
+                await wire.closed()
+            while server._door._guests:
+                await asyncio.sleep(0)
+            wire = await ask(3)
+            while not server._door._guests:
+                await asyncio.sleep(0)
+            goes_on.set()
+            assert isinstance(await wire.receive(), Shown)
+            wire.close()
+        await server.close(5.0)
+
+    asyncio.run(work())
+    assert asked == [1, 3]

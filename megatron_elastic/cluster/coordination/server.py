@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
+from megatron_elastic.cluster.coordination.race import race
 from megatron_elastic.cluster.coordination.session import Letter, Session
 from megatron_elastic.cluster.messages import (
     AgentHello,
@@ -119,7 +120,10 @@ class Server:
             wire.send(await answer)
             return
         if isinstance(first, ReadRecords | ReadLog):
-            wire.send(await self._reader.answer(first))
+            reading = asyncio.ensure_future(self._reader.answer(first))
+            await race(reading, wire.receive())  # who has gone, as a disk stalls, does not stay
+            if not reading.cancelled():
+                wire.send(reading.result())
             return
         hello = decode(bytes(first.message), _letters)
         if not isinstance(hello, AgentHello):

@@ -21,7 +21,7 @@ class Reader:
         self._clerk: Clerk[_Wanted] | None = None
 
     async def answer(self, request: ReadRecords | ReadLog) -> Shown | Answer:
-        """Waits until it can be read."""
+        """Waits until it can be read. What nobody waits for any more is not."""
         loop = asyncio.get_running_loop()
         self._clerk = self._clerk or Clerk("reader", self._read, lambda _: None)
         future: asyncio.Future[Shown | Answer] = loop.create_future()
@@ -36,10 +36,14 @@ class Reader:
 
     def _read(self, wanted: _Wanted) -> None:
         request, future = wanted
+        if future.done():
+            return
         try:
             answer = self._shown(request)
         except (RecordsError, OSError) as error:
             answer = Answer(ok=False, text=str(error))
+        except Exception as error:  # it may ask for what cannot be
+            answer = Answer(ok=False, text=f"what is on record cannot be shown: {error!r}")
         loop = future.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(_settle, future, answer)
