@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import namespaces
 import pytest
@@ -866,6 +867,30 @@ def test_a_store_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(StoreError, match="set KUBECONFIG"):
         make(parse("kubernetes://a/b", 3), "test", LEASE)
+
+
+@pytest.mark.parametrize("spec", [{"holderIdentity": "somebody"}, {"holderIdentity": "somebody", "leaseTransitions": 3},
+                                  {}, None])  # fmt: skip
+def test_a_lease_of_others_is_left_to_them_and_one_of_nobody_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: dict[str, Any] | None
+) -> None:
+    api = Leases(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
+    lease = {"metadata": {"name": "b", "namespace": "there", "resourceVersion": "7"}, "spec": spec}
+    api._leases["/apis/coordination.k8s.io/v1/namespaces/there/leases/b"] = lease
+
+    async def test() -> None:
+        store = make(parse("kubernetes://there/b", 3), "test", LEASE)
+        with pytest.raises(StoreError, match="there/b is held by somebody") if spec else contextlib.nullcontext():
+            await store.open()
+            assert await store.lead("h:1") == 1
+            assert await store.followed(0) == Leader(1, "h:1")
+        await store.close()
+
+    try:
+        run(test)
+    finally:
+        api.close()
 
 
 def test_a_lease_where_one_may_not_write_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,9 +135,15 @@ class Kubernetes:
                 return True
 
     def _read(self) -> Any:
-        """The Lease, from the API server's newest state; None if there is none."""
-        return self._ask(lambda: self._api.read_namespaced_lease(
+        """The Lease, from the API server's newest state; None if there is none. Raises StoreError if others have it."""
+        lease = self._ask(lambda: self._api.read_namespaced_lease(
             self._name, self._namespace, _request_timeout=self.limit / 2), _NOT_FOUND)
+        if lease is not None:
+            lease.spec = lease.spec or client.V1LeaseSpec()
+            if (holder := lease.spec.holder_identity) and _ADDRESS not in (lease.metadata.annotations or {}):
+                raise StoreError(f"the Lease {self._namespace}/{self._name} is held by {holder}, which is no job of "
+                                 "megatron_elastic; choose another name")
+        return lease
 
     def _replace(self, lease: Any) -> bool:
         """Write ``lease`` over the version that it was read as; False if that is not the newest any more."""
