@@ -145,13 +145,15 @@ class Server:
         node, now = agent.node, time.time()
         coordinator.post(NodeBack(now=now, node=node) if back else NodeCame(now=now, node=node, hello=hello))
 
-        def silent() -> None:
-            agent.obey(Stop(ok=False, reason=f"this node was silent for {limit:g} s and counts as lost "
-                                             "(--elastic-heartbeat-timeout); its ranks must end",
-                            again=self._config.elastic))
-            self._lose(coordinator, NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} silent",
+        def part(how: str, reason: str, again: bool) -> None:
+            agent.obey(Stop(ok=False, reason=reason, again=again))
+            self._lose(coordinator, NodeLost(now=time.time(), node=node, cause=f"node {hello.node_rank} {how}",
                                              since=pulse.heard_at))
             wire.close()
+
+        def silent() -> None:
+            part("silent", f"this node was silent for {limit:g} s and counts as lost (--elastic-heartbeat-timeout); "
+                           "its ranks must end", self._config.elastic)
 
         # Losing a node ends a plain job, which has no use for knowing it that soon.
         limit = self._config.heartbeat_timeout if self._config.elastic else self._config.cut_off
@@ -162,8 +164,14 @@ class Server:
                 pulse.heard()
                 if not isinstance(letter, Letter):
                     raise WireError(f"an agent sent an unexpected {type(letter).__name__}")
-                if (payload := agent.session.take(letter)) is not None:
+                if (payload := agent.session.take(letter)) is None:
+                    continue
+                try:
                     hear(coordinator, node, decode(payload, _letters))
+                except WireError as error:  # it would be the same over the next connection
+                    part("not understood", f"the coordinator does not understand this node: {error}; have all nodes "
+                                           "the same release of megatron_elastic?", again=False)
+                    raise
         finally:
             pulse.stop()
             if agent.disconnect(wire):

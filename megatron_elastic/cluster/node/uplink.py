@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
 from megatron_elastic.cluster.coordination.server import hear
 from megatron_elastic.cluster.coordination.session import Letter, Session
-from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, ToAgent, Welcome
+from megatron_elastic.cluster.messages import AgentHello, FromAgent, Heartbeat, Resigned, Stop, ToAgent, Welcome
 from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.protocol.events import NodeCame
 from megatron_elastic.cluster.pulse import Pulse
@@ -155,7 +155,12 @@ class Uplink:
                 pulse.heard()
                 if (payload := session.take(letter)) is None:
                     continue
-                message = decode(payload, _orders)
+                try:
+                    message = decode(payload, _orders)
+                except WireError as error:  # it would be the same over the next connection
+                    agent.stop(Stop(ok=False, reason=f"this node cannot do what the coordinator says: {error}; have "
+                                                     "all nodes the same release of megatron_elastic?"))
+                    break
                 if isinstance(message, Welcome) and message.received < 0:
                     return _UNKNOWN
                 if isinstance(message, Resigned):
