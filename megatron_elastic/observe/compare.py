@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic import usage
-from megatron_elastic.observe.records import RecordsError, read_digest, read_metrics
+from megatron_elastic.observe.records import RecordsError, is_run, read_digest, read_metrics
 
 _COMPARED = (("loss", "loss"), ("grad_norm", "gradient norm"))
 """Fields of a metrics line that must agree by their ``_hex``, and what people call them."""
@@ -44,9 +44,11 @@ def compare(a: Path, b: Path) -> Difference | None:
 
 
 def _require_run(run_dir: Path) -> None:
+    if is_run(run_dir):
+        return
     if not run_dir.is_dir():
         raise RecordsError(f"{run_dir}: no such directory")
-    if not any((run_dir / name).is_file() for name in ("metrics.jsonl", "digest.json")):
+    if not (run_dir / "digest.json").is_file():
         raise RecordsError(f"{run_dir} has no records of a run (neither metrics.jsonl nor digest.json)")
 
 

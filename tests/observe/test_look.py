@@ -138,7 +138,9 @@ def test_names_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert msgspec.json.decode(json.dumps(status(run_of("host0:29500"))))["run_dir"] == "host0:29500"
 
 
-@pytest.mark.parametrize("command", [["status"], ["report"], ["drain", "--node", "1"], ["scale", "--pp", "1"]])
+@pytest.mark.parametrize("command", [
+    ["status"], ["report"], ["drain", "--node", "1"], ["scale", "--pp", "1"], ["compare", 300 * "x"],
+])  # fmt: skip
 @pytest.mark.usefixtures("token")
 def test_a_directory_that_cannot_be_looked_into_is_said_to_be(
     command: list[str], capsys: pytest.CaptureFixture[str]
