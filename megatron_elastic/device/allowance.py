@@ -36,6 +36,11 @@ def limits(root: Path = Path("/")) -> Limits:
     )
 
 
+def processes() -> int:
+    """Processes and threads that this machine can have at a time."""
+    return int(Path("/proc/sys/kernel/pid_max").read_text())
+
+
 def cores() -> float:
     """Processors that this process may use, at least a part of one."""
     mine, allowed = float(len(os.sched_getaffinity(0))), limits().cores

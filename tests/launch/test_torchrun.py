@@ -146,6 +146,10 @@ def test_a_range_of_nodes_is_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) 
     (("--elastic",), "--elastic is for the script: put it behind SCRIPT"),
     (("--master-port", "65536"), "--master-port 65536 is no port: give a number up to 65535"),
     (("--nproc-per-node", "xpu"), "--nproc-per-node xpu: give a positive number, auto, cpu or gpu"),
+    (("--nproc-per-node", "9" * 5000), "9: give a positive number, auto, cpu or gpu; at most 1000000"),
+    (("--nproc-per-node", "1000000"), "1000000 ranks are at least 6000000: start fewer"),
+    (("--nnodes", "9999999999999", "--master-addr", "127.0.0.1", "--node-rank", "0"), "both up to 1000000"),
+    (("--nnodes", "1:" + "9" * 5000), "both up to 1000000"),
     (("--tee", "4"), "--tee 4: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
     (("--redirects", "0:3,1"), "--redirects 0:3,1: expected"),
     (("--local-ranks-filter", "0-3"), "--local-ranks-filter 0-3: expected local ranks, as 0,1,2"),
@@ -167,6 +171,12 @@ def test_bad_values(
     with pytest.raises(UsageError) as caught:
         launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
     assert message in str(caught.value)
+
+
+def test_a_node_that_joins_has_a_number_that_messages_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
+    with pytest.raises(UsageError, match=f"--node-rank {10**20} must be from 0 to"):
+        read("--nnodes", "2", "--master-addr", "host0", "--node-rank", str(10**20), arguments=("--elastic",))
 
 
 def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

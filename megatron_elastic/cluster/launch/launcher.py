@@ -25,7 +25,15 @@ from megatron_elastic.cluster import first_process
 from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.launch import attempt, script, torchrun
 from megatron_elastic.cluster.launch.output import ROLE, Console, streams_shown
-from megatron_elastic.cluster.launch.rendezvous import Rendezvous, endpoint_of, host_of, is_here, nodes_of
+from megatron_elastic.cluster.launch.rendezvous import (
+    MOST,
+    Rendezvous,
+    endpoint_of,
+    host_of,
+    is_count,
+    is_here,
+    nodes_of,
+)
 from megatron_elastic.cluster.leadership import Choice, parse
 from megatron_elastic.cluster.node.assignment import END_LIMIT, Assignment
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
@@ -229,8 +237,8 @@ def _ranks_per_node(text: str) -> int:
         if text == "gpu" and not devices:
             raise UsageError("--nproc-per-node gpu: this machine shows no GPU or NPU; give a number")
         return devices or max(int(allowance.cores()), 1)
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--nproc-per-node {text}: give a positive number, auto, cpu or gpu")
+    if not is_count(text):
+        raise UsageError(f"--nproc-per-node {text}: give a positive number, auto, cpu or gpu; at most {MOST}")
     return int(text)
 
 
@@ -244,7 +252,10 @@ def _check_kernel() -> None:
 
 
 def _check_processes(ranks: int) -> None:
-    """Refuse what a container does not let start. Raises UsageError."""
+    """Refuse what this machine cannot hold, or a container does not let start. Raises UsageError."""
+    if (most := allowance.processes()) < ranks * _THREADS:
+        raise UsageError(f"--nproc-per-node {ranks}: this machine can have {most} processes and threads (kernel.pid_max"
+                         f"), and {ranks} ranks are at least {ranks * _THREADS}: start fewer")
     left = allowance.limits().processes
     if left is not None and left < ranks * _THREADS:
         raise UsageError(f"--nproc-per-node {ranks}: this container lets {left} more processes and threads start, and "
@@ -260,7 +271,7 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
                          "--elastic behind SCRIPT, or give one number")
     rank = options.node_rank or 0
     ranges = ":" in (options.nnodes or "")
-    if rank < 0 or (rank >= most and (ranges or not elastic)):
+    if not 0 <= rank < MOST or (rank >= most and (ranges or not elastic)):
         raise UsageError(f"--node-rank {rank} must be from 0 to {most - 1}, as --nnodes is {options.nnodes or 1}" + (
             "" if elastic else "; only to an --elastic job further nodes can come"))
     host, port = None, None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from megatron_elastic.config import UsageError
 
+MOST = 1_000_000
+"""Nodes of a job, or ranks of a node: more are a mistake."""
 _PORT = re.compile(r"\d{1,5}")
 
 
@@ -37,14 +39,19 @@ class Rendezvous:
         return self.node_rank >= self.nodes
 
 
+def is_count(text: str) -> bool:
+    """Whether there can be so many nodes, or ranks of a node."""
+    return text.isdecimal() and len(text) <= len(str(MOST)) and 1 <= int(text) <= MOST
+
+
 def nodes_of(text: str) -> tuple[int, int]:
     """The least and the most nodes of ``--nnodes``, which is N or MIN:MAX. Raises UsageError."""
     fewest, colon, most = text.partition(":")
     if not colon:
         most = fewest
-    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
+    if not (is_count(fewest) and is_count(most) and int(fewest) <= int(most)):
         raise UsageError(f"--nnodes {text}: give a positive number, or MIN:MAX for a job that begins with MIN nodes "
-                         "and may have up to MAX")
+                         f"and may have up to MAX; both up to {MOST}")
     return int(fewest), int(most)
 
 
