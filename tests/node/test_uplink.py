@@ -174,25 +174,28 @@ class Novel(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """A message of another release."""
 
 
-def test_a_node_ends_that_does_not_understand_what_it_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_letter", [True, False])
+def test_a_node_ends_that_does_not_understand_what_it_is_told(tmp_path: Path, in_letter: bool) -> None:
     """The coordinator does not take that for done."""
     async def test(node: Node) -> None:
         coordinator = node.server.coordinator = Heard(1)
         following = asyncio.create_task(node.follow())
         await coordinator.hellos.get()
         (remote,) = node.server._agents.values()
-        assert remote.session.send(Novel()) is None
+        assert remote._wire is not None
+        assert (remote.session if in_letter else remote._wire).send(Novel()) is None
         await following
         assert "the same release" in node.agent.over.result().reason
 
     run(tmp_path, test)
 
 
-def test_a_node_that_is_not_understood_is_lost_and_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said_last", [Letter(1, 0, msgspec.Raw(msgspec.msgpack.encode(Novel()))), Novel()])
+def test_a_node_that_is_not_understood_is_lost_and_told_so(tmp_path: Path, said_last: msgspec.Struct) -> None:
     async def test(node: Node) -> None:
         coordinator = node.server.coordinator = Heard(1)
         wire, _ = await introduce(node, "s")
-        wire.send(Letter(1, 0, msgspec.Raw(msgspec.msgpack.encode(Novel()))))
+        wire.send(said_last)
         while not isinstance(told := await said(wire), Stop):
             pass
         assert "the same release" in told.reason and not told.again

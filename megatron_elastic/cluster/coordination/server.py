@@ -164,14 +164,12 @@ class Server:
                 pulse.heard()
                 if not isinstance(letter, Letter):
                     raise WireError(f"an agent sent an unexpected {type(letter).__name__}")
-                if (payload := agent.session.take(letter)) is None:
-                    continue
-                try:
+                if (payload := agent.session.take(letter)) is not None:
                     hear(coordinator, node, decode(payload, _letters))
-                except WireError as error:  # it would be the same over the next connection
-                    part("not understood", f"the coordinator does not understand this node: {error}; have all nodes "
-                                           "the same release of megatron_elastic?", again=False)
-                    raise
+        except WireError as error:  # it would be the same over the next connection
+            part("not understood", f"the coordinator does not understand this node: {error}; have all nodes the same "
+                                   "release of megatron_elastic?", again=False)
+            raise
         finally:
             pulse.stop()
             if agent.disconnect(wire):

@@ -155,12 +155,7 @@ class Uplink:
                 pulse.heard()
                 if (payload := session.take(letter)) is None:
                     continue
-                try:
-                    message = decode(payload, _orders)
-                except WireError as error:  # it would be the same over the next connection
-                    agent.stop(Stop(ok=False, reason=f"this node cannot do what the coordinator says: {error}; have "
-                                                     "all nodes the same release of megatron_elastic?"))
-                    break
+                message = decode(payload, _orders)
                 if isinstance(message, Welcome) and message.received < 0:
                     return _UNKNOWN
                 if isinstance(message, Resigned):
@@ -172,7 +167,9 @@ class Uplink:
                     session.resume(message.received, wire.send_encoded)
                 else:
                     agent.obey(message)
-        except WireError as error:
+        except WireError as error:  # it would be the same over the next connection
+            agent.stop(Stop(ok=False, reason=f"this node cannot do what the coordinator says: {error}; have all nodes "
+                                             "the same release of megatron_elastic?"))
             return str(error)
         except asyncio.CancelledError:
             wire.abort()  # to say farewell to a host that is cut off takes seconds
