@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import queue
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,10 +26,11 @@ from tests.launches import TOKEN
 NODES = 3
 GRID = Grid(tp=1, pp=2, steps=220, ranks=2 * NODES)
 FLAGS = (*GRID.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12",
-         "--elastic-slices", "3")  # fmt: skip
+         "--elastic-slices", "3", "--elastic-heartbeat-timeout", "2.5")  # fmt: skip
 EVEN = "slices and grains are even over {} ranks, and all copies are there"
 FOLLOW = "follow from step"
 SEATED = "this node has a lost member's seat"
+LOST = "lost ranks"
 LED = "another node takes over if this one is lost"
 SCRIPT = ROOT / "benchmarks" / "programs" / "waiting_gpt.py"
 _DEVICE_MS = "30"
@@ -98,10 +98,12 @@ class LostHosts:
         """It ends well."""
         assert node.process.wait(_LIMIT) == 0, node.output
 
-    def cut_off(self, node: Launcher, seconds: float) -> float:
-        """Nothing gets to a node's host or from it for so long. Returns the time since when it does again."""
+    def cut_off(self, node: Launcher, *texts: str) -> float:
+        """Nothing gets to a node's host or from it until nodes have printed ``texts``. Returns the time since when it
+        does again.
+        """
         self._hosts.cut(node.address)
-        threading.Event().wait(seconds)  # the fault itself
+        self.until(*texts)
         self._hosts.cut(node.address, off=False)
         return time.time()
 

@@ -12,7 +12,7 @@ from namespaces import Hosts
 
 from megatron_elastic.observe.tracing.path import graph_of
 from megatron_elastic.observe.tracing.reading import Traces, answer
-from tests.faults.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, SEATED, etcd, lost_hosts
+from tests.faults.lost_hosts import COORDINATES, EVEN, FLAGS, FOLLOW, LED, LOST, SEATED, etcd, lost_hosts
 from tests.jobs import Jobs
 
 pytestmark = [
@@ -53,20 +53,19 @@ def test_the_first_host_is_lost_and_its_successor(jobs: Jobs, hosts: Hosts, meas
 
 
 def test_hosts_that_are_cut_off_come_again(jobs: Jobs, hosts: Hosts, measured: Measured) -> None:
-    """Nobody starts anything: a host without a cable for six seconds is back soon, and so is who coordinated."""
+    """Nobody starts anything: a host whose cable is out until it is lost comes back, and so does who coordinated."""
     steps = ("--train-iters", "500")
     with lost_hosts(jobs, hosts, *steps) as job:
         first = job.until(LED)
         job.until(EVEN.format(6))
         mended = []
-        for node, texts in ((job.nodes[2], ()), (first, (COORDINATES,))):
-            mended.append(job.cut_off(node, 6.0))
-            job.until(*texts, FOLLOW, EVEN.format(6))
+        for node, texts in ((job.nodes[2], (LOST,)), (first, (COORDINATES, LOST))):
+            mended.append(job.cut_off(node, *texts))
+            job.until(FOLLOW, EVEN.format(6))
         for node in job.nodes:
             job.finish(node)
         for since in mended:
             measured(f"back {job.back_after(since):.2f} s after the link")
-            assert job.back_after(since) < 5.0
     job.assert_same(jobs.undisturbed(*FLAGS, *steps, ranks=6))
 
 
@@ -116,12 +115,11 @@ def test_a_host_that_is_cut_off_comes_again_in_other_layouts(
              "--pipeline-model-parallel-size", str(pp), "--micro-batch-size", "1")  # fmt: skip
     with lost_hosts(jobs, hosts, *flags, nodes=nodes) as job:
         job.until("step    40/200")
-        since = job.cut_off(job.nodes[-1], 6.0)
+        since = job.cut_off(job.nodes[-1], LOST)
         job.until(FOLLOW, EVEN.format(2 * nodes))
         for node in job.nodes:
             job.finish(node)
         measured(f"back {job.back_after(since):.2f} s after the link")
-        assert job.back_after(since) < 5.0
     job.assert_same(jobs.undisturbed(*FLAGS, *flags, ranks=2 * nodes))
 
 
