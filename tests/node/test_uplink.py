@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
-from megatron_elastic.cluster.coordination.server import Server
+from megatron_elastic.cluster.coordination.server import FromOutside, RemoteAgent, Server
 from megatron_elastic.cluster.coordination.session import Letter
 from megatron_elastic.cluster.messages import AgentHello, Heartbeat, Members, Stop, ToAgent, Welcome
 from megatron_elastic.cluster.node.agent import Agent
@@ -133,18 +133,29 @@ def test_who_is_cut_off_is_let_go_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tests.node.test_uplink.CONFIG", slow)  # or this takes as long
 
     async def test(node: Node) -> None:
-        first = node.server.coordinator = Heard(1)
-        following = asyncio.create_task(node.follow())
-        await first.hellos.get()
-        (remote,) = node.server._agents.values()
-        assert remote._wire is not None
-        cable = remote._wire._writer.transport._ssl_protocol._transport  # type: ignore[attr-defined]
+        following, remote = await followed(node)
+        cable = wire_of(remote)._writer.transport._ssl_protocol._transport  # type: ignore[attr-defined]
         cable.pause_reading()
         cable.write = lambda data: None
         following.cancel()
         await asyncio.wait([following])
 
     run(tmp_path, test)
+
+
+async def followed(node: Node) -> tuple[asyncio.Task[str], RemoteAgent]:
+    """Someone coordinates, and the node follows; that, and the other end of it."""
+    coordinator = node.server.coordinator = Heard(1)
+    following = asyncio.create_task(node.follow())
+    await coordinator.hellos.get()
+    (remote,) = node.server._agents.values()
+    return following, remote
+
+
+def wire_of(remote: RemoteAgent) -> AsyncWire[FromOutside]:
+    """Its present connection."""
+    assert remote._wire is not None
+    return remote._wire
 
 
 async def introduce(node: Node, session: str) -> tuple[AsyncWire[Letter], ToAgent]:
@@ -178,12 +189,8 @@ class Novel(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 def test_a_node_ends_that_does_not_understand_what_it_is_told(tmp_path: Path, in_letter: bool) -> None:
     """The coordinator does not take that for done."""
     async def test(node: Node) -> None:
-        coordinator = node.server.coordinator = Heard(1)
-        following = asyncio.create_task(node.follow())
-        await coordinator.hellos.get()
-        (remote,) = node.server._agents.values()
-        assert remote._wire is not None
-        assert (remote.session if in_letter else remote._wire).send(Novel()) is None
+        following, remote = await followed(node)
+        assert (remote.session if in_letter else wire_of(remote)).send(Novel()) is None
         await following
         assert "the same release" in node.agent.over.result().reason
 
