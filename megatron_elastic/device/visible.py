@@ -11,24 +11,24 @@ _MIG = "MIG-"
 
 def count(environment: Mapping[str, str], root: Path = Path("/")) -> int:
     """GPUs of NVIDIA, else of AMD, else NPUs; as many as ``environment`` shows. ``root``: where /dev and /sys are."""
-    shown = _shown(environment.get(_CUDA))
-    parts = [name for name in shown or () if name.startswith(_MIG)]
+    named = shown(environment.get(_CUDA))
+    parts = [name for name in named or () if name.startswith(_MIG)]
     if parts:
         return len(parts)
-    amd = _at_most(_at_most(_amd(root), _shown(environment.get("ROCR_VISIBLE_DEVICES"))),
-                   _shown(environment.get("HIP_VISIBLE_DEVICES")))
-    npus = _at_most(_numbered(root / "dev", "davinci"), _shown(environment.get("ASCEND_RT_VISIBLE_DEVICES")))
-    return _at_most(_numbered(root / "dev", "nvidia"), shown) or _at_most(amd, shown) or npus
+    amd = _at_most(_at_most(_amd(root), shown(environment.get("ROCR_VISIBLE_DEVICES"))),
+                   shown(environment.get("HIP_VISIBLE_DEVICES")))
+    npus = _at_most(_numbered(root / "dev", "davinci"), shown(environment.get("ASCEND_RT_VISIBLE_DEVICES")))
+    return _at_most(_numbered(root / "dev", "nvidia"), named) or _at_most(amd, named) or npus
 
 
 def own(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """What a rank changes in its environment before it starts a GPU: of parts of GPUs (MIG) a process sees one only."""
-    parts = [name for name in _shown(environment.get(_CUDA)) or () if name.startswith(_MIG)]
+    parts = [name for name in shown(environment.get(_CUDA)) or () if name.startswith(_MIG)]
     return {_CUDA: parts[local_rank % len(parts)]} if len(parts) > 1 else {}
 
 
-def _shown(value: str | None) -> list[str] | None:
-    """Names up to the first that is none, which hides all that follow; None: all are shown."""
+def shown(value: str | None) -> list[str] | None:
+    """What a variable names, up to the first that is none, which hides all that follow; None: all are shown."""
     if value is None:
         return None
     found: list[str] = []
@@ -39,8 +39,8 @@ def _shown(value: str | None) -> list[str] | None:
     return found
 
 
-def _at_most(there: int, shown: Iterable[str] | None) -> int:
-    return there if shown is None else min(there, len(list(shown)))
+def _at_most(there: int, names: Iterable[str] | None) -> int:
+    return there if names is None else min(there, len(list(names)))
 
 
 def _numbered(folder: Path, name: str) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from megatron_elastic.device import visible
 from megatron_elastic.power.actuator import Actuator
 from megatron_elastic.power.cpufreq import Cpufreq
 from megatron_elastic.power.emulated import Emulated
@@ -52,13 +53,15 @@ def _emulated(run_dir: Path, place: Place) -> str:
 
 
 def _gpu(run_dir: Path, place: Place) -> str:
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not visible:
+    """What NVML knows a GPU by: its index, or its UUID if that is what is named. Clocks are those of whole GPUs."""
+    names = visible.shown(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if names is None:
         return str(place.local_rank)
-    if place.local_rank >= len(visible) or not visible[place.local_rank].isdecimal():
-        raise OSError(f"CUDA_VISIBLE_DEVICES={','.join(visible)} does not say the index of local rank "
-                      f"{place.local_rank}'s GPU")
-    return visible[place.local_rank]
+    name = names[place.local_rank] if place.local_rank < len(names) else ""
+    if not (name.isdecimal() or name.startswith("GPU-")):
+        raise OSError(f"CUDA_VISIBLE_DEVICES={','.join(names)} does not say which GPU is local rank "
+                      f"{place.local_rank}'s")
+    return name
 
 
 def _processors(run_dir: Path, place: Place) -> str:

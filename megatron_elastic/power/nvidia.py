@@ -12,7 +12,7 @@ _UNLOCKED = "unlocked"
 
 
 class Nvidia:
-    """A device is the index of a GPU.
+    """A device is the index of a GPU, or its UUID.
 
     Args:
         nvml: the module ``pynvml``; imported when it is needed.
@@ -74,7 +74,9 @@ class Nvidia:
             except ImportError:
                 raise OSError("clocks of NVIDIA GPUs need the package nvidia-ml-py: pip install nvidia-ml-py") from None
         _asked(self._nvml, self._nvml.nvmlInit)
-        return self._nvml, _asked(self._nvml, self._nvml.nvmlDeviceGetHandleByIndex, int(device))
+        if device.isdecimal():
+            return self._nvml, _asked(self._nvml, self._nvml.nvmlDeviceGetHandleByIndex, int(device))
+        return self._nvml, _asked(self._nvml, self._nvml.nvmlDeviceGetHandleByUUID, device)
 
     def _base(self, nvml: Any, handle: Any) -> int:
         return int(_asked(nvml, nvml.nvmlDeviceGetDefaultApplicationsClock, handle, nvml.NVML_CLOCK_GRAPHICS))

@@ -292,12 +292,16 @@ def test_whatever_an_actuator_trips_over_is_told(cpus: Path, tmp_path: Path, mon
 def test_devices_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me, other = Place(4, 0, os.getpid()), Place(5, 1, os.getppid())
     assert devices("emulated", tmp_path, [me, other]) == {n: str(tmp_path / "clocks" / str(n)) for n in (4, 5)}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert devices("nvidia", tmp_path, [me, other]) == {4: "0", 5: "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,6")
     assert devices("nvidia", tmp_path, [me, other]) == {4: "3", 5: "6"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
-    with pytest.raises(OSError, match="local rank 1's GPU"):
-        devices("nvidia", tmp_path, [me, other])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937, GPU-b2c9d1a0")
+    assert devices("nvidia", tmp_path, [me, other]) == {4: "GPU-8932f937", 5: "GPU-b2c9d1a0"}
+    for named in ("3,MIG-8932f937", "3", "3,-1,4", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        with pytest.raises(OSError, match="which GPU is local rank"):
+            devices("nvidia", tmp_path, [me, other])
     mine = sorted(os.sched_getaffinity(0))
     assert devices("cpufreq", tmp_path, [me]) == {4: ",".join(map(str, mine))}
     with pytest.raises(OSError, match="ranks 4 and 6 share"):

@@ -47,6 +47,14 @@ class Nvml:
             raise self.NVMLError("Invalid Argument")
         return self._there(self.gpus[index])
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:
+        if not self._ready:
+            raise self.NVMLError("Uninitialized")
+        known = {f"GPU-{index}": gpu for index, gpu in enumerate(self.gpus)}
+        if uuid not in known:
+            raise self.NVMLError("Not Found")
+        return self._there(known[uuid])
+
     def nvmlDeviceGetSupportedMemoryClocks(self, handle: Gpu) -> list[int]:
         self._there(handle)
         return list(MEMORY)

@@ -60,6 +60,16 @@ def test_locked_clocks_and_power_limits(tmp_path: Path) -> None:
     assert [(gpu.locked, gpu.limit) for gpu in nvml.gpus] == [(None, 650_000), (None, 700_000)] and not said
 
 
+def test_gpus_that_are_named_by_their_uuid(tmp_path: Path) -> None:
+    """As Slurm and Kubernetes do."""
+    nvml, said = Nvml(2), list[str]()
+    kept = keeper(nvml, tmp_path, said)
+    kept.set({"GPU-1": 0.5}, {"GPU-0": 400.0})
+    assert (nvml.gpus[0].limit, nvml.gpus[1].locked) == (400_000, (750, 750))
+    kept.restore()
+    assert [(gpu.locked, gpu.limit) for gpu in nvml.gpus] == [(None, 700_000), (None, 700_000)] and not said
+
+
 def test_what_a_crash_has_left_is_set_back(tmp_path: Path) -> None:
     """By another process, that has only the note; also one that was written before there were limits."""
     nvml, said = Nvml(2), list[str]()
