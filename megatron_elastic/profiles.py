@@ -13,8 +13,8 @@ _FLAG = "--elastic-profile"
 
 
 def check(config: ElasticConfig) -> None:
-    """Raise UsageError unless the file is there and a profile, of whatever model. For the node that coordinates first,
-    which alone reads it.
+    """Raise UsageError unless the file is there and a profile, of whatever model. For the node that coordinates first;
+    others read it if they take over.
     """
     if not config.elastic or config.profile in (None, MEASURED):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,11 +82,11 @@ def test_stages_as_asked(jobs: Jobs) -> None:
     assert [event["stages"] for event in job.events("asked")] == [2, 3, 4]
 
 
-def test_what_is_asked_for_outlives_who_coordinates(jobs: Jobs, tmp_path: Path) -> None:
-    """It is lost after it has said yes, with the rank for which all others wait: who takes over makes the stages."""
-    grid, pace, run_dir = Grid(tp=1, pp=1, steps=60, ranks=6), tmp_path / "pace", tmp_path / "run"
-    flags = (*grid.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12")
-    reference = jobs.undisturbed(*flags, ranks=6)
+def lose_first_node(jobs: Jobs, *flags: str, tmp_path: Path, before: Callable[[Path], None] = lambda _: None) -> Job:
+    """A job of three nodes with two ranks each, whose first node, which coordinates, is killed after some steps, and
+    ``before`` while its rank 0 stands still.
+    """
+    pace, run_dir = tmp_path / "pace", tmp_path / "run"
     launcher = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank")
     with pace.open("w") as file:  # who holds it makes rank 0 wait
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -99,7 +100,7 @@ def test_what_is_asked_for_outlives_who_coordinates(jobs: Jobs, tmp_path: Path) 
             fcntl.flock(file, fcntl.LOCK_UN)
             first.read_until("step    3/")
             fcntl.flock(file, fcntl.LOCK_EX)
-            assert cli.main(["scale", str(run_dir), "--pp", "2"]) == 0
+            before(run_dir)
             first.process.kill()
             for node in others:
                 node.finish()
@@ -108,11 +109,40 @@ def test_what_is_asked_for_outlives_who_coordinates(jobs: Jobs, tmp_path: Path) 
                 node.process.kill()
                 node.process.communicate()
     job = Job(others[0].process, run_dir)
-    assert cli.main(["compare", str(run_dir), str(reference.run_dir)]) == 0, others[0].output
+    job.output = "".join(node.output for node in others)
+    assert len(job.events("took_over")) == 1
+    return job
+
+
+def test_what_is_asked_for_outlives_who_coordinates(jobs: Jobs, tmp_path: Path) -> None:
+    """It is lost after it has said yes, with the rank for which all others wait: who takes over makes the stages."""
+    grid = Grid(tp=1, pp=1, steps=60, ranks=6)
+    flags = (*grid.flags, "--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "12")
+    reference = jobs.undisturbed(*flags, ranks=6)
+
+    def ask_for_stages(run_dir: Path) -> None:
+        assert cli.main(["scale", str(run_dir), "--pp", "2"]) == 0
+
+    job = lose_first_node(jobs, *flags, tmp_path=tmp_path, before=ask_for_stages)
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
     assert_exactly_once(job, samples=lambda step: 12 * step)
     assert [layout.pipeline_size for layout in job.layouts() if layout.epoch == 0] == [1]
     assert shape(job.layouts()[-1]) == [2, 2]
-    assert len(job.events("took_over")) == 1
+
+
+def test_who_takes_over_goes_by_the_profile(jobs: Jobs, tmp_path: Path) -> None:
+    """Two cells of the first stage are lost with the first node: without a profile it would stay as narrow."""
+    grid = Grid(tp=1, pp=2, steps=60, ranks=6)
+    flags = (*grid.flags, "--micro-batch-size", "2", "--global-batch-size", "12")
+    reference = jobs.undisturbed(*flags, ranks=6)
+    units = reference.layouts()[0].units
+    profile = tmp_path / "profile.json"
+    profile.write_text(Costs.assumed(units).to_json(units))
+    job = lose_first_node(jobs, *flags, "--elastic-profile", str(profile), tmp_path=tmp_path)
+    assert cli.main(["compare", str(job.run_dir), str(reference.run_dir)]) == 0, job.output
+    assert_exactly_once(job, samples=lambda step: 12 * step)
+    assert shape(job.layouts()[0]) == [3, 3]
+    assert shape(job.layouts()[-1]) == [2, 2]
 
 
 def test_cells_as_asked(jobs: Jobs) -> None:

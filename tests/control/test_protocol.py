@@ -45,7 +45,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.messages import Event as Note
 from megatron_elastic.cluster.protocol import Job, Outcome, Settings, events
-from megatron_elastic.cluster.protocol.effects import Reply, Say, Tell, WriteEvent, WriteMetrics
+from megatron_elastic.cluster.protocol.effects import ReadCosts, Reply, Say, Tell, WriteEvent, WriteMetrics
 from megatron_elastic.layout import decode
 from tests.play import SETTINGS, Play
 
@@ -554,7 +554,13 @@ def test_a_node_that_is_lost_before_training_begins_can_be_replaced() -> None:
     assert play.job.layout is not None and play.job.outcome is None
 
 
-def test_a_profile_that_does_not_fit_ends_the_job_before_training(play: Play) -> None:
+def test_a_profile_that_does_not_fit_ends_the_job_before_training() -> None:
+    play = Play()
+    play.job = Job.new(replace(SETTINGS, profile="p.json"), 2)
+    play.happens(events.NodeCame(now=0.0, node=1, hello=AgentHello(
+        session="1", node_rank=0, slots=2, host="h", heartbeat_timeout=2.5)))
+    play.say(play.hello(0), play.hello(1))
+    assert [each.path for each in play.effects if isinstance(each, ReadCosts)] == ["p.json"]
     play.happens(events.Costed(now=1.0, costs=None, problem="p.json: the profile has no entry for unit 'head'"))
     assert play.job.outcome == Outcome(False, "--elastic-profile p.json: the profile has no entry for unit 'head'", 2)
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
@@ -43,11 +44,23 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.node.relay import Post
 from megatron_elastic.cluster.protocol import Job, Settings, advance, events
-from megatron_elastic.cluster.protocol.effects import Effect, Record, Send, SetTimer, Tell, WriteEvent, WriteMetrics
+from megatron_elastic.cluster.protocol.effects import (
+    Effect,
+    ReadCosts,
+    Record,
+    Say,
+    Send,
+    SetTimer,
+    Tell,
+    WriteEvent,
+    WriteMetrics,
+)
 from megatron_elastic.cluster.protocol.faults import decision
 from megatron_elastic.cluster.protocol.job import Decided
 from megatron_elastic.layout import Holdings, Layout, changed, decode, encode
-from megatron_elastic.plan import lose
+from megatron_elastic.plan import Costs, lose
+from megatron_elastic.plan.costs.cost import UnitCost
+from megatron_elastic.plan.costs.power import Clocking
 
 SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
                     report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
@@ -547,6 +560,34 @@ def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
     job, _ = happen(Job.new(SETTINGS, 3), took_over(), events.NodeCame(now=11.1, node=1, hello=knowing(1, told)),
                     events.NodeCame(now=11.2, node=2, hello=hello(2)))
     assert (job.arrangement.shape, job.arrangement.cells) == (None, 2)
+
+
+def test_who_takes_over_reads_the_profile() -> None:
+    """Or layers would stay where they are, and memory would have no limits, for the rest of the job."""
+    settings = replace(SETTINGS, profile="p.json", dvfs="energy")
+    job, effects = happen(Job.new(settings, 3), took_over(), *(
+        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+    assert [each for each in effects if isinstance(each, ReadCosts)] == [ReadCosts("p.json", ("a",))]
+    costs = Costs(units=(UnitCost(1.0, 2.0, 0, 0, 0),))
+    job, _ = advance(job, events.Costed(now=11.3, costs=costs, problem=""))
+    assert job.costs == dataclasses.replace(costs, clocking=Clocking("energy"))
+
+
+@pytest.mark.parametrize("profile", [None, "measured"])
+def test_who_takes_over_reads_no_profile_where_there_is_none(profile: str | None) -> None:
+    _, effects = happen(Job.new(replace(SETTINGS, profile=profile), 3), took_over(), *(
+        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+    assert not any(isinstance(each, ReadCosts) for each in effects)
+
+
+def test_who_takes_over_goes_on_where_the_profile_cannot_be_read() -> None:
+    """It may lie on the first node alone."""
+    job, _ = happen(Job.new(replace(SETTINGS, profile="p.json"), 3), took_over(), *(
+        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+    job, effects = advance(job, events.Costed(now=11.3, costs=None, problem="p.json: No such file or directory"))
+    assert job.outcome is None and job.costs is None
+    (said,) = [each.line for each in effects if isinstance(each, Say)]
+    assert said.startswith("WARNING: --elastic-profile p.json: No such file or directory; from now on")
 
 
 # ---- many nodes at once --------------------------------------------------------------------

@@ -211,9 +211,9 @@ class Coordinator:
                 if (answer := self._people.pop(effect.person, None)) is not None and not answer.done():
                     answer.set_result(effect.answer)
             case ReadCosts():
-                self.post(_read_costs(effect))
+                self._in_thread("profile", partial(self._read_costs, effect))
             case PlanClocks():
-                self._plan_clocks(effect)
+                self._in_thread("clocks", partial(self._plan_clocks, effect))
             case Search():
                 self._search(effect)
             case Tabulate():
@@ -230,22 +230,36 @@ class Coordinator:
                 if self._records is not None:
                     self._records.write(effect)
 
-    def _plan_clocks(self, effect: PlanClocks) -> None:
-        """In a thread, which ends with this process at the latest: training does not wait for it."""
+    def _in_thread(self, name: str, work: Callable[[], Callable[[], None]]) -> None:
+        """Do what ``work`` returns when a thread has done that. It ends with this process at the latest: training, and
+        the lease, do not wait for it.
+        """
         loop = asyncio.get_running_loop()
 
-        def plan() -> None:
-            try:
-                found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.present)
-            except Exception:
-                done = partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
-            else:
-                done = partial(self.post, Clocked(now=time.time(), epoch=effect.layout.epoch, clocks=dict(found.clocks),
-                                                  step_ms=found.step_ms, base_ms=found.base_ms))  # fmt: skip
+        def run() -> None:
+            done = work()
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody cares any more
                 loop.call_soon_threadsafe(done)
 
-        threading.Thread(target=plan, name="clocks", daemon=True).start()
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _plan_clocks(self, effect: PlanClocks) -> Callable[[], None]:
+        try:
+            found = plan_clocks(effect.layout, effect.costs, effect.schedule, effect.present)
+        except Exception:
+            return partial(self.trouble, f"clocks cannot be planned, please report it:\n{traceback.format_exc()}")
+        return partial(self.post, Clocked(now=time.time(), epoch=effect.layout.epoch, clocks=dict(found.clocks),
+                                          step_ms=found.step_ms, base_ms=found.base_ms))  # fmt: skip
+
+    def _read_costs(self, effect: ReadCosts) -> Callable[[], None]:
+        costs, problem = None, ""
+        try:
+            costs = Costs.read(Path(effect.path), effect.units)
+        except ProfileError as error:
+            problem = str(error)
+        except Exception:
+            problem = f"{effect.path}: it cannot be read, please report it:\n{traceback.format_exc()}"
+        return partial(self.post, Costed(now=time.time(), costs=costs, problem=problem))
 
     def _tell(self, node: int, message: ToAgent) -> None:
         """What one agent cannot do, because of a defect, is its node's fault: others are told all the same."""
@@ -327,11 +341,3 @@ class Coordinator:
 
 def _table(layout: Layout, costs: Costs, tokens: int, sizes: Case | None, seen: Callable[[], Past]) -> str:
     return outlook(layout, costs, tokens, around(layout), sizes, seen()).to_json()
-
-
-def _read_costs(effect: ReadCosts) -> Costed:
-    try:
-        costs = Costs.read(Path(effect.path), effect.units)
-    except ProfileError as error:
-        return Costed(now=time.time(), costs=None, problem=str(error))
-    return Costed(now=time.time(), costs=costs, problem="")

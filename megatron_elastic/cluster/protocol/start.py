@@ -16,7 +16,7 @@ from megatron_elastic.cluster.protocol.events import Begun, Costed
 from megatron_elastic.cluster.protocol.faults.suspicion import clear, fence
 from megatron_elastic.cluster.protocol.job import Ledger, Rank, Trust
 from megatron_elastic.cluster.protocol.turn import Turn
-from megatron_elastic.config import MEASURED, USAGE
+from megatron_elastic.config import USAGE
 from megatron_elastic.layout import LayoutError, decode
 from megatron_elastic.plan.costs.power import Clocking
 
@@ -120,10 +120,10 @@ def _all_up(turn: Turn) -> None:
     except LayoutError as error:
         turn.end(False, f"rank 0 proposes a layout that is none: {error}")
         return
-    if job.settings.profile in (None, MEASURED):
+    if (profile := job.settings.profile_file) is None:
         _train(turn)
     else:
-        turn.do(ReadCosts(job.settings.profile, layout.units))
+        turn.do(ReadCosts(profile, layout.units))
 
 
 def _note_computing(turn: Turn, hellos: Iterable[Hello]) -> None:
@@ -145,17 +145,18 @@ def _computes_on(hello: Hello) -> str:
 
 
 def costed(turn: Turn, event: Costed) -> None:
-    """What units cost is known."""
-    job = turn.job
-    if event.costs is None:
-        turn.end(False, f"--elastic-profile {event.problem}", USAGE)
-        return
-    costs = event.costs
-    if job.settings.dvfs is not None:
+    """What units cost is known, or never will be. Whoever has taken over a job that trains goes on without."""
+    job, costs = turn.job, event.costs
+    if costs is not None and job.settings.dvfs is not None:
         costs = dataclasses.replace(costs, clocking=Clocking(job.settings.dvfs))
-    turn.set(arrangement=replace(job.arrangement, costs=costs))
-    if not job.silent:  # else one has died meanwhile, and all are looked at again when it is back
-        _train(turn)
+    if job.layout is not None:
+        change.costed(turn, costs, event.problem)
+    elif costs is None:
+        turn.end(False, f"--elastic-profile {event.problem}", USAGE)
+    else:
+        turn.set(arrangement=replace(job.arrangement, costs=costs))
+        if not job.silent:  # else one has died meanwhile, and all are looked at again when it is back
+            _train(turn)
 
 
 def _train(turn: Turn) -> None:

@@ -30,7 +30,7 @@ from megatron_elastic.cluster.protocol.job import Change, Job, without
 from megatron_elastic.cluster.protocol.moves import send_moves
 from megatron_elastic.cluster.protocol.turn import Turn
 from megatron_elastic.layout import Holdings, Layout, encode, transfers
-from megatron_elastic.plan import NoLayout, improve
+from megatron_elastic.plan import Costs, NoLayout, improve
 
 
 def overtaken(turn: Turn) -> None:
@@ -168,6 +168,16 @@ def stepped(turn: Turn) -> None:
         turn.set(goal=None, change=None if change is None else replace(change, stale=True))
     if news or known:
         _clock(turn)
+
+
+def costed(turn: Turn, costs: Costs | None, problem: str) -> None:
+    """Who has taken over has read the profile, or cannot."""
+    if costs is None:
+        turn.say(f"WARNING: --elastic-profile {problem}; from now on layouts are chosen as without a profile, until a "
+                 "node that can read it coordinates")
+        return
+    turn.set(arrangement=replace(turn.job.arrangement, costs=costs, fits=False))
+    _clock(turn)
 
 
 def throttled(turn: Turn, event: Throttled) -> None:

@@ -22,7 +22,7 @@ _NEWS = 0.1
 
 def plan(turn: Turn) -> None:
     """A layout has come into force, or some cells are not as fast as was believed: clocks are planned meanwhile. Where
-    it is not known what units cost, as after another coordinator, devices run as they do by themselves.
+    it is not known what units cost, as when who took over has no profile, devices run as they do by themselves.
     """
     job, costs = turn.job, turn.job.costs
     if job.settings.dvfs is None or job.layout is None:

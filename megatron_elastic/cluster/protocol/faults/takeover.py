@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from megatron_elastic.cluster.messages import Committed, Damaged, Fence, Stop, TellLayout
 from megatron_elastic.cluster.protocol import ledger, watch
 from megatron_elastic.cluster.protocol.changes import arrangement, drain, membership
+from megatron_elastic.cluster.protocol.effects import ReadCosts
 from megatron_elastic.cluster.protocol.events import LayoutTold, News, NodeCame, Said, TookOver
 from megatron_elastic.cluster.protocol.faults import damage, error, loss, recovery
 from megatron_elastic.cluster.protocol.job import Gathering, Job, Ledger, Rank
@@ -195,6 +196,8 @@ def _go_on(turn: Turn, known: Gathering, layout: Layout) -> None:
     error.recall(turn, known.failed)
     if known.wanted is not None:
         arrangement.recall(turn, known.wanted, layout)
+    if (profile := job.settings.profile_file) is not None:
+        turn.do(ReadCosts(profile, layout.units))
     ledger.recall(turn)  # steps since they came, which the layout's first rank would have told, if it is not lost
     for rank, each in known.running.items():
         if each.hello is None and not turn.job.ranks[rank].lost:
