@@ -21,3 +21,5 @@ class Brief:
     """Of the store."""
     port: int
     """Where the first node coordinates, on ``assignment.host``."""
+    begins: bool
+    """Whether this node begins the job, and coordinates it first."""

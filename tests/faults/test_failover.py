@@ -27,13 +27,19 @@ def start(
     """Launchers, the first node's first, which share a run directory or have one each."""
     launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
     port = str(free_port())
-    return [
-        launch.start("member.py", "--elastic", *launch.member_flags(*acts, steps=STEPS),
-                     flags=("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks),
-                            "--master-addr", host, "--master-port", port),
-                     name="run" if shared else f"node{node}")
-        for node in range(nodes)
-    ]
+    return [start_node(launch, node, nodes, port, *acts, ranks=ranks, shared=shared, host=host)
+            for node in range(nodes)]
+
+
+def start_node(
+    launch: Launch, node: int, nodes: int, port: str, *acts: str, ranks: int = 1, shared: bool = True,
+    host: str = "127.0.0.1",
+) -> Run:  # fmt: skip
+    """One launcher of a job that begins with ``nodes``."""
+    return launch.start("member.py", "--elastic", *launch.member_flags(*acts, steps=STEPS),
+                        flags=("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks),
+                               "--master-addr", host, "--master-port", port),
+                        name="run" if shared else f"node{node}")
 
 
 def kill(run: Run) -> None:
@@ -56,6 +62,28 @@ def test_the_first_node_is_lost_and_another_coordinates(launch: Launch, host: st
     (event,) = first.events("recovered")
     assert event["ranks"] == [0]
     assert event["epoch"] >= 1 and took["term"] == 2
+
+
+def test_nodes_find_who_has_taken_over(launch: Launch) -> None:
+    """Also the first one, started again by its own command, as whoever requeues it does: it begins no other job."""
+    launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
+    port, acts = str(free_port()), [f"1:{step}:begin:{act}" for step in (3, 4) for act in ("tell", "wait")]
+    nodes = [start_node(launch, node, 3, port, *acts) for node in range(3)]
+    nodes[0].read_until("another node takes over")
+    launch.hear(1)
+    kill(nodes[0])
+    launch.hear(1)
+    (heir,) = [node for node in nodes[1:] if b"coordinator" in Path(f"/proc/{node.process.pid}/cmdline").read_bytes()]
+    for node in (0, 3):
+        nodes.append(start_node(launch, node, 3, port, *acts))
+        heir.read_until("on a node that has come")
+    launch.go()
+    for node in nodes[1:]:
+        node.finish()
+    assert "this node joins it" in nodes[3].output
+    assert nodes[1].steps() == list(range(1, STEPS + 1))
+    assert len(heir.events("took_over")) == 1
+    assert [event["node"] for event in heir.events("spawned")] == [0, 3]
 
 
 def test_who_coordinates_lets_another_at_sigterm(launch: Launch) -> None:

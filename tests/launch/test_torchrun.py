@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.cluster.launch import launcher, torchrun
+from megatron_elastic.cluster.launch import attempt, launcher, torchrun
 from megatron_elastic.cluster.launch.output import BOTH, STDERR, STDOUT, streams_shown
 from megatron_elastic.cluster.launch.rendezvous import endpoint_of, every_interface, host_of, is_here, nodes_of
 from megatron_elastic.cluster.launch.torchrun import FLAGS, Flag
@@ -169,7 +169,7 @@ def test_bad_values(
 ) -> None:
     monkeypatch.setenv("MEGATRON_ELASTIC_TOKEN", TOKEN)
     with pytest.raises(UsageError) as caught:
-        launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
+        launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))), begins=True)
     assert message in str(caught.value)
 
 
@@ -199,12 +199,12 @@ def test_bad_scripts_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
          "name a folder that can be written to"),
     ):
         with pytest.raises(UsageError) as caught:
-            launcher._make_run_dir(launcher._read_command(command))
+            launcher._make_run_dir(launcher._read_command(command), begins=True)
         assert str(caught.value) == message
     (folder := tmp_path / "x\udcff").mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match=r"/x.udcff/run' is no Unicode"):
-        launcher._make_run_dir(launcher._read_command([PLAIN, "--elastic-run-dir", "run"]))
+        launcher._make_run_dir(launcher._read_command([PLAIN, "--elastic-run-dir", "run"]), begins=True)
     monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--title 'a b")
     with pytest.raises(UsageError, match=r"_ARGS=--title 'a b: .* no closing quotation; close the quotation"):
         read()
@@ -263,7 +263,8 @@ def test_logs_are_kept_elsewhere(tmp_path: Path) -> None:
     """In a folder for each job, also if two have the same name."""
     for folder, name in (("a", "7_run"), ("b", "7_run-2")):
         flags = ("--log_dir", str(tmp_path / "logs"), "--rdzv-id", "7")
-        run = launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / folder / "run"))))
+        command = read(*flags, arguments=("--elastic-run-dir", str(tmp_path / folder / "run")))
+        run = launcher._make_run_dir(command, begins=True)
         assert (run / "logs").resolve() == tmp_path / "logs" / name
 
 
@@ -272,7 +273,7 @@ def test_a_folder_that_another_node_makes_meanwhile_is_not_in_the_way(tmp_path: 
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "run").symlink_to("nowhere")
     flags = ("--log-dir", str(tmp_path / "logs"))
-    run = launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))))
+    run = launcher._make_run_dir(read(*flags, arguments=("--elastic-run-dir", str(tmp_path / "run"))), begins=True)
     assert (run / "logs").resolve() == tmp_path / "logs" / "run-2"
 
 
@@ -324,12 +325,12 @@ def test_a_bad_profile(text: str | None, flags: tuple[str, ...], message: str, t
 
 def test_what_ended_before_its_first_step_is_not_in_the_way(tmp_path: Path) -> None:
     run = read(arguments=("--elastic-run-dir", str(tmp_path)))
-    for attempt in (1, 2):
+    for number in (1, 2):
         (tmp_path / "layouts").mkdir()
         (tmp_path / "metrics.jsonl").touch()
         (tmp_path / "events.jsonl").write_text('{"kind": "started"}\n{"kind": "failed"}\n')
-        assert launcher._make_run_dir(run) == tmp_path
-        moved = tmp_path / f"attempt-{attempt}"
+        assert launcher._make_run_dir(run, begins=True) == tmp_path
+        moved = tmp_path / f"attempt-{number}"
         assert {path.name for path in moved.iterdir()} == {"layouts", "metrics.jsonl", "events.jsonl"}
         assert not (tmp_path / "events.jsonl").exists() and (tmp_path / "logs").is_dir()
 
@@ -340,7 +341,7 @@ def test_what_has_trained_or_finished_is_in_the_way(name: str, text: str, tmp_pa
     (tmp_path / "events.jsonl").write_text('{"kind": "failed"}\n')
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=r"metrics.jsonl is there already; choose another --elastic-run-dir"):
-        launcher._make_run_dir(read(arguments=("--elastic-run-dir", str(tmp_path))))
+        launcher._make_run_dir(read(arguments=("--elastic-run-dir", str(tmp_path))), begins=True)
 
 
 def test_a_job_that_is_about_to_train_is_in_the_way(tmp_path: Path) -> None:
@@ -350,9 +351,25 @@ def test_a_job_that_is_about_to_train_is_in_the_way(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as coordinator:
         leave_address(tmp_path, Address("127.0.0.1", coordinator.getsockname()[1], Credentials("secret", None)))
         with pytest.raises(UsageError, match="of a job that is about to train"):
-            launcher._make_run_dir(run)
-    launcher._make_run_dir(run)
+            launcher._make_run_dir(run, begins=True)
+    launcher._make_run_dir(run, begins=True)
     assert (tmp_path / "attempt-1" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(("token", "said"), [("x" * 32, 0), ("t" * 32, 1)], ids=["another job's", "its own"])
+def test_the_first_node_begins_where_nobody_coordinates(tmp_path: Path, token: str, said: int) -> None:
+    """What a dead job, or one with another token, has left there is waited for by nobody, or not for long."""
+    notes: list[str] = []
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert not attempt.led(tmp_path, Credentials("t" * 32), 0.0, notes.append), "there is no address"
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    leave_address(tmp_path, Address("127.0.0.1", port, Credentials(token)))
+    assert not attempt.led(tmp_path, Credentials("t" * 32), 0.0, notes.append)
+    assert len(notes) == said
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert not attempt.led(tmp_path, Credentials("t" * 32), 60.0, notes.append), "it has not trained"
+    assert len(notes) == said
 
 
 # ---- what is said ---------------------------------------------------------------------------
@@ -421,7 +438,7 @@ def test_who_interrupts_is_told_what_comes_next(tmp_path: Path, monkeypatch: pyt
     async def run() -> Outcome:
         monkeypatch.setattr(Station, "_serve", interrupted)
         command = read()
-        station = Station(launcher._brief(command, tmp_path), ExitSignal(()), Screen(), said.append)
+        station = Station(launcher._brief(command, tmp_path, begins=True), ExitSignal(()), Screen(), said.append)
         outcome = await station.run()
         await station.end(outcome)
         return outcome

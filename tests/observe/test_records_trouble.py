@@ -132,7 +132,7 @@ def test_where_a_job_can_be_asked_is_written_down_by_the_thread_that_writes_reco
     async def work() -> None:
         config, credentials = ElasticConfig(elastic=True), Credentials(TOKEN)
         assignment = Assignment(Program("program.py", False, []), 1, 0, 2, tmp_path, "127.0.0.1", 1.0, 1.0, 1.0)
-        office = Office(Brief(assignment, config, credentials, Choice("alone"), 0),
+        office = Office(Brief(assignment, config, credentials, Choice("alone"), 0, begins=True),
                         Uplink(config, credentials, 1.0), Screen(False), print, gone)
         office.begin()
         await office.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron_elastic.cluster.wire.address import FILE, read_address
+from megatron_elastic.cluster.wire import Credentials, WireError, connect
+from megatron_elastic.cluster.wire.address import FILE, address_of_own, read_address
 from megatron_elastic.config import UsageError
 from megatron_elastic.observe.records import RecordsError, read_events
 
@@ -14,6 +18,8 @@ _RECORDS = ("metrics.jsonl", "events.jsonl")
 _OTHERS = ("layouts", "profile.json", "scale_table.json", "data.made", FILE)
 _ANSWERS = 1.0
 """Seconds within which a coordinator takes a connection, if there is one."""
+_PAUSE = 0.2
+"""Seconds between two looks."""
 
 
 def put_away(run_dir: Path) -> None:
@@ -39,6 +45,26 @@ def put_away(run_dir: Path) -> None:
     except OSError as error:
         raise UsageError(f"{taken} is there already, and cannot be moved to {folder}: {error.strerror}; choose another "
                          "--elastic-run-dir") from None
+
+
+def led(run_dir: Path, credentials: Credentials, patience: float, note: Callable[[str], None]) -> bool:
+    """Whether the job of this token trains there already, and another node coordinates it since the first was lost.
+    Until one does ``patience`` seconds may pass.
+    """
+    until, waits = time.monotonic() + patience, False
+    while not _is_empty(run_dir / _RECORDS[0]) and (address := address_of_own(run_dir, credentials.token)) is not None:
+        with contextlib.suppress(OSError, WireError, UsageError):
+            connect(address.host, address.port, credentials, _ANSWERS, _ANSWERS).close()
+            note(f"the job in {run_dir} is coordinated at {address.host}:{address.port} by now: this node joins it")
+            return True
+        if not waits:
+            waits = True
+            note(f"a job has trained in {run_dir}: if another node takes over from the first, this one joins it "
+                 f"(within {patience:g} s)")
+        if time.monotonic() > until:
+            break
+        time.sleep(_PAUSE)
+    return False
 
 
 def _is_empty(path: Path) -> bool:

@@ -291,11 +291,20 @@ def _rendezvous(options: argparse.Namespace, elastic: bool) -> Rendezvous:
     return Rendezvous(fewest, rank, host, port or 29500, several=True)
 
 
-def _make_run_dir(command: _Command) -> Path:
-    """Make the run directory. Raises UsageError if it holds another run's records."""
+def _begins(command: _Command) -> bool:
+    """Whether this node is to begin a job: it is the first one, and not there again in place of one that was lost."""
+    config, run_dir = command.config, command.config.run_dir
+    if command.rendezvous.node_rank != 0 or command.choice.kind == "alone" or run_dir is None:
+        return command.rendezvous.node_rank == 0
+    note = partial(complain, "note", as_json=config.log_format == "json")
+    return not attempt.led(run_dir, command.credentials, config.suspect_timeout + 2 * config.heartbeat_timeout, note)
+
+
+def _make_run_dir(command: _Command, begins: bool) -> Path:
+    """Make the run directory. Raises UsageError if it holds another run's records, and this node ``begins`` a job."""
     path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     try:
-        if command.rendezvous.node_rank == 0:
+        if begins:
             attempt.put_away(path)
         path.mkdir(parents=True, exist_ok=True)
         if command.log_dir is None:
@@ -373,7 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     try:
         command = _read_command(argv)
-        run_dir = _make_run_dir(command)
+        begins = _begins(command)
+        run_dir = _make_run_dir(command, begins)
     except UsageError as error:
         complain("error", str(error), as_json=False)
         return 2
@@ -386,7 +396,7 @@ def _main(argv: Sequence[str] | None) -> int:
     def say() -> None:
         print(as_object("info", "said", there) if as_json else there, flush=True)
 
-    job = _take_part(command, run_dir, exit_signal, note, say)
+    job = _take_part(command, _brief(command, run_dir, begins), exit_signal, note, say)
     return _run_until_signalled(job, exit_signal, note, command.signals)
 
 
@@ -432,12 +442,12 @@ def _run_until_signalled(
 
 
 async def _take_part(
-    command: _Command, run_dir: Path, exit_signal: ExitSignal, note: Callable[[str], None],
+    command: _Command, brief: Brief, exit_signal: ExitSignal, note: Callable[[str], None],
     say_where: Callable[[], None],
 ) -> int:  # fmt: skip
     """Run this node's part of the job to its end; returns the exit code. Why it failed is the last that it says."""
     screen = Screen(command.config.log_format == "json")
-    station = Station(_brief(command, run_dir), exit_signal, screen, note)
+    station = Station(brief, exit_signal, screen, note)
     outcome = await station.run()
     if not outcome.ok:
         say_where()
@@ -446,7 +456,7 @@ async def _take_part(
         screen.complain(outcome.reason)
     await station.end(outcome)
     if outcome.ok and station.coordinates:
-        for spec in _never_injected(command.config, run_dir):
+        for spec in _never_injected(command.config, brief.assignment.run_dir):
             screen.say(f"WARNING: --elastic-inject {spec} never happened: its rank was lost before, or did not come to "
                        "that point; give another step, point or grain")
     if outcome.ok:
@@ -465,7 +475,7 @@ def _never_injected(config: ElasticConfig, run_dir: Path) -> list[str]:
     return [spec for spec in map(str, config.inject) if spec not in happened]
 
 
-def _brief(command: _Command, run_dir: Path) -> Brief:
+def _brief(command: _Command, run_dir: Path, begins: bool) -> Brief:
     config = command.config
     job = Assignment(
         program=command.program, nodes=command.rendezvous.nodes, node_rank=command.rendezvous.node_rank,
@@ -475,7 +485,7 @@ def _brief(command: _Command, run_dir: Path) -> Brief:
         elastic=config.elastic, tells_paces=_tells_paces(config, command.ranks_per_node), spares=command.spares,
         actuator=None if config.dvfs is None else "emulated" if config.emulate is not None else config.actuator,
     )  # fmt: skip
-    return Brief(job, config, command.credentials, command.choice, command.rendezvous.port)
+    return Brief(job, config, command.credentials, command.choice, command.rendezvous.port, begins)
 
 
 def _tells_paces(config: ElasticConfig, ranks: int) -> bool:

@@ -7,7 +7,8 @@ the next one when that is gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.coordination.office import Office
@@ -18,11 +19,15 @@ from megatron_elastic.cluster.messages import FromAgent, Heartbeat, Stop
 from megatron_elastic.cluster.node.agent import Agent
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
 from megatron_elastic.cluster.node.keeper import CannotStart
-from megatron_elastic.cluster.node.uplink import Uplink
+from megatron_elastic.cluster.node.uplink import ELSEWHERE, Uplink
 from megatron_elastic.cluster.protocol import Outcome
 from megatron_elastic.cluster.recording.screen import Screen
 from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
+from megatron_elastic.cluster.wire.address import address_of_own
 from megatron_elastic.power.regulator import restore_left_behind
+
+_BRIEF = 0.1
+"""Seconds that a connection is given at least."""
 
 
 class Station:
@@ -85,7 +90,7 @@ class Station:
 
     async def _serve(self) -> Outcome:
         brief, config, office = self._brief, self._config, self._office
-        if brief.assignment.node_rank == 0:
+        if brief.begins:
             coordinator = office.begin()
             self._uplink.attach(coordinator, await self._prepare())
         else:
@@ -121,23 +126,60 @@ class Station:
                 self._leader = self._followed  # it may still be there, and has something to say to this node
 
     async def _join(self) -> Outcome | None:
-        """Another node: come to the first one, and do what it says. An outcome if the job is over with it."""
-        brief, host, port = self._brief, self._brief.assignment.host, self._brief.port
-        try:
-            wire = await self._uplink.connect(host, port, self._config.start_timeout)
-        except TimeoutError as error:
-            return Outcome(False, f"{error}; is node 0 started, and its address right?")
-        try:
-            if brief.choice.kind != "alone":
-                self._office.listen(wire.local_host)
-            agent = await self._prepare()
-        except BaseException:
-            wire.close()
-            raise
-        why = await self._follow(f"{host}:{port}", wire)
-        if agent.over.done() or (self._config.elastic and agent.members.done()):
-            return None
-        return Outcome(False, f"lost the coordinator at {host}:{port}: {why}")
+        """Another node: come to who coordinates, and do what it says. An outcome if the job is over with it."""
+        brief, until = self._brief, time.monotonic() + self._config.start_timeout
+        places = [self._given, self._noted]
+        while True:
+            try:
+                address, wire = await self._find(places, until)
+            except TimeoutError as error:
+                return Outcome(False, f"{error}; is node 0 started, and its address right?")
+            try:
+                if self._agent is None:
+                    if brief.choice.kind != "alone":
+                        self._office.listen(wire.local_host)
+                    await self._prepare()
+            except BaseException:
+                wire.close()
+                raise
+            assert self._agent is not None
+            why = await self._follow(address, wire)
+            if self._agent.over.done() or (self._config.elastic and self._agent.members.done()):
+                return None
+            if why != ELSEWHERE or time.monotonic() > until:
+                return Outcome(False, f"lost the coordinator at {address}: {why}")
+            places.reverse()
+
+    async def _find(self, places: Sequence[Callable[[], str | None]], until: float) -> tuple[str, AsyncWire[Letter]]:
+        """Whoever coordinates, at one of these places. Raises WireError, and TimeoutError after a time of
+        ``time.monotonic()``.
+        """
+        problem: BaseException | None = None
+        while True:
+            for place in places:
+                if (address := await asyncio.to_thread(place)) is None:
+                    continue
+                host, _, port = address.rpartition(":")
+                limit = min(self._config.heartbeat_timeout, max(until - time.monotonic(), _BRIEF))
+                try:
+                    return address, await self._uplink.connect(host, int(port), limit)
+                except TimeoutError as error:
+                    problem = error.__cause__
+                except WireError:
+                    if place == self._given:
+                        raise
+            if time.monotonic() > until:
+                why = "" if problem is None else f": {problem}"
+                raise TimeoutError(f"no coordinator at {self._given()} within {self._config.start_timeout:g} s{why}")
+
+    def _given(self) -> str:
+        """Where the first node coordinates a job that begins."""
+        return f"{self._brief.assignment.host}:{self._brief.port}"
+
+    def _noted(self) -> str | None:
+        """Where another does by now, if nodes share the run directory."""
+        address = address_of_own(self._brief.assignment.run_dir, self._brief.credentials.token)
+        return None if address is None else f"{address.host}:{address.port}"
 
     async def _prepare(self) -> Agent:
         agent = self._agent = Agent(self._brief.assignment, self._tell)

@@ -24,9 +24,10 @@ _letters: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
 _orders: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 
+ELSEWHERE = "it does not coordinate"
+"""Why somebody does not count as a coordinator who has welcomed nobody."""
 _UNKNOWN = "it does not know this node"
 _RESIGNED = "it coordinates no longer"
-_ELSEWHERE = "it does not coordinate"
 _PAUSE = 0.2
 """Seconds between two attempts to be welcomed."""
 
@@ -115,16 +116,15 @@ class Uplink:
 
         Returns why it counts as gone, for people.
         """
-        patience = self._config.start_timeout if self.alone_since is None else self._config.suspect_timeout
-        unwelcome = time.monotonic() + patience
+        unwelcome = time.monotonic() + self._config.suspect_timeout
         try:
             self._session, name = Session(), secrets.token_hex(8)
             while True:
                 why = await self._serve(wire, self._session, self._hello(agent, name), agent)
                 self._lost()
-                if agent.over.done() or why == _RESIGNED or (why == _ELSEWHERE and time.monotonic() > unwelcome):
+                if agent.over.done() or why == _RESIGNED or (why == ELSEWHERE and time.monotonic() > unwelcome):
                     return why
-                if why == _ELSEWHERE:
+                if why == ELSEWHERE:
                     await asyncio.sleep(_PAUSE)
                 else:
                     unwelcome = time.monotonic() + self._config.suspect_timeout
@@ -181,7 +181,7 @@ class Uplink:
             await wire.closed()
         if silent:
             return f"the coordinator was silent for {limit:g} s"
-        return "the connection broke" if welcome else _ELSEWHERE
+        return "the connection broke" if welcome else ELSEWHERE
 
     def _hello(self, agent: Agent, session: str) -> AgentHello:
         return agent.hello(session, self.address, self.member, self.alone_since, self._resigned)

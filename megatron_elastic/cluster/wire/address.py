@@ -47,6 +47,15 @@ def read_address(run_dir: Path) -> Address:
         return msgspec.json.decode(file.read(), type=Address)
 
 
+def address_of_own(run_dir: Path, token: str) -> Address | None:
+    """Where the job with this token can be asked, if the file of the directory says so."""
+    try:
+        address = read_address(run_dir)
+    except (OSError, ValueError):
+        return None
+    return address if secrets.compare_digest(address.credentials.token.encode(), token.encode()) else None
+
+
 def remove_address(run_dir: Path) -> None:
     """The job cannot be asked any more."""
     (run_dir / FILE).unlink(missing_ok=True)
