@@ -131,6 +131,11 @@ def is_run(run_dir: Path) -> bool:
         raise RecordsError(f"cannot look into {run_dir}: {error.strerror}") from None
 
 
+def has_finished(run_dir: Path) -> bool:
+    """Whether the job there has: its digest is the last that is written."""
+    return (run_dir / "digest.json").exists()
+
+
 def check_run(run_dir: Path) -> None:
     """Raises RecordsError if this is no run directory, and names those that are in it."""
     if is_run(run_dir):

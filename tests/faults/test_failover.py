@@ -65,7 +65,9 @@ def test_the_first_node_is_lost_and_another_coordinates(launch: Launch, host: st
 
 
 def test_nodes_find_who_has_taken_over(launch: Launch) -> None:
-    """Also the first one, started again by its own command, as whoever requeues it does: it begins no other job."""
+    """Also the first one, started again by its own command, as whoever requeues it does: it begins no other job. Who
+    comes when all is over need do nothing.
+    """
     launch.env["MEGATRON_ELASTIC_TOKEN"] = TOKEN
     port, acts = str(free_port()), [f"1:{step}:begin:{act}" for step in (3, 4) for act in ("tell", "wait")]
     nodes = [start_node(launch, node, 3, port, *acts) for node in range(3)]
@@ -74,8 +76,8 @@ def test_nodes_find_who_has_taken_over(launch: Launch) -> None:
     kill(nodes[0])
     launch.hear(1)
     (heir,) = [node for node in nodes[1:] if b"coordinator" in Path(f"/proc/{node.process.pid}/cmdline").read_bytes()]
-    for node in (0, 3):
-        nodes.append(start_node(launch, node, 3, port, *acts))
+    for number in (0, 3):
+        nodes.append(start_node(launch, number, 3, port, *acts))
         heir.read_until("on a node that has come")
     launch.go()
     for node in nodes[1:]:
@@ -84,6 +86,8 @@ def test_nodes_find_who_has_taken_over(launch: Launch) -> None:
     assert nodes[1].steps() == list(range(1, STEPS + 1))
     assert len(heir.events("took_over")) == 1
     assert [event["node"] for event in heir.events("spawned")] == [0, 3]
+    late = start_node(launch, 4, 3, port, *acts)
+    assert "has finished: there is nothing to join" in late.finish()
 
 
 def test_who_coordinates_lets_another_at_sigterm(launch: Launch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_elastic.cluster.wire import Credentials, WireError, connect
 from megatron_elastic.cluster.wire.address import FILE, address_of_own, read_address
 from megatron_elastic.config import UsageError
-from megatron_elastic.observe.records import RecordsError, read_events
+from megatron_elastic.observe.records import RecordsError, has_finished, read_events
 
 _RECORDS = ("metrics.jsonl", "events.jsonl")
 _OTHERS = ("layouts", "profile.json", "scale_table.json", "data.made", FILE)
@@ -31,7 +31,7 @@ def put_away(run_dir: Path) -> None:
     taken = next((run_dir / name for name in _RECORDS if (run_dir / name).exists()), None)
     if taken is None:
         return
-    if not _is_empty(run_dir / _RECORDS[0]) or (run_dir / "digest.json").exists():
+    if not _is_empty(run_dir / _RECORDS[0]) or has_finished(run_dir):
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
     if not _failed(run_dir) and _answers(run_dir):
         raise UsageError(f"{taken} is there already, of a job that is about to train; choose another "

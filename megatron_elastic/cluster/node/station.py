@@ -24,6 +24,7 @@ from megatron_elastic.cluster.protocol import Outcome
 from megatron_elastic.cluster.recording.screen import Screen
 from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
 from megatron_elastic.cluster.wire.address import address_of_own
+from megatron_elastic.observe.records import has_finished
 from megatron_elastic.power.regulator import restore_left_behind
 
 _BRIEF = 0.1
@@ -130,10 +131,9 @@ class Station:
         brief, until = self._brief, time.monotonic() + self._config.start_timeout
         places = [self._given, self._noted]
         while True:
-            try:
-                address, wire = await self._find(places, until)
-            except TimeoutError as error:
-                return Outcome(False, f"{error}; is node 0 started, and its address right?")
+            if isinstance(found := await self._find(places, until), Outcome):
+                return found
+            address, wire = found
             try:
                 if self._agent is None:
                     if brief.choice.kind != "alone":
@@ -150,9 +150,11 @@ class Station:
                 return Outcome(False, f"lost the coordinator at {address}: {why}")
             places.reverse()
 
-    async def _find(self, places: Sequence[Callable[[], str | None]], until: float) -> tuple[str, AsyncWire[Letter]]:
-        """Whoever coordinates, at one of these places. Raises WireError, and TimeoutError after a time of
-        ``time.monotonic()``.
+    async def _find(
+        self, places: Sequence[Callable[[], str | None]], until: float
+    ) -> tuple[str, AsyncWire[Letter]] | Outcome:
+        """Whoever coordinates, at one of these places. An outcome if nobody does, until a time of ``time.monotonic()``,
+        or will any more. Raises WireError.
         """
         problem: BaseException | None = None
         while True:
@@ -160,17 +162,22 @@ class Station:
                 if (address := await asyncio.to_thread(place)) is None:
                     continue
                 host, _, port = address.rpartition(":")
-                limit = min(self._config.heartbeat_timeout, max(until - time.monotonic(), _BRIEF))
+                short = min(self._config.heartbeat_timeout, max(until - time.monotonic(), _BRIEF))
                 try:
-                    return address, await self._uplink.connect(host, int(port), limit)
+                    return address, await self._uplink.connect(host, int(port), short)
                 except TimeoutError as error:
                     problem = error.__cause__
                 except WireError:
                     if place == self._given:
                         raise
+            run_dir = self._brief.assignment.run_dir
+            if await asyncio.to_thread(has_finished, run_dir):
+                return Outcome(True, f"the job in {run_dir} has finished: there is nothing to join")
             if time.monotonic() > until:
                 why = "" if problem is None else f": {problem}"
-                raise TimeoutError(f"no coordinator at {self._given()} within {self._config.start_timeout:g} s{why}")
+                limit = f"{self._config.start_timeout:g} s"
+                return Outcome(False, f"no coordinator at {self._given()} within {limit}{why}; is node 0 started, and "
+                                      "its address right?")
 
     def _given(self) -> str:
         """Where the first node coordinates a job that begins."""
