@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import logging
 import math
@@ -270,6 +271,29 @@ def test_without_a_library_torch_computes_the_same(
     assert kernels.which(torch.device("cpu")) == "torch"
     (record,) = caplog.records
     assert "are computed by torch" in record.getMessage()
+
+
+@pytest.mark.parametrize("who", ["the compiler", "another process"])
+def test_a_compiler_that_stands_still_is_not_waited_for_without_end(
+    who: str, afresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor who has the lock: it may compile, or have been stopped."""
+    never, compiler, folder = tmp_path / "never", tmp_path / "cxx", tmp_path / "megatron_elastic"
+    os.mkfifo(never)
+    compiler.write_text(f'#!/bin/sh\nexec cat "{never}"\n')
+    compiler.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(compiled, "_LIMIT", 0.3)
+    with (folder / "lock").open("w") as lock, caplog.at_level(logging.WARNING):
+        if who == "another process":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        assert compiled.kernels() is None
+    (record,) = caplog.records
+    told = {"the compiler": "the compiler was not done within 0.3 s", "another process": str(folder / "lock")}
+    assert told[who] in record.getMessage()
+    assert [each.name for each in folder.iterdir()] == ["lock"], "nothing of it is left"
 
 
 def test_which_kernels_there_are_is_known(fast: compiled.Kernels) -> None:

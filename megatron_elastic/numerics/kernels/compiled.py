@@ -15,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,11 @@ FLAGS = (
     "-ffp-contract=off",  # each operation is rounded
     "-fno-math-errno", "-fno-trapping-math",  # without these, roots and choices are not done in vectors
 )  # fmt: skip
+_LIMIT = 90.0
+"""Seconds after which a process does without a library, whether it compiles or waits for one that does: fewer than a
+job waits for its ranks to start. Compiling takes two of a processor."""
+_LOOK = 0.02, 0.5
+"""Seconds between two attempts to get the lock, at least and at most: a tenth of those that it has been waited for."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _SIGNATURES = {
@@ -126,8 +133,9 @@ def library(folder: Path) -> Path:
     """The compiled library in a folder, made now if it is not there. Processes that come meanwhile wait for it.
 
     Its name is made of the source, the flags, the compiler and the processor. Raises Unavailable without a compiler
-    (``$CXX``, c++ or g++), where it fails, and where the folder cannot be written.
+    (``$CXX``, c++ or g++), where it fails or takes too long, and where the folder cannot be written.
     """
+    until = time.monotonic() + _LIMIT
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
@@ -136,10 +144,9 @@ def library(folder: Path) -> Path:
         path = folder / f"kernels-{_digest(compiler)}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with _locked(folder / "lock", until):
                 if not path.exists():
-                    _compile(compiler, path)
+                    _compile(compiler, path, until)
     except (OSError, RuntimeError) as error:
         raise Unavailable(str(error)) from None
     return path
@@ -159,12 +166,38 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(names)})])
 
 
-def _compile(compiler: str, path: Path) -> None:
+@contextmanager
+def _locked(path: Path, until: float) -> Iterator[None]:
+    """Hold the lock of a folder. Raises RuntimeError where another process does until then."""
+    with path.open("w") as lock:
+        begun = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                now = time.monotonic()
+                if now >= until:
+                    raise RuntimeError(f"another process compiles the library for more than {_LIMIT:g} s, or stands "
+                                       f"still meanwhile (it has {path})") from None
+                time.sleep(min(max((now - begun) / 10, _LOOK[0]), _LOOK[1], until - now))
+        yield
+
+
+def _compile(compiler: str, path: Path, until: float) -> None:
     """Compile beside the path and rename, so that there is never a part of a library. Raises RuntimeError."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+    # A compiler that is ended may have others that go on for a moment.
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as directory:
         made = Path(directory, path.name)
         command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        left = max(until - time.monotonic(), 0.0)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
+                timeout=left,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the compiler was not done within {_LIMIT:g} s: {' '.join(command)}") from None
         if done.returncode:
             raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{done.stderr[-2000:]}")
         made.rename(path)
