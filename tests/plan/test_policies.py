@@ -134,6 +134,20 @@ def test_pipelines_of_several_lengths() -> None:
     assert sorted(layout.pipeline_size for layout in borrowed.layouts) == [4, 4, 7]
 
 
+@pytest.mark.parametrize(
+    ("lost", "left"), [([], [3, 5]), ([0], [3, 4]), ([0, 1], [3, 3]), ([0, 1, 2], [5]), ([0, 1, 2, 4, 5], [3])]
+)
+def test_pipelines_that_are_too_short_are_merged(lost: list[int], left: list[int]) -> None:
+    """Four of two stages each, where the model needs three: none has a cell to lend."""
+    layout = make(2, 4, layers=8, grains=8, replicas=1)
+    small = replace(alike(layout), memory_bytes=88)  # 10 units of 18 bytes, and activations
+    outcome = POLICIES["oobleck-mixed"].foresee(layout, lost, small)
+    assert sorted(each.pipeline_size for each in outcome.layouts) == left
+    assert outcome.grains == 8
+    with pytest.raises(NoLayout, match="no pipeline can be made of 2 cells"):
+        POLICIES["oobleck-mixed"].foresee(layout, [*range(6)], small)
+
+
 def test_a_predecessor_stands_for_two() -> None:
     outcome = POLICIES["bamboo"].foresee(LAYOUT, [5], alike(LAYOUT))
     assert sorted(layout.pipeline_size for layout in outcome.layouts) == [3, 4, 4, 4]

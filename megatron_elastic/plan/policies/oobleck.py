@@ -73,7 +73,7 @@ def _sizes(left: Sequence[int], least: int) -> list[int]:
         if sizes[-1] > least:  # it borrows
             sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
         else:  # two are merged
-            sizes[1] += sizes.pop(0)
+            sizes.append(sizes.pop(0) + sizes.pop(0))
         sizes.sort()
     return sizes
 
