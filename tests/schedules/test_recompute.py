@@ -217,6 +217,19 @@ def test_the_plan_command_shows_what_is_recomputed(tmp_path: Path, capsys: pytes
     assert "recomputed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("recomputed", [(3,), (3, 4), (1, 2, 5, 9)])
+def test_what_is_recomputed_in_a_v_stays_so_where_memory_is_not_known(recomputed: tuple[int, ...]) -> None:
+    """ZB-V is among the known orders there, too, and is made for devices with room for two grains a stage."""
+    plain = along((0, 1, 2, 1, 0), (2, 2, 3, 2, 2), 1, 6)
+    layout = replace(plain, recomputed=recomputed)
+    costs = Costs(tuple(UnitCost(1.0, 2.0, 6, 12, 50) for _ in layout.units), boundary_bytes=10)
+    assert layout.placement == ("v", 2)
+    found = find(layout, costs)
+    check(found.program, layout)
+    assert found.recomputed == recomputed
+    assert find(plain, costs).ms <= found.ms <= found.usual_ms
+
+
 def test_an_order_that_does_not_fit_is_left() -> None:
     """Even for a slower one, as costs that come late may tell."""
     layout, costs = a_job(399)

@@ -132,6 +132,7 @@ def v_shaped(problem: Problem) -> Orders:
     alike = replace(
         problem, forward=ones, backward=tuple(2 * one for one in ones), input=ones, weight=ones, kept=ones, late=ones,
         link=(0.0,) * len(way), limits=(2.0 * problem.devices,) * problem.devices, speed=(1.0,) * problem.devices,
+        inlet=(), again=(),
     )  # fmt: skip
     orders = [greedy(alike, policy) for policy in (Policy(), Policy(group=problem.devices), Policy(turns=True))]
     return min(orders, key=alike.makespan)
