@@ -218,6 +218,8 @@ def test_one_entry_can_stand_for_all_layers() -> None:
         (json.dumps({"units": {"embedding": entry(forward_ms="1")}}), "'1' for 'embedding: forward_ms'"),
         (json.dumps({"units": {"embedding": entry(forward_ms=-1)}}), "not negative"),
         (json.dumps({"units": {"embedding": entry(), "layer": entry(), "head": entry()}, "bandwidth": 0}), "positive"),
+        (json.dumps({"units": dict.fromkeys(("embedding", "layer", "head"), entry(forward_ms=0, backward_ms=0))}),
+         "no unit of the profile takes any time"),
     ],
 )
 def test_a_bad_profile_says_which_entry(profile: str, message: str) -> None:
