@@ -61,9 +61,11 @@ def dropout(
     ``input`` has the samples from ``start`` on in dimension ``dim``; all are ``whole``. The result, and what the
     default generator draws next, are those of torch's dropout of the contiguous whole tensor, bit for bit.
     """
+    # As torch does it on a CPU.
+    if p == 1:  # it draws nothing then
+        return input.mul_(0.0) if inplace else input * 0.0
     shape = list(input.shape)
     shape[dim] = whole
-    # As torch does it on a CPU.
     masks = torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p).div_(1 - p)
     mask = masks.narrow(dim, start, input.shape[dim])
     return input.mul_(mask) if inplace else input * mask

@@ -226,17 +226,18 @@ def test_a_fork_that_raises_restores_the_generator() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "dim"), [((5, 6, 7), 1), ((6, 2, 5, 5), 0)])
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("p", [0.3, 1.0])
 def test_dropout_of_some_samples_is_that_of_the_whole(
-    shape: tuple[int, ...], dim: int, dtype: torch.dtype, inplace: bool
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype, inplace: bool, p: float
 ) -> None:
     whole = torch.randn(shape).to(dtype)
     keyed.seed_default_generator(7)
-    expected = torch.nn.functional.dropout(whole, 0.3, training=True)
+    expected = torch.nn.functional.dropout(whole, p, training=True)
     after = torch.rand(3)
     for start, size in ((0, 6), (0, 2), (2, 1), (3, 3)):
         part = whole.narrow(dim, start, size).clone()
         keyed.seed_default_generator(7)
-        actual = keyed.dropout(part, 0.3, dim, start, 6, inplace)
+        actual = keyed.dropout(part, p, dim, start, 6, inplace)
         assert torch.equal(torch.rand(3), after)
         assert torch.equal(actual, expected.narrow(dim, start, size))
         assert (actual is part) == inplace
