@@ -8,11 +8,15 @@ from dataclasses import replace
 from itertools import chain
 
 from megatron_elastic.layout import Cell, Extent, Holdings, Layout, LayoutError, Stage
+from megatron_elastic.layout.lookup import runs, spans
 from megatron_elastic.plan.costs.cost import Costs
 from megatron_elastic.plan.errors import ADVICE, NoLayout, StateLost
 from megatron_elastic.plan.replan import replan
 from megatron_elastic.plan.spread import Spread
 from megatron_elastic.plan.work.dataflow import share
+
+_MOST_TOLD = 16
+"""Runs of ranks that a message names."""
 
 
 def lose(
@@ -201,4 +205,8 @@ def _check_alive(
 
 
 def _list(ranks: Collection[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+    """As people read it: all that a long job has lost may be thousands."""
+    told = runs(sorted(ranks))[:_MOST_TOLD]
+    more = len(ranks) - sum(map(len, told))
+    names = [*spans(chain.from_iterable(told)), *([f"and {more} others"] if more else [])]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

@@ -116,15 +116,26 @@ def test_a_shadow_stays_one() -> None:
     layout = replace(layout, stages=(replace(layout.stages[0], cells=cells),))
     new = lose(layout, [0], held.without([0]), epoch=1)
     assert [cell.grains for cell in new.stages[0].cells] == [tuple(range(6)), ()]
-    with pytest.raises(NoLayout, match=r"no working cell is left \(dead: rank 0, rank 1\)"):
+    with pytest.raises(NoLayout, match=r"no working cell is left \(dead: ranks 0-1\)"):
         lose(layout, [0, 1], everything(layout).without([0, 1]), epoch=1)
+
+
+def test_who_is_dead_is_told_briefly() -> None:
+    """A long job may have lost thousands of ranks, in a row or two of every four."""
+    layout, held = make(1, 1, 100, grains=100, slices=100, replicas=1)
+    lost = [*range(99)]
+    with pytest.raises(StateLost, match=r"\(dead: ranks 0-98\)"):
+        lose(layout, lost, held.without(lost), epoch=1)
+    lost = [rank for rank in range(100) if rank % 4 < 2]
+    with pytest.raises(StateLost, match=r"\(dead: ranks 0-1, 4-5, (\d+-\d+, ){14}and 18 others\)"):
+        lose(layout, lost, held.without(lost), epoch=1)
 
 
 def test_a_stage_without_cells_is_dissolved() -> None:
     """Into those that have some, and only once somebody else has its state."""
     layout, held = make(1, 2, 2, grains=4, slices=2, replicas=1)
     assert lose(layout, [0, 3], held.without([0, 3]), epoch=1).ranks == (1, 2), "one of each stage is enough"
-    with pytest.raises(StateLost, match=r"slice 0 of unit layer\.1 .*dead: rank 2, rank 3\)\. Restart"):
+    with pytest.raises(StateLost, match=r"slice 0 of unit layer\.1 .*dead: ranks 2-3\)\. Restart"):
         lose(layout, [2, 3], held.without([2, 3]), epoch=1)
     narrow = lose(layout, [2], held.without([2]), epoch=1)
     head = len(layout.units) - 1
@@ -155,7 +166,7 @@ def test_what_cannot_help_a_dissolved_stage_becomes_spare() -> None:
 
 def test_owner_and_replica_dead_at_once() -> None:
     layout, held = make(1, 1, 4, grains=4, slices=4, replicas=1)
-    with pytest.raises(StateLost, match=r"slice 1 of unit embedding .*dead: rank 1, rank 2\).*Restart the job"):
+    with pytest.raises(StateLost, match=r"slice 1 of unit embedding .*dead: ranks 1-2\).*Restart the job"):
         lose(layout, [1, 2], held.without([1, 2]), epoch=1)
 
 
