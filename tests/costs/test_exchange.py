@@ -216,6 +216,7 @@ def test_a_profile_has_the_exchange() -> None:
     for change, message in (
         ({"sum_bytes": None}, "has no 'sum_bytes'"), ({"sum_bytes": 0}, "sum_bytes must be positive"),
         ({"colour": 1}, "must be an object of sum_bytes"), ({"near_latency_ms": -1}, "not negative"),
+        ({"ranks_per_host": 1.5}, "ranks_per_host must be a whole number"), ({"sum_bytes": 10**400}, "not negative"),
     ):  # fmt: skip
         data = json.loads(costs.to_json(layout.units))
         for key, value in change.items():

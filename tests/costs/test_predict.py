@@ -326,7 +326,9 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
     [
         ("nonsense", "not JSON"), ("[]", "must be a JSON object"), ('{"like": "b52"}', "none of"),
         ('{"like": "a100", "flop": 1}', "'flop'"), ('{"like": "a100", "flops": -1}', "positive"),
-        ('{"flops": 1e12}', "lacks memory_bytes"),
+        ('{"flops": 1e12}', "lacks memory_bytes"), ('{"like": ["a100"]}', "none of"),
+        ('{"like": "a100", "per_node": 2.5}', "a whole number"),
+        (f'{{"like": "a100", "flops": {10**400}}}', "positive"),
     ],
 )  # fmt: skip
 def test_a_device_that_cannot_be_read(tmp_path: Path, text: str, why: str) -> None:

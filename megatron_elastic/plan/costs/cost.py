@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -346,6 +347,8 @@ def _exchange(entry: Any) -> Exchange:
     for key, value in values.items():
         if not value and key != "near_latency_ms":
             raise ProfileError(f'"exchange" of the profile: {key} must be positive, got 0')
+        if key == "ranks_per_host" and value != int(value):
+            raise ProfileError(f'"exchange" of the profile: {key} must be a whole number, got {value:g}')
     return Exchange(**values)
 
 
@@ -372,7 +375,7 @@ def _steps(entry: Any) -> tuple[float, ...]:
 
 
 def _number(key: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ProfileError(f"the profile has {value!r} for {key!r}, but it must be a number that is not negative")
     if key == "bandwidth" and not value:
         raise ProfileError("the profile has a bandwidth of 0: it must be positive, in bytes a second")

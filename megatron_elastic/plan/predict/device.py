@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -70,11 +70,13 @@ class Device:
         if unknown := sorted(set(figures) - set(known)):
             raise DeviceError(f"device {name!r} has {unknown[0]!r}, which is none of like, name, {', '.join(known)}")
         for key, value in figures.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
                 raise DeviceError(f"device {name!r} has {value!r} for {key!r}, but it must be a positive number")
+            if key == "per_node" and value != int(value):
+                raise DeviceError(f"device {name!r} has {value:g} for {key!r}, but it must be a whole number")
         name = str(data.get("name", name))
         if "like" in data:
-            if data["like"] not in DEVICES:
+            if not isinstance(data["like"], str) or data["like"] not in DEVICES:
                 raise DeviceError(f"device {name!r} is like {data['like']!r}, which is none of {', '.join(DEVICES)}")
             return replace(DEVICES[data["like"]], name=name, **figures)
         try:
