@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
+from megatron_elastic.support import check_uncut
 
 EOD = "<|endoftext|>"
 _TRAINING_BYTES = 4_000_000
@@ -59,6 +60,7 @@ def locate(data_path: str | Path) -> Location:
         if not Path(f"{prefix}{suffix}").is_file():
             raise UsageError(f"--data-path {data_path}: {prefix}{suffix} does not exist; "
                              f"write it with: megatron-elastic data prepare {path}")
+    check_uncut("--data-path", str(prefix))
     description = prefix.parent / "data.json"
     if prefix.name != "data" or not description.is_file():
         return Location(prefix.resolve(), None)

@@ -24,7 +24,7 @@ from megatron_elastic.support.model import (
     check_whole,
     engine_installed,
 )
-from megatron_elastic.support.places import check_data
+from megatron_elastic.support.places import check_data, check_uncut
 from megatron_elastic.support.refusals import (
     REFUSALS,
     WITHOUT_EFFECT,
@@ -54,6 +54,7 @@ __all__ = [
     "check_ramp",
     "check_schedule",
     "check_split",
+    "check_uncut",
     "check_whole",
     "engine_installed",
     "not_named",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def test_prepare_again_replaces_text_and_index(corpus: Path, tmp_path: Path) -> 
     before = first_sample()
     prepare(out, [corpus / "b.txt"], vocab_size=300)
     assert first_sample() != before
+
+
+def test_a_data_set_that_was_cut_short(corpus: Path, tmp_path: Path) -> None:
+    prepare(tmp_path / "out", [corpus], vocab_size=300)
+    path = tmp_path / "out" / "data.bin"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(UsageError, match=rf"^--data-path {tmp_path}/out/data: {path} was cut short: it has "):
+        locate(tmp_path / "out")
 
 
 def test_datasets(corpus: Path, tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_an_index_of_other_data_is_built_anew(tmp_path: Path, recorded: bool) ->
     assert samples(build(prefix, cache=cache)[0]) == samples(build(prefix, cache=tmp_path / "new")[0])
 
 
+def test_data_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+    """Whatever names them, before samples are read; also where there is an index of all of them."""
+    prefix, cache = data(tmp_path / "a"), tmp_path / "cache"
+    build(prefix, cache=cache)
+    size = os.path.getsize(f"{prefix}.bin")
+    os.truncate(f"{prefix}.bin", size - 2)
+    with pytest.raises(UsageError, match=rf"^data {prefix}: {prefix}.bin was cut short: it has {size - 2} bytes of "):
+        build(prefix, cache=cache)
+
+
 def test_an_index_of_megatron_itself_is_used(tmp_path: Path) -> None:
     prefix, cache = data(tmp_path / "a"), tmp_path / "cache"
     targets.INDICES.wrap(lambda original: original)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import struct
 from enum import Enum
 from pathlib import Path
 
@@ -146,6 +148,24 @@ def test_data_must_be_there(tmp_path: Path) -> None:
         check_data(["--train-data-path", a, "--valid-data-path", "1", b])
     with pytest.raises(UsageError, match=r"^--data-path no.jsonl: no.jsonl does not exist"):
         check_data(["--sft", "--data-path", "no.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "left", "whole"), [("bin", -1, 12), ("bin", 0, 12), ("idx", -1, 74), ("idx", 34, 74), ("idx", 20, 34)]
+)
+def test_data_must_be_whole(tmp_path: Path, suffix: str, left: int, whole: int) -> None:
+    """Who copied them in part is told before anything starts, and not when a rank comes to a text that is missing."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2, 2)
+    (tmp_path / "a.idx").write_bytes(head + struct.pack("<2i2q2q", 4, 2, 0, 8, 0, 2))
+    (tmp_path / "a.bin").write_bytes(bytes(12))
+    place = str(tmp_path / "a")
+    check_data(["--data-path", place])
+    path = tmp_path / f"a.{suffix}"
+    os.truncate(path, left if left >= 0 else path.stat().st_size + left)
+    has = path.stat().st_size
+    with pytest.raises(UsageError, match=rf"^--valid-data-path {place}: {path} was cut short: it has {has} bytes of "
+                                         rf"{whole}; copy"):  # fmt: skip
+        check_data(["--valid-data-path", "1", place])
 
 
 def test_batches_steps_and_norms() -> None:

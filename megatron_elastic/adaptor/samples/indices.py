@@ -4,7 +4,7 @@ Megatron lets rank 0 build an index and takes what lies there for it, whatever t
 any node, so whoever finds none builds it while the others of that cache wait: one a node where each has a cache of its
 own, one in all where they share it. It is built beside and renamed, so that none is cut short. One that is, all the
 same, or that was made of other data, is built anew. And data that have no text for a part of the split are refused, for
-which Megatron would look for ever.
+which Megatron would look for ever, and data that were cut short, which it finds out when it comes to what is missing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
+from megatron_elastic.support import check_uncut
 
 _logger = logging.getLogger(__name__)
 _SUFFIXES = (".idx", ".bin")
@@ -110,6 +111,8 @@ def _of_text(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         arrays = tuple(f"{name}_index.npy" for name in ("document", "sample", "shuffle"))
         prefix = getattr(data.dataset, "path_prefix", None)
         sources = tuple(path for suffix in _SUFFIXES if prefix and (path := Path(f"{prefix}{suffix}")).is_file())
+        if sources:
+            check_uncut("data", str(prefix))
         cache = data.config.path_to_cache
         if cache is None and prefix:
             cache = os.path.join(prefix, "cache", f"{type(data).__name__}_indices")
