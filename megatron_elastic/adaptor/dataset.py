@@ -8,17 +8,22 @@ Torch and Megatron are imported by the functions that need them, so that flags c
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
 from megatron_elastic.support import check_uncut
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EOD = "<|endoftext|>"
 _TRAINING_BYTES = 4_000_000
@@ -98,11 +103,11 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
     """Train a byte-level BPE on ``text`` and write it and the encoded text to the folder ``out``.
 
     ``text`` are files and folders (default: the standard library's sources); every file is one document, closed by an
-    end-of-document token. The same input gives the same bytes. ``data.json`` is written last, so a folder that has
-    it is complete. Raises UsageError for input that cannot work.
+    end-of-document token. The same input gives the same bytes. Files are written beside and renamed when all of them
+    are there, so jobs go on with the text that was there before; ``data.json`` comes last, so a folder that has it is
+    complete. Raises UsageError for input that cannot work.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     if vocab_size < 257:
         raise UsageError(f"--vocab-size must be at least 257 (256 bytes and end-of-document), got {vocab_size}")
@@ -116,9 +121,22 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
                   + ("" if text else " (the standard library's sources)"))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "data.json").unlink(missing_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=out))
     except OSError as error:
         raise UsageError(f"cannot write to {out}: {error.strerror}; name a folder that can be written to") from None
+    try:
+        prepared = _make(part, documents, vocab_size, console)
+        _put(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    console.print(f"{prepared.tokens} tokens in {out} (vocabulary {prepared.vocab_size}, {prepared.dtype})")
+    return prepared
+
+
+def _make(part: Path, documents: list[str], vocab_size: int, console: Console) -> Prepared:
+    """Write all files to the folder ``part``."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     sample = _sample(documents)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -127,13 +145,20 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
         found = tokenizer.get_vocab_size()
         if found != vocab_size:
             console.print(f"the text holds only {found} of {vocab_size} tokens; the vocabulary has {found}")
-        shutil.rmtree(out / "cache", ignore_errors=True)  # an index of other text is found by name, not by content
-        tokenizer.save(str(out / "tokenizer.json"))
+        tokenizer.save(str(part / "tokenizer.json"))
         writing = progress.add_task("encode and write", total=len(documents))
-        prepared = _write(out, tokenizer, progress.track(documents, task_id=writing))
-    (out / "data.json").write_text(json.dumps(asdict(prepared), indent=2) + "\n")
-    console.print(f"{prepared.tokens} tokens in {out} (vocabulary {prepared.vocab_size}, {prepared.dtype})")
+        prepared = _write(part, tokenizer, progress.track(documents, task_id=writing))
+    (part / "data.json").write_text(json.dumps(asdict(prepared), indent=2) + "\n")
     return prepared
+
+
+def _put(part: Path, out: Path) -> None:
+    """Put all files of ``part`` where they belong. Without ``data.idx``, which goes first, nobody finds any text."""
+    for name in ("data.idx", "data.json"):
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / "cache", ignore_errors=True)  # an index of other text is found by name, not by content
+    for name in ("tokenizer.json", "data.bin", "data.idx", "data.json"):
+        os.replace(part / name, out / name)
 
 
 def _read(files: Iterable[Path]) -> Iterator[str]:
@@ -163,7 +188,7 @@ def _train(documents: Iterable[str], vocab_size: int) -> Any:
 
 
 def _write(out: Path, tokenizer: Any, documents: Iterable[str]) -> Prepared:
-    """Encode ``documents`` to ``data.bin`` and ``data.idx``."""
+    """Encode ``documents`` to ``data.bin`` and ``data.idx`` in the folder ``out``."""
     _prepare_megatron()
     import numpy
     import torch

@@ -82,6 +82,33 @@ def test_prepare_again_replaces_text_and_index(corpus: Path, tmp_path: Path) -> 
     assert first_sample() != before
 
 
+def test_prepare_again_leaves_what_is_there_until_all_is_written(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that reads the old text goes on with it; and who is interrupted has not lost it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    out = tmp_path / "out"
+    prepare(out, [corpus / "a.txt"], vocab_size=300)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    running = IndexedDataset(str(out / "data"))
+    text = running[0].tolist()
+
+    def interrupt(_builder: IndexedDatasetBuilder, _path: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexedDatasetBuilder, "finalize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, [corpus / "b.txt"], vocab_size=320)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    prepare(out, [corpus / "b.txt"], vocab_size=320)
+    assert {path.name for path in out.iterdir()} == before.keys()
+    assert locate(out).prepared != Prepared(**json.loads(before["data.json"]))
+    assert running[0].tolist() == text
+
+
 def test_a_data_set_that_was_cut_short(corpus: Path, tmp_path: Path) -> None:
     prepare(tmp_path / "out", [corpus], vocab_size=300)
     path = tmp_path / "out" / "data.bin"
