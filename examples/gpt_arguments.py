@@ -9,12 +9,11 @@ import argparse
 import difflib
 import os
 import signal
-from pathlib import Path
 from typing import NoReturn
 
 from gpt_checks import check
 
-from megatron_elastic import support
+from megatron_elastic import support, usage
 from megatron_elastic.config import UsageError, add_elastic_arguments
 
 
@@ -207,19 +206,20 @@ def _add_loss_scale(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--data-path", type=Path, required=True,
+    group.add_argument("--data-path", type=usage.path, required=True,
                        help="folder written by 'megatron-elastic data prepare', or prefix of a .bin and .idx")
     group.add_argument("--split", default="949,50,1", help="weights of the training, validation and test documents")
     group.add_argument("--vocab-size", type=int, help="only for data without data.json")
     group.add_argument("--num-workers", type=int, default=2, metavar="N",
                        help="with --elastic, a thread reads up to 2 N micro-batches ahead; 0, or without: none")
-    group.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints there, the last one at the end")
+    group.add_argument("--save", type=usage.path, metavar="DIR",
+                       help="write checkpoints there, the last one at the end")
     group.add_argument("--save-interval", type=int, metavar="STEPS")
     group.add_argument("--async-save", action="store_true", help="go on training while a checkpoint is written")
     group.add_argument("--exit-signal-handler", action="store_true",
                        help="at --exit-signal save and end training, as before a scheduler takes the machines away")
     group.add_argument("--exit-signal", type=_signal, default=signal.SIGTERM, metavar="NAME")
-    group.add_argument("--load", type=Path, metavar="DIR",
+    group.add_argument("--load", type=usage.path, metavar="DIR",
                        help="go on from the newest checkpoint there; an empty folder is the beginning")
     group.add_argument("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
                        action="store_true",

@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_elastic import usage
 from megatron_elastic.device.names import NAMES as DEVICES
 from megatron_elastic.faults.injection import Injection
 from megatron_elastic.layout import PLACEMENTS
@@ -20,6 +21,7 @@ from megatron_elastic.power.emulated import Emulated
 
 MEASURED = "measured"
 """Value of ``--elastic-profile``: what the ranks measure."""
+
 
 
 USAGE = 2
@@ -169,7 +171,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     d = ElasticConfig()
     group = parser.add_argument_group("elastic", "train on while ranks are lost (megatron_elastic)")
     group.add_argument("--elastic", action="store_true", help="train elastically; without it the job is plain Megatron")
-    group.add_argument("--elastic-run-dir", type=Path, metavar="DIR", default=None,
+    group.add_argument("--elastic-run-dir", type=usage.path, metavar="DIR", default=None,
                        help="where logs and records go (default: runs/<time>)")
     group.add_argument("--elastic-consistency", choices=("bitwise", "fast"), default=d.consistency,
                        help="bitwise: results do not depend on placement or faults, bit for bit (fixed-point "
@@ -240,7 +242,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument("--elastic-trace", metavar="STEPS", default=d.trace,
                        help="steps, as 10, 10-12 or 10,20-22, of which every rank writes down every operation, wait "
                        "and message, with the recoveries between them; see docs/watching.md")
-    group.add_argument("--elastic-emulate", type=Path, metavar="PROFILE", default=d.emulate,
+    group.add_argument("--elastic-emulate", type=usage.path, metavar="PROFILE", default=d.emulate,
                        help="let every rank behave as one accelerator, as fast, with as much memory and with links as "
                        "this profile says (JSON, see docs/emulation.md): it computes what the flags say, which should "
                        "be tiny, and sleeps out the rest")
@@ -287,12 +289,12 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
                        help="what decides which node coordinates: auto (embedded from three nodes on, else alone), "
                        "alone, embedded, etcd://HOST:PORT[,HOST:PORT...] (etcds://: over TLS) or "
                        "kubernetes://NAMESPACE/NAME; the same on every node (default: %(default)s)")
-    group.add_argument("--elastic-tls-cert", type=Path, metavar="FILE", default=None,
+    group.add_argument("--elastic-tls-cert", type=usage.path, metavar="FILE", default=None,
                        help="this node's certificate for control connections (PEM), for both servers and clients; "
                        "needs the other two. Without them the coordinator makes one for itself, and the job's token "
                        "alone says who belongs to it")
-    group.add_argument("--elastic-tls-key", type=Path, metavar="FILE", default=None,
+    group.add_argument("--elastic-tls-key", type=usage.path, metavar="FILE", default=None,
                        help="the key of --elastic-tls-cert (PEM, without a passphrase)")
-    group.add_argument("--elastic-tls-ca", type=Path, metavar="FILE", default=None,
+    group.add_argument("--elastic-tls-ca", type=usage.path, metavar="FILE", default=None,
                        help="certificate of the authority that signed the certificates of all nodes (PEM)")
     return parser

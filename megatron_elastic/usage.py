@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import textwrap
 from itertools import groupby
+from pathlib import Path
+
+EMPTY = "its name is empty, as of a variable that is not set: name one, or leave the flag out"
+"""Of a file or folder: it would be where the command is started."""
 
 
 class Formatter(argparse.HelpFormatter):
@@ -37,3 +41,10 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A flag's value: the name of a file or folder. Raises argparse.ArgumentTypeError."""
+    if not text:
+        raise argparse.ArgumentTypeError(EMPTY)
+    return Path(text)

@@ -95,10 +95,12 @@ def _sizes(index: BinaryIO) -> tuple[int, int]:
 
 
 def check_places(args: argparse.Namespace) -> None:
-    """Raise UsageError if something is to be in an object store, which Megatron reads through clients of its own."""
+    """Raise UsageError if a name is empty, or in an object store, which Megatron reads through clients of its own."""
     for flag, why in PLACES.items():
-        given = getattr(args, usage.dest(flag), None) or ()
-        for place in map(str, given if isinstance(given, list) else (given,)):
+        given = getattr(args, usage.dest(flag), None)
+        for place in map(str, given if isinstance(given, list) else () if given is None else (given,)):
+            if not place:
+                raise UsageError(f"{flag}: {usage.EMPTY}")
             if place.startswith(("msc://", "s3://")):
                 raise UsageError(f"{flag} {place} does not work with --elastic: {why}; name a folder that all nodes "
                                  "share, and copy")

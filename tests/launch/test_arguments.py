@@ -62,6 +62,13 @@ def test_lengths_in_samples(data: Path) -> None:
         parse_args([*growing, "--elastic", "--elastic-inject", "kill:rank=0,step=1,at=forward,grain=8"])
 
 
+@pytest.mark.parametrize("flag", ["elastic-run-dir", "elastic-tls-ca", "save", "load", "data-path"])
+def test_a_name_that_is_empty_is_none(data: Path, flag: str) -> None:
+    """As of a variable of the shell that is not set: it would be the folder where the job is started."""
+    with pytest.raises(UsageError, match=f"--{flag}: .*name is empty"):
+        parse_args([*flags(data), f"--{flag}", ""])
+
+
 def test_virtual_stages(data: Path) -> None:
     for given, chunks in (("layers-per-virtual-pipeline-stage 1", 2), ("layers-per-virtual-pipeline-stage 2", None),
                           ("virtual-stages-per-pipeline-rank 2", 2)):

@@ -121,6 +121,15 @@ def test_object_stores_are_refused(given: str) -> None:
         check_arguments(given.split())
 
 
+@pytest.mark.parametrize("flag", ["--load", "--save", "--pretrained-checkpoint", "--data-path"])
+def test_names_that_are_empty_are_refused(flag: str) -> None:
+    """As of a variable of the shell that is not set: it would be the folder where the job is started."""
+    with pytest.raises(UsageError, match=f"^{flag}: its name is empty"):
+        check_arguments([flag, ""])
+    with pytest.raises(UsageError, match=f"^{flag}: its name is empty"):
+        check_namespace(argparse.Namespace(**{flag.removeprefix("--").replace("-", "_"): ""}))
+
+
 def test_docs_have_the_same_table() -> None:
     text = (DOCS / "megatron.md").read_text()
     for refusal in REFUSALS:
