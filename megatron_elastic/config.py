@@ -22,7 +22,8 @@ from megatron_elastic.power.emulated import Emulated
 MEASURED = "measured"
 """Value of ``--elastic-profile``: what the ranks measure."""
 
-
+LONGEST = 1e9
+"""Seconds: what waits in the kernel can be told no time without end."""
 
 USAGE = 2
 """Exit code when the flags cannot work."""
@@ -89,6 +90,8 @@ class ElasticConfig:
         for name, limit in limits.items():
             if not limit > 0:
                 raise UsageError(f"--elastic-{name}-timeout must be positive, got {limit:g}")
+            if limit > LONGEST:
+                raise UsageError(f"--elastic-{name}-timeout must be at most {LONGEST:g} (31 years), got {limit:g}")
         contained = (("suspect", "report"), ("heartbeat", "report"), ("report", "wait"), ("hang", "wait"))
         for inner, outer in contained:
             if limits[inner] >= limits[outer]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gpt_arguments import check_arguments, parse_args
 
-from megatron_elastic.config import UsageError
+from megatron_elastic.config import ElasticConfig, UsageError
 from megatron_elastic.device import visible
 from megatron_elastic.plan import Costs
 from megatron_elastic.support import REFUSALS, Refusal
@@ -67,6 +67,13 @@ def test_a_name_that_is_empty_is_none(data: Path, flag: str) -> None:
     """As of a variable of the shell that is not set: it would be the folder where the job is started."""
     with pytest.raises(UsageError, match=f"--{flag}: .*name is empty"):
         parse_args([*flags(data), f"--{flag}", ""])
+
+
+@pytest.mark.parametrize("name", ["start", "suspect", "heartbeat", "hang", "report", "wait", "end"])
+def test_a_limit_of_time_is_one(name: str) -> None:
+    """Clocks of the operating system cannot wait for ever."""
+    with pytest.raises(UsageError, match=rf"^--elastic-{name}-timeout must be at most 1e\+09 \(31 years\), got inf"):
+        ElasticConfig(**{f"{name}_timeout": float("inf")})  # type: ignore[arg-type]
 
 
 def test_virtual_stages(data: Path) -> None:
