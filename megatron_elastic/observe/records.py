@@ -98,7 +98,10 @@ class RunRecords:
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Metrics lines by step. Raises RecordsError when the file is missing, damaged, or has a step twice."""
+    """Metrics lines by step, without half a line at the end, which is being written or was when the writer was killed.
+
+    Raises RecordsError when the file is missing, damaged, or has a step twice.
+    """
     path = run_dir / "metrics.jsonl"
     result: dict[int, dict[str, Any]] = {}
     for number, record in enumerate(_read_lines(path), start=1):
@@ -164,7 +167,9 @@ def recent_metrics(run_dir: Path, most: int = 1 << 21) -> list[dict[str, Any]]:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Events in the order they were written. Raises RecordsError when the file is missing or damaged."""
+    """Events in the order they were written, without half a line at the end. Raises RecordsError when the file is
+    missing or damaged.
+    """
     return _read_lines(run_dir / "events.jsonl")
 
 
@@ -193,7 +198,8 @@ def _read(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [_parse(line, f"{path}:{number}") for number, line in enumerate(_read(path).splitlines(), start=1)]
+    whole = _read(path).rpartition("\n")[0]
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(whole.splitlines(), start=1)]
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def test_a_second_writer_appends(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"step": 1}\n{"step": 1}\n', "metrics.jsonl:2 records step 1 a second time"),
-        ('{"step": 1}\n{"st', "metrics.jsonl:2 is not JSON"),
+        ('{"step": 1}\n{"st\n', "metrics.jsonl:2 is not JSON"),
+        ('{"st\n{"step": 1}\n', "metrics.jsonl:1 is not JSON"),
         ("[]\n", "metrics.jsonl:1 is not a JSON object"),
         ("{}\n", "metrics.jsonl:1 has no step"),
     ],
@@ -139,6 +140,19 @@ def test_damaged_metrics_are_named_by_line(tmp_path: Path, text: str, message: s
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(RecordsError, match=message):
         records.read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("half", ["{", '{"step": 3, "loss": 1.', json.dumps(line(3, 0.5))])
+def test_half_a_line_at_the_end_is_none_yet(half: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job goes on writing, or was killed as it wrote."""
+    a, b = write_run(tmp_path / "a", [2.5, 2.25]), write_run(tmp_path / "b", [2.5, 2.25])
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (a / name).open("a") as lines:
+            lines.write(half)
+    assert list(records.read_metrics(a)) == [1, 2] and len(records.read_events(a)) == 1
+    assert report.main([str(a)]) == 0
+    assert "1 to 2, 2 committed" in capsys.readouterr().out
+    assert compare.compare(a, b) is None
 
 
 def bytes_read() -> int:
