@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections import deque
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +13,8 @@ from megatron_elastic.observe.records import RecordsError, check_run
 
 _MOST = 4 << 20
 """Bytes of a file that are read at once."""
-_LINES = 200
-"""Of a log: the last ones."""
+_LINES, _LOG = 200, 1 << 20
+"""Of a log: the last ones, and the bytes that they are looked for in, however long it is."""
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +76,10 @@ class Folder:
         """See ``Place``."""
         path = self.path / "logs" / f"rank{rank}.log"
         try:
-            with path.open(errors="replace") as file:
-                return "".join(deque(file, _LINES)) or f"{path} is empty"
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG))
+                lines = file.read(_LOG).decode(errors="replace").splitlines()[-_LINES:]
+            return "".join(f"{line}\n" for line in lines) or f"{path} is empty"
         except OSError as error:
             return f"cannot read {path}: {error.strerror}"
 

@@ -20,7 +20,7 @@ from megatron_elastic.observe.records import RecordsError, RunRecords
 from megatron_elastic.observe.run import Run
 from megatron_elastic.observe.status import status
 from tests.node.test_uplink import CONFIG, CREDENTIALS, Heard
-from tests.observe.test_observe import line, write_run
+from tests.observe.test_observe import bytes_read, line, write_run
 
 TOKEN = "MEGATRON_ELASTIC_TOKEN"
 T = TypeVar("T")
@@ -74,6 +74,21 @@ def test_the_same_is_seen_as_in_the_run_directory(tmp_path: Path, monkeypatch: p
         assert "No such file" in run.place.log(7)
 
     served(run_dir, look)
+
+
+def test_of_a_log_the_end_is_read_however_long_it_is(tmp_path: Path) -> None:
+    """Who coordinates reads it for others."""
+    log = tmp_path / "logs" / "rank1.log"
+    log.parent.mkdir()
+    log.write_bytes(b"".join(b"step %d \xff\r\n" % step for step in range(1_000_000)))
+    before = bytes_read()
+    shown = place.Folder(tmp_path).log(1)
+    assert bytes_read() - before < 2_000_000 < log.stat().st_size
+    assert shown == "".join(f"step {step} \ufffd\n" for step in range(999_800, 1_000_000))
+    log.write_text(5_000_000 * "x")
+    assert len(place.Folder(tmp_path).log(1)) < 2_000_000
+    log.write_text("")
+    assert place.Folder(tmp_path).log(1) == f"{log} is empty"
 
 
 @pytest.mark.usefixtures("token")
