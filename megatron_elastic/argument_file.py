@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -100,19 +100,23 @@ def _as_arguments(name: str, value: Any) -> Mapping[str, Any]:
 
 def _content(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--yaml-cfg {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--yaml-cfg {path} is no YAML file: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+    if not _has_names(content):
         raise UsageError(f"--yaml-cfg {path}: expected names with values, as in examples/gpt3/gpt_config.yaml of "
                          "Megatron-LM")
     return content
 
 
+def _has_names(content: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(content, dict) and all(isinstance(name, str) for name in content)
+
+
 def _inside(content: Mapping[str, Any], section: str, path: str) -> Iterator[tuple[str, Any]]:
     inside = content.get(section) or {}
-    if not isinstance(inside, dict):
+    if not _has_names(inside):
         raise UsageError(f"--yaml-cfg {path}: {section} must have names and values under it")
     yield from inside.items()

@@ -90,6 +90,7 @@ def test_sections_are_flags(tmp_path: Path) -> None:
         (["elastic_replica: 2"], "elastic_replica is no argument: docs/flags.md lists them"),
         (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),
         (["model_parallel: 3"], "model_parallel must have names and values under it"),
+        (["model_parallel:", "  3: 4"], "model_parallel must have names and values under it"),
         (["elastic:", "  run_dir: x"], "elastic has names and values under it, as only language_model and model_p"),
         (["- 3"], "expected names with values"),
         (["a: [3"], "is no YAML file"),
