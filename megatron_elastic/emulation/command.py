@@ -100,6 +100,11 @@ def make(options: argparse.Namespace) -> Profile:
         raise UsageError(f"--layout with ep{size.ep}: {options.model} has no experts")
     if size.pp > shape.layers:
         raise UsageError(f"--layout with pp{size.pp}: {options.model} has {shape.layers} layers")
+    for name, parts, whole, what in (("tp", size.tp, shape.heads, "heads"), ("ep", size.ep, shape.experts, "experts"),
+                                     ("cp", size.cp, batch.sequence, "tokens in a sample")):
+        if whole % parts:
+            raise UsageError(f"--layout with {name}{parts}: {options.model} has {whole} {what}, which cannot be shared "
+                             "out evenly")
     try:
         layout = layout_of(shape, size, batch)
         profile = derive(

@@ -34,6 +34,8 @@ def show(options: argparse.Namespace, predictor: Predictor) -> None:
     """Make the table, write it where it is wanted, and print it. Raises UsageError and what is wrong with files."""
     refuse(options, ("fit", "save_constants", "model_only"), "needs --check TABLE.csv")
     refuse(options, ("svg", "devices", "best"), "and --scale-table are two things: leave one out")
+    if options.out and options.out.is_dir():
+        raise UsageError(f"--out {options.out} is a folder: name a file in it")
     if options.run:
         table, out = _of_run(options), options.out or options.run / "scale_table.json"
     else:

@@ -476,6 +476,9 @@ def test_a_table_by_profile_and_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {4, 8, 16} <= set(table.entries)
     assert table.entries[8].confidence is not None and table.entries[8].confidence > 0.8
     assert all(entry.memory_bytes <= 40e9 for entry in table.entries.values())
+    for folder in (tmp_path, Path(".")):
+        code, _, err = run(capsys, *shape, "--dp", 2, "--scale-table", "4", "--out", folder)
+        assert code == 2 and f"--out {folder} is a folder: name a file in it" in err
 
 
 FLAGS = {
