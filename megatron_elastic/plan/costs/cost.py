@@ -196,7 +196,7 @@ class Costs:
         if surplus := sorted(set(entries) - {*units, *(name.partition(".")[0] for name in units), "layer"}):
             raise ProfileError(f"the profile has unit {surplus[0]!r}, but the layout has {', '.join(units)}")
         costs = tuple(_unit(name, entries) for name in units)
-        if not any(cost.grain_ms for cost in costs):
+        if costs and not any(cost.grain_ms for cost in costs):
             raise ProfileError("no unit of the profile takes any time, so that layouts cannot be compared: say what "
                                "layers take, as --elastic-profile measured does")
         exchange, power, steps = (data.pop(name, None) for name in ("exchange", "power", "clock_steps"))
