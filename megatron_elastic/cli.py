@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
 import importlib
+import io
 import os
 import select
 import signal
@@ -39,22 +41,74 @@ COMMANDS = {
 """Command -> what it does, and the module with its ``make_parser`` and ``main``; empty where ``main`` here knows."""
 
 
+_PLAIN = {**dict(zip(" ▁▂▃▄▅▆▇█", " ..::==##", strict=True)), "░": ".", "▲": "^", "→": ">"}
+"""What is drawn -> what is printed in its place where characters are of a set without it."""
+_DRAWN = "megatron_elastic.drawn"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 130 if somebody has interrupted it, and 141 if who reads what it prints
-    reads no further (``| head``), of which nothing is said.
+    """Run one command and return its exit code; 130 if somebody has interrupted it, 141 if who reads what it prints
+    reads no further (``| head``), of which nothing is said, and 1 if it cannot be printed for another reason. That of a
+    job that has ended is the job's in any case.
     """
+    arguments, code = list(sys.argv[1:] if argv is None else argv), None
+    is_job = arguments[:1] == ["run"]
+    _prepare_output(drawn=not is_job)
     try:
         try:
-            return _main(argv)
+            code = _main(arguments)
         finally:
             sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         if _is_read():
             raise  # it is something else that nobody reads
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there as Python ends
-        return 128 + signal.SIGPIPE
+        _print_no_more()
+        return code if is_job and code is not None else 128 + signal.SIGPIPE
+    except OSError as error:
+        if _is_printed():
+            raise  # it is something else that failed
+        _print_no_more()
+        print(f"megatron-elastic: error: cannot print: {error.strerror}", file=sys.stderr)
+        return code if is_job and code is not None else 1
+
+
+def _prepare_output(drawn: bool) -> None:
+    """Let whatever is printed have a place to go to (``>&-``), and what is ``drawn`` characters that are there.
+
+    Ranks have the launcher's output as Python made it.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if drawn and isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error(_DRAWN, _in_plain)
+        sys.stdout.reconfigure(errors=_DRAWN)
+
+
+def _in_plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What takes the place of a character that cannot be printed; bytes of file names that are no text stay."""
+    assert isinstance(error, UnicodeEncodeError)
+    character, end = error.object[error.start], error.start + 1
+    if "\udc80" <= character <= "\udcff":
+        return bytes([ord(character) - 0xDC00]), end
+    return _PLAIN.get(character, "?"), end
+
+
+def _print_no_more() -> None:
+    """What is left to be printed goes nowhere as Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_printed() -> bool:
+    """Whether what is printed is taken. What was not may be gone (``PYTHONUNBUFFERED``): one more line tells."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def _is_read() -> bool:
@@ -64,8 +118,7 @@ def _is_read() -> bool:
     return not output.poll(0)
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0 if arguments else 2

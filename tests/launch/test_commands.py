@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from disturbed import chaos
 from megatron_elastic import bench, cli, usage
 from megatron_elastic.layout import Layout, gpt_units
 from tests.jobs import ROOT
+from tests.observe.test_observe import write_run
 
 WIDTH = 80
 PARTS = [["plan", "--memory"], ["data", "prepare"], *(["fleet", part] for part in (
@@ -153,6 +156,65 @@ def test_who_reads_no_further_is_told_nothing(command: str, tmp_path: Path) -> N
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def _printing_to(output: int, words: list[str], encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "megatron_elastic.cli", *words], cwd=ROOT, stdout=output, check=False,
+                          stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["report"], ["--version"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_be_printed_is_said(
+    unbuffered: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, whether it is printed at once or as the command ends."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    words = command if command == ["--version"] else [*command, str(write_run(tmp_path / "run", [3.0]))]
+    with open("/dev/full", "w") as full:
+        done = _printing_to(full.fileno(), words)
+    assert (done.returncode, done.stderr) == (1, "megatron-elastic: error: cannot print: No space left on device\n")
+
+
+def test_who_has_closed_the_output_is_told_nothing(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", [3.0])
+    done = subprocess.run(["bash", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "megatron_elastic.cli", "status",
+                           str(run_dir)], cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_is_drawn_is_printed_with_the_characters_that_there_are(encoding: str, tmp_path: Path) -> None:
+    run_dir, output = write_run(tmp_path / "run", [3.0, 2.0]), tmp_path / "output"
+    with output.open("wb") as file:
+        done = _printing_to(file.fileno(), ["report", str(run_dir)], encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = output.read_text(encoding)
+    assert "3.000  #" in text and "2.000  #." in text and "\n        ^" in text
+
+
+def test_names_that_are_no_text_are_printed_as_they_are(tmp_path: Path) -> None:
+    run_dir, output = Path(os.fsdecode(bytes(tmp_path / "run") + b"\xff")), tmp_path / "output"
+    write_run(run_dir, [3.0])
+    with output.open("wb") as file:
+        done = _printing_to(file.fileno(), ["report", str(run_dir)])
+    assert done.returncode == 0, done.stderr
+    assert bytes(run_dir) in output.read_bytes()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_that_has_ended_has_its_own_exit_code(code: int, error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads what the launcher prints is gone, or the disk is full: that ends no job, and so it fails none."""
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr("megatron_elastic.cluster.launch.launcher.main", lambda argv: code)
+    with open(os.devnull, "w") as null:
+        monkeypatch.setattr(sys, "stdout", Namespace(flush=fails, fileno=null.fileno))
+        monkeypatch.setattr(cli, "_is_read", lambda: False)
+        assert cli.main(["run", "x.py"]) == code
 
 
 @pytest.mark.usefixtures("capfd")
