@@ -12,12 +12,19 @@ import msgspec
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.observe.goodput import Account
 from megatron_elastic.observe.place import Folder, Place, layout_text
-from megatron_elastic.observe.records import EVENT, METRICS, RecordsError, check_fields
+from megatron_elastic.observe.records import EVENT, METRICS, RECOVERED, RecordsError, check_fields
 from megatron_elastic.observe.utilisation import Utilisation
 
 RECENT = 10
 """Steps whose median says how fast a job is now."""
 OVER = ("finished", "failed")
+_PACED = ("ranks", "times")
+_NEEDED = {
+    "started": ("train_iters",), "recovered": RECOVERED, "fallback": ("lost_steps",), "hello": ("rank", "pid", "host"),
+    "slow": _PACED, "well": _PACED, "copying": ("ranks", "done", "bytes", "units", "sources"),
+    "progress": ("what", "busy", "done_bytes", "all_bytes", "seconds"),
+}  # fmt: skip
+"""Kind of an event -> what is read of it."""
 
 
 class Process(NamedTuple):
@@ -227,4 +234,5 @@ class _Lines:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RecordsError(f"{self._name}:{self._number} is not a JSON object: {error}") from None
             check_fields(record, self._fields, f"{self._name}:{self._number}")
+            check_fields(record, _NEEDED.get(str(record.get("kind")), ()), f"{self._name}:{self._number}")
             yield record

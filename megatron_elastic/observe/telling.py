@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from megatron_elastic.layout.lookup import spans
@@ -11,10 +12,11 @@ Event = Mapping[str, Any]
 
 
 def tell(event: Event) -> str:
-    """One line about an event, without its time and kind."""
+    """One line about an event, without its time and kind. Of one that is not as it should be: what there is of it."""
     known = _TOLD.get(event["kind"])
     if known is not None:
-        return known(event)
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            return known(event)
     fields = ((name, value) for name, value in event.items() if name not in ("time", "kind", "epoch"))
     return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in fields)
 

@@ -38,6 +38,34 @@ def recovered(step: int, **parts: float) -> dict[str, Any]:
     return {"kind": "recovered", **RECOVERY, **dict.fromkeys(PARTS, 0.0), "step": step, **parts}
 
 
+@pytest.mark.parametrize(("event", "said"), [
+    ({"kind": "recovered", "step": 2}, "lacks cause, ranks, decision, "), ({"kind": "fallback"}, "lacks lost_steps"),
+    ({"kind": "hello", "rank": 0}, "lacks pid, host"), ({"kind": "slow", "times": 2.0}, "lacks ranks"),
+    ({"kind": "started"}, "lacks train_iters"), ({"kind": "progress", "what": "load"}, "lacks busy, "),
+    ({"kind": "copying", "ranks": [0]}, "lacks done, "),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["report", "--html", "page.html"]])
+def test_events_that_lack_what_is_read_of_them_are_damaged(
+    command: list[str], event: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    run_dir = write_run(tmp_path / "run", [3.0, 2.0])
+    add_line(run_dir / "events.jsonl", json.dumps({"time": 1e9, "epoch": 0, **event}))
+    assert cli.main([command[0], str(run_dir), *command[1:]]) == 2
+    assert f"{run_dir}/events.jsonl:2 is damaged: it {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", [
+    {"kind": "fault", "rank": 1}, {"kind": "error", "rank": 1, "traceback": ""}, {"kind": "switched", "step": 2},
+    {"kind": "finished"}, {"kind": "clocks", "clocks": {"x": 1.0}}, {"kind": "spawned", "ranks": None},
+])  # fmt: skip
+def test_of_an_event_that_is_not_as_it_should_be_is_told_what_there_is(event: dict[str, Any]) -> None:
+    """It is told in the coordinator, too, which it must not end."""
+    told = tell({"time": 1e9, "epoch": 0, **event})
+    assert all(f"{name} " in told for name in event if name != "kind")
+
+
 # ---- goodput -------------------------------------------------------------------------------------
 
 
