@@ -7,8 +7,9 @@ the next one when that is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_elastic.cluster.brief import Brief
 from megatron_elastic.cluster.coordination.office import Office
@@ -26,9 +27,6 @@ from megatron_elastic.cluster.wire import AsyncWire, Unsendable, WireError
 from megatron_elastic.cluster.wire.address import address_of_own
 from megatron_elastic.observe.records import has_finished
 from megatron_elastic.power.regulator import restore_left_behind
-
-_BRIEF = 0.1
-"""Seconds that a connection is given at least."""
 
 
 class Station:
@@ -128,10 +126,10 @@ class Station:
 
     async def _join(self) -> Outcome | None:
         """Another node: come to who coordinates, and do what it says. An outcome if the job is over with it."""
-        brief, until = self._brief, time.monotonic() + self._config.start_timeout
-        places = [self._given, self._noted]
+        brief, limit = self._brief, self._config.start_timeout
+        until, shunned = time.monotonic() + limit, ""
         while True:
-            if isinstance(found := await self._find(places, until), Outcome):
+            if isinstance(found := await self._find(shunned, limit), Outcome):
                 return found
             address, wire = found
             try:
@@ -146,47 +144,56 @@ class Station:
             why = await self._follow(address, wire)
             if self._agent.over.done() or (self._config.elastic and self._agent.members.done()):
                 return None
-            if why != ELSEWHERE or time.monotonic() > until:
+            limit = until - time.monotonic()
+            if why != ELSEWHERE or limit <= 0:
                 return Outcome(False, f"lost the coordinator at {address}: {why}")
-            places.reverse()
+            shunned = address
 
-    async def _find(
-        self, places: Sequence[Callable[[], str | None]], until: float
-    ) -> tuple[str, AsyncWire[Letter]] | Outcome:
-        """Whoever coordinates, at one of these places. An outcome if nobody does, until a time of ``time.monotonic()``,
-        or will any more. Raises WireError.
+    async def _find(self, shunned: str, limit: float) -> tuple[str, AsyncWire[Letter]] | Outcome:
+        """Whoever coordinates, where the first node does or where another does by now. Raises WireError.
+
+        An outcome if nobody does within ``limit`` seconds, or will any more. ``shunned``: where nobody has done so just
+        now; another place is looked at before.
         """
-        problem: BaseException | None = None
-        while True:
-            for place in places:
-                if (address := await asyncio.to_thread(place)) is None:
-                    continue
-                host, _, port = address.rpartition(":")
-                short = min(self._config.heartbeat_timeout, max(until - time.monotonic(), _BRIEF))
-                try:
-                    return address, await self._uplink.connect(host, int(port), short)
-                except TimeoutError as error:
-                    problem = error.__cause__
-                except WireError:
-                    if place == self._given:
-                        raise
-            run_dir = self._brief.assignment.run_dir
-            if await asyncio.to_thread(has_finished, run_dir):
-                return Outcome(True, f"the job in {run_dir} has finished: there is nothing to join")
-            if time.monotonic() > until:
-                why = "" if problem is None else f": {problem}"
-                limit = f"{self._config.start_timeout:g} s"
-                return Outcome(False, f"no coordinator at {self._given()} within {limit}{why}; is node 0 started, and "
-                                      "its address right?")
+        given, run_dir = self._given, self._brief.assignment.run_dir
+        if shunned == given and (found := await self._find_noted()) is not None:
+            return found
+        # It is given all that time: of a thousand nodes that come at once some wait long for an answer.
+        trying = asyncio.create_task(self._connect(given, limit))
+        try:
+            while True:
+                await asyncio.wait([trying], timeout=self._config.heartbeat_timeout)
+                if not trying.done() and (found := await self._find_noted()) is not None:
+                    if not trying.done() or trying.exception() is not None:
+                        return found
+                    found[1].close()
+                if trying.done():
+                    return given, trying.result()
+                if await asyncio.to_thread(has_finished, run_dir):
+                    return Outcome(True, f"the job in {run_dir} has finished: there is nothing to join")
+        except TimeoutError as error:
+            return Outcome(False, f"{error}; is node 0 started, and its address right?")
+        finally:
+            trying.cancel()
 
+    async def _find_noted(self) -> tuple[str, AsyncWire[Letter]] | None:
+        """Whoever coordinates in the first node's place, if nodes share the run directory."""
+        brief = self._brief
+        address = await asyncio.to_thread(address_of_own, brief.assignment.run_dir, brief.credentials.token)
+        if address is None or (there := f"{address.host}:{address.port}") == self._given:
+            return None
+        with contextlib.suppress(TimeoutError, WireError):  # a job that is gone has left it
+            return there, await self._connect(there, self._config.heartbeat_timeout)
+        return None
+
+    async def _connect(self, address: str, limit: float) -> AsyncWire[Letter]:
+        host, _, port = address.rpartition(":")
+        return await self._uplink.connect(host, int(port), limit)
+
+    @property
     def _given(self) -> str:
         """Where the first node coordinates a job that begins."""
         return f"{self._brief.assignment.host}:{self._brief.port}"
-
-    def _noted(self) -> str | None:
-        """Where another does by now, if nodes share the run directory."""
-        address = address_of_own(self._brief.assignment.run_dir, self._brief.credentials.token)
-        return None if address is None else f"{address.host}:{address.port}"
 
     async def _prepare(self) -> Agent:
         agent = self._agent = Agent(self._brief.assignment, self._tell)
@@ -233,7 +240,7 @@ class Station:
         async def follow(wire: AsyncWire[Letter] | None) -> None:
             nonlocal why
             try:
-                wire = wire or await self._uplink.connect(host, int(port), self._config.heartbeat_timeout)
+                wire = wire or await self._connect(address, self._config.heartbeat_timeout)
                 why = await self._uplink.follow(wire, host, int(port), agent)
             except (TimeoutError, WireError) as error:
                 why = str(error)
