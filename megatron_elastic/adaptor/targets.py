@@ -347,6 +347,8 @@ TIMERS = Target(_TRAINING + "global_vars", "_set_timers", "replaced", ("args",),
                 "timers of this rank alone: comparing them across ranks would be one more thing to interrupt")
 TENSORBOARD = Target(_TRAINING + "global_vars", "_set_tensorboard_writer", "called", ("args",), "checkout",
                      "another rank writes on when the one that did is lost")
+TENSORBOARD_ARGUMENTS = Target(_TRAINING + "initialize", "write_args_to_tensorboard", "called", (), "checkout",
+                               "the arguments are shown there, as texts")
 WANDB = Target(_TRAINING + "global_vars", "_set_wandb_writer", "called", ("args",), "checkout", "the same")
 SCHEDULER = Target(_TRAINING + "training", "get_optimizer_param_scheduler", "called", ("optimizer",), "checkout",
                    "learning rate and weight decay of a step")

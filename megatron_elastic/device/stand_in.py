@@ -103,7 +103,7 @@ def _answer_device_calls() -> None:
         setattr(torch.cuda, name, lambda *_, **__: _there.memory().used)
     for name in ("max_memory_allocated", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *_, **__: _there.memory().peak)
-    torch.cuda.memory_stats = _answer(defaultdict(int))
+    torch.cuda.memory_stats = _memory_stats
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.current_stream = _answer(_Stream())
@@ -121,6 +121,14 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 def _current_device() -> torch.device:
     return _there.torch
+
+
+def _memory_stats(*_: object, **__: object) -> dict[str, int]:
+    """As far as what answers knows; all else is 0."""
+    memory = _there.memory()
+    found = {f"{what}_bytes.all.{when}": size for what in ("allocated", "reserved")
+             for when, size in (("current", memory.used), ("peak", memory.peak))}  # fmt: skip
+    return defaultdict(int, found)
 
 
 def _synchronise(*_: object, **__: object) -> None:

@@ -135,6 +135,10 @@ def test_soft_as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
         # What Megatron calls CUDA.
         assert str(torch.cuda.current_device()) == str(device.torch)
+        stats = torch.cuda.memory_stats()
+        assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() > 0
+        assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"]
+        assert stats["allocation.all.current"] == 0, "it keeps no account of that"
         assert torch.zeros(2, device="cuda").device == torch.ones(2).cuda().device == device.torch
         with device.building():
             assert torch.zeros(2, device="cuda").is_cpu and torch.ones(2).cuda().is_cpu

@@ -558,13 +558,18 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
     """Another rank writes on when the one that did is lost."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_multiplexer")
     flags = (*grid(1, 2, 6), "--tensorboard-dir", str(tmp_path), "--log-timers-to-tensorboard")
-    patched.run(*flags, *inject("kill:rank=7,step=4,at=backward"))
+    job = patched.run(*flags, *inject("kill:rank=7,step=4,at=backward"))
+    told = re.findall(r"\(after (\d+) iterations\) memory \(MB\)", (job.run_dir / "logs" / "rank0.log").read_text())
+    assert told == ["1", "2"], "as in a plain job"
     events = reader.EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     events.Reload()
     steps = {event.step for run in events.Runs() for event in events.Scalars(run, "lm loss")}
     assert steps == set(range(1, 7))
     validated = {event.step for run in events.Runs() for event in events.Scalars(run, "lm loss validation")}
     assert validated == {3, 6}
+    shown = [event.tensor_proto.string_val[0] for run in events.Runs()
+             for event in events.Tensors(run, "num_layers/text_summary")]  # fmt: skip
+    assert len(shown) == 2 and len(set(shown)) == 1, "those of both ranks that wrote"
 
 
 @needs_checkout

@@ -124,6 +124,31 @@ def test_a_step_is_logged_once_by_whoever_does_it(clock: Clock, monkeypatch: pyt
     assert [call.kwargs["iteration"] for call in told.call_args_list] == [12, 13, 14]
 
 
+def test_memory_is_told_until_megatron_has_told_enough_of_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in its own loop: with its first lines, which say then whether the next one shall."""
+    monkeypatch.setattr(log, "targets", MagicMock())
+    monkeypatch.setattr(log.TrainingLog, "_as_writer", lambda *_: nullcontext())
+    told = log.targets.LOG.find.return_value  # type: ignore[attr-defined]
+    told.side_effect = lambda *_, iteration, report_memory_flag, **__: report_memory_flag and iteration < 2
+    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2)
+    written = log.TrainingLog(args)
+    for done in (1, 2, 3):
+        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None)
+    assert [call.kwargs["report_memory_flag"] for call in told.call_args_list] == [True, True, False]
+
+
+def test_arguments_are_shown_once_by_whoever_writes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron(monkeypatch, get_timers=MagicMock(), _GLOBAL_TENSORBOARD_WRITER=None, _GLOBAL_WANDB_WRITER=None)
+    monkeypatch.setattr(log, "targets", MagicMock())
+    shown = log.targets.TENSORBOARD_ARGUMENTS.find.return_value  # type: ignore[attr-defined]
+    written = log.TrainingLog(Namespace(world_size=4))
+    counts = []
+    for writes in (False, True, True):
+        with written._as_writer(writes):
+            counts.append(shown.call_count)
+    assert counts == [0, 1, 1]
+
+
 def test_an_evaluation_is_drawn_at_the_samples_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a rank that has not logged a step yet: it has entered just now, and is the last one."""
     board = MagicMock()

@@ -43,6 +43,8 @@ class TrainingLog:
         self._losses: dict[str, Any] = {}
         """Megatron's sums since its last line."""
         self._logged = 0
+        self._reports_memory, self._arguments_told = True, False
+        """Whether Megatron still says with its lines what memory is used, and has been told to show its arguments."""
         self._timer = get_timers()("interval-time", log_level=0)
         self.begin()
 
@@ -82,9 +84,9 @@ class TrainingLog:
         )  # fmt: skip
         _tell_measures(measures, args.num_layers + mtp_layers(args))
         with self._as_writer(writes), _world_of(args, ranks):
-            targets.LOG.find()(
+            self._reports_memory = targets.LOG.find()(
                 {"lm loss": torch.tensor([loss])}, self._losses, learning_rate=lr, iteration=done,
-                loss_scale=loss_scale, report_memory_flag=False, skipped_iter=int(grad_norm is None),
+                loss_scale=loss_scale, report_memory_flag=self._reports_memory, skipped_iter=int(grad_norm is None),
                 grad_norm=grad_norm, params_norm=params_norm, num_zeros_in_grad=measures.get(NUM_ZEROS),
                 max_attention_logit=None,
             )  # fmt: skip
@@ -147,6 +149,9 @@ class TrainingLog:
             targets.TENSORBOARD.find()(args)
         if global_vars._GLOBAL_WANDB_WRITER is None:
             targets.WANDB.find()(args)
+        if not self._arguments_told:
+            self._arguments_told = True
+            targets.TENSORBOARD_ARGUMENTS.find()()
 
 
 def _tell_measures(measures: Mapping[str, float], layers: int) -> None:
