@@ -99,7 +99,7 @@ class ElasticConfig:
                     f"--elastic-{inner}-timeout ({limits[inner]:g} s) must be below --elastic-{outer}-timeout "
                     f"({limits[outer]:g} s): an outer wait may not end before the one it contains"
                 )
-        if self.dvfs is not None and self.profile in (None, MEASURED):
+        if self.dvfs is not None and self.profile_file is None:
             raise UsageError("--elastic-dvfs needs --elastic-profile FILE, with what units cost and watts of a device "
                              "(power, clock_steps): see docs/planning.md")
         policy = POLICIES[self.policy]
@@ -140,6 +140,11 @@ class ElasticConfig:
         if 0 < len(missing) < len(tls):
             raise UsageError(f"{' and '.join(missing)} must be given as well: a certificate needs its key, and the "
                              "certificate of the authority that signed those of all nodes")
+
+    @property
+    def profile_file(self) -> str | None:
+        """Where it is written what units cost, if it is."""
+        return None if self.profile == MEASURED else self.profile
 
     @property
     def measures(self) -> bool:

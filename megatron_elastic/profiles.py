@@ -16,12 +16,11 @@ def check(config: ElasticConfig) -> None:
     """Raise UsageError unless the file is there and a profile, of whatever model. For the node that coordinates first;
     others read it if they take over.
     """
-    if not config.elastic or config.profile in (None, MEASURED):
+    if not config.elastic or (path := config.profile_file) is None:
         return
-    assert config.profile is not None
-    costs = _read(config.profile)
+    costs = _read(path)
     if config.dvfs is not None and costs.power is None:
-        raise UsageError(f'--elastic-dvfs: {_FLAG} {config.profile} has no "power", without which clocks cannot be '
+        raise UsageError(f'--elastic-dvfs: {_FLAG} {path} has no "power", without which clocks cannot be '
                          "planned; docs/planning.md says what it is")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +30,11 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_amount(value: object) -> bool:
+    """Whether it is a number from 0 on that a float can hold: integers of JSON may have any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def dest(flag: str) -> str:

@@ -12,7 +12,7 @@ from megatron_elastic.cluster.protocol.events import Begun, Event, Expired, News
 from megatron_elastic.layout import Layout, encode
 
 SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
+    elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=180.0, suspect_timeout=1.0,
     report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
 )  # fmt: skip
 M = TypeVar("M", bound=Message)

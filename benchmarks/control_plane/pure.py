@@ -26,7 +26,7 @@ from megatron_elastic.cluster.protocol.events import Begun, Event, NodeCame, Nod
 # No limit runs out but that of a connection that has ended: a thousand nodes share a process, which another program may
 # keep from its processor. Who counted as lost for that would be one loss more, of which the figures say nothing.
 SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1200.0, suspect_timeout=1.0,
+    elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=1200.0, suspect_timeout=1.0,
     report_timeout=1200.0, wait_timeout=2400.0, heartbeat_timeout=120.0, hang_timeout=1200.0,
 )  # fmt: skip
 

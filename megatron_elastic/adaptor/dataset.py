@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
+from megatron_elastic.lock import locked
 from megatron_elastic.support import check_uncut
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ RECENT = 10
 """Steps whose median says how fast a job is now."""
 OVER = ("finished", "failed")
 _PACED = ("ranks", "times")
-_NEEDED = {
+_OF_KIND = {
     "started": ("train_iters",), "recovered": RECOVERED, "fallback": ("lost_steps",), "hello": ("rank", "pid", "host"),
     "slow": _PACED, "well": _PACED, "copying": ("ranks", "done", "bytes", "units", "sources"),
     "progress": ("what", "busy", "done_bytes", "all_bytes", "seconds"),
@@ -68,8 +68,8 @@ class Run:
         self.events: list[Mapping[str, Any]] = []
         self.layout: Layout | None = None
         """The newest."""
-        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl", fields)
-                       for name, fields in (("metrics", METRICS), ("events", EVENT))}  # fmt: skip
+        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl", *fields)
+                       for name, fields in (("metrics", (METRICS,)), ("events", (EVENT, _OF_KIND)))}  # fmt: skip
         self._written: float | None = None
         """When the newest record was written, by the clock of whoever looks."""
         self.refresh()
@@ -211,12 +211,13 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 
 class _Lines:
-    """The lines of a file that grows, which have at least ``fields``."""
+    """The lines of a file that grows, which have at least ``fields``, and those of their kind."""
 
-    def __init__(self, name: str, fields: Sequence[str]) -> None:
+    def __init__(self, name: str, fields: Sequence[str], of_kind: Mapping[str, Sequence[str]] | None = None) -> None:
         self.offset = 0
         """Bytes that were read."""
         self._name, self._fields = name, fields
+        self._of_kind = {kind: (*fields, *more) for kind, more in (of_kind or {}).items()}
         self._number = 0
 
     def whole(self, text: bytes) -> Sequence[Mapping[str, Any]]:
@@ -233,6 +234,6 @@ class _Lines:
                 record = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RecordsError(f"{self._name}:{self._number} is not a JSON object: {error}") from None
-            check_fields(record, self._fields, f"{self._name}:{self._number}")
-            check_fields(record, _NEEDED.get(str(record.get("kind")), ()), f"{self._name}:{self._number}")
+            fields = self._of_kind.get(str(record.get("kind")), self._fields)
+            check_fields(record, fields, f"{self._name}:{self._number}")
             yield record

@@ -133,9 +133,9 @@ def test_what_cells_keep_of_a_step_is_told_to_each_node_as_far_as_it_needs_it() 
         delivered: list[Any] = []
         post = Post(lambda rank, frame: delivered.append(_to_rank.decode(frame[4:])), lambda message: None, later())
         layout = dataclasses.replace(grid(), epoch=1)
-        job = replace(Job.new(Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0,
-                                       suspect_timeout=1.0, report_timeout=1.0, wait_timeout=1.0,
-                                       heartbeat_timeout=1.0), 16), layout=layout)
+        job = replace(Job.new(Settings(elastic=True, respawn=False, replay="gradient", profile_file=None,
+                                       start_timeout=1.0, suspect_timeout=1.0, report_timeout=1.0,
+                                       wait_timeout=1.0, heartbeat_timeout=1.0), 16), layout=layout)
         kept = [Kept(leader=cell.leader, added=[i], live=[], half=[])
                 for stage in layout.stages for i, cell in enumerate(stage.cells)]
         resume = Resume(epoch=1, layout=encode(layout), step=3, shapes={}, saved=0, gather=False, kept=kept)
@@ -191,7 +191,7 @@ def test_a_node_gets_layouts_as_differences_and_its_ranks_whole_ones() -> None:
     first = grid()
     second = lose(first, [5], Holdings.of(first).without([5]), 1)
     third = lose(second, [6], Holdings.of(second).without([6]), 2)
-    config = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0,
+    config = Settings(elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=1.0,
                       suspect_timeout=1.0, report_timeout=1.0, wait_timeout=1.0, heartbeat_timeout=1.0)
     job = Job.new(config, 16)
     delivered: list[ToRank] = []

@@ -556,7 +556,7 @@ def test_a_node_that_is_lost_before_training_begins_can_be_replaced() -> None:
 
 def test_a_profile_that_does_not_fit_ends_the_job_before_training() -> None:
     play = Play()
-    play.job = Job.new(replace(SETTINGS, profile="p.json"), 2)
+    play.job = Job.new(replace(SETTINGS, profile_file="p.json"), 2)
     play.happens(events.NodeCame(now=0.0, node=1, hello=AgentHello(
         session="1", node_rank=0, slots=2, host="h", heartbeat_timeout=2.5)))
     play.say(play.hello(0), play.hello(1))

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-import pytest
 from msgspec.structs import replace
 
 from megatron_elastic.cluster.coordination.coordinator import Coordinator
@@ -62,8 +61,8 @@ from megatron_elastic.plan import Costs, lose
 from megatron_elastic.plan.costs.cost import UnitCost
 from megatron_elastic.plan.costs.power import Clocking
 
-SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
-                    report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
+SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=9,
+                    suspect_timeout=1, report_timeout=5, wait_timeout=9, heartbeat_timeout=2)
 LAYOUT = Layout.grid(tp=1, pp=1, dp=3, stage_units=[[0]], units=["a"], num_grains=3, num_slices=3,
                                      replicas=1, ranks_per_host=1)
 
@@ -114,9 +113,9 @@ def took_over(before: str = "h:0") -> events.TookOver:
                            limit=1.0)
 
 
-def take_over(before: str = "h:0") -> tuple[Job, list[Effect]]:
+def take_over(before: str = "h:0", settings: Settings = SETTINGS) -> tuple[Job, list[Effect]]:
     """Node 1 coordinates, and the nodes 1 and 2 have come to it."""
-    return happen(Job.new(SETTINGS, 3), took_over(before), events.NodeCame(now=11.1, node=1, hello=hello(1)),
+    return happen(Job.new(settings, 3), took_over(before), events.NodeCame(now=11.1, node=1, hello=hello(1)),
                   events.NodeCame(now=11.2, node=2, hello=hello(2)))
 
 
@@ -564,26 +563,21 @@ def test_a_shape_that_cells_have_is_not_asked_for_again() -> None:
 
 def test_who_takes_over_reads_the_profile() -> None:
     """Or layers would stay where they are, and memory would have no limits, for the rest of the job."""
-    settings = replace(SETTINGS, profile="p.json", dvfs="energy")
-    job, effects = happen(Job.new(settings, 3), took_over(), *(
-        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+    job, effects = take_over(settings=replace(SETTINGS, profile_file="p.json", dvfs="energy"))
     assert [each for each in effects if isinstance(each, ReadCosts)] == [ReadCosts("p.json", ("a",))]
     costs = Costs(units=(UnitCost(1.0, 2.0, 0, 0, 0),))
     job, _ = advance(job, events.Costed(now=11.3, costs=costs, problem=""))
     assert job.costs == dataclasses.replace(costs, clocking=Clocking("energy"))
 
 
-@pytest.mark.parametrize("profile", [None, "measured"])
-def test_who_takes_over_reads_no_profile_where_there_is_none(profile: str | None) -> None:
-    _, effects = happen(Job.new(replace(SETTINGS, profile=profile), 3), took_over(), *(
-        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+def test_who_takes_over_reads_no_profile_where_there_is_none() -> None:
+    _, effects = take_over()
     assert not any(isinstance(each, ReadCosts) for each in effects)
 
 
 def test_who_takes_over_goes_on_where_the_profile_cannot_be_read() -> None:
     """It may lie on the first node alone."""
-    job, _ = happen(Job.new(replace(SETTINGS, profile="p.json"), 3), took_over(), *(
-        events.NodeCame(now=11.1, node=node, hello=hello(node)) for node in (1, 2)))  # fmt: skip
+    job, _ = take_over(settings=replace(SETTINGS, profile_file="p.json"))
     job, effects = advance(job, events.Costed(now=11.3, costs=None, problem="p.json: No such file or directory"))
     assert job.outcome is None and job.costs is None
     (said,) = [each.line for each in effects if isinstance(each, Say)]

@@ -20,7 +20,7 @@ from megatron_elastic.comm.transport import Transport
 from megatron_elastic.plan.errors import ADVICE, NO_CHECKPOINT, advised, without_advice
 
 SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=1.0, suspect_timeout=1.0,
+    elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=1.0, suspect_timeout=1.0,
     report_timeout=1.0, wait_timeout=1.0, heartbeat_timeout=1.0,
 )  # fmt: skip
 

@@ -19,9 +19,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.dataset import prepare
 from megatron_elastic.adaptor.samples import indices
-from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.adaptor.samples.sample import Reader, collate
 from megatron_elastic.config import UsageError
+from megatron_elastic.lock import locked
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
 
@@ -158,7 +158,7 @@ def test_a_part_without_text_is_refused(tmp_path: Path, split: str, sizes: tuple
 
 def test_who_waits_for_another_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("megatron_elastic.adaptor.samples.lock._SAID_AFTER", 0.0)
+    monkeypatch.setattr("megatron_elastic.lock._SAID_AFTER", 0.0)
 
     class Over(Exception):
         pass
@@ -167,7 +167,7 @@ def test_who_waits_for_another_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         told.append(text % args)
         raise Over
 
-    monkeypatch.setattr("megatron_elastic.adaptor.samples.lock._logger.warning", warn)
+    monkeypatch.setattr("megatron_elastic.lock._logger.warning", warn)
     with locked(tmp_path / "lock", "the index"), pytest.raises(Over), locked(tmp_path / "lock", "the index"):
         pass
     assert told == [f"waiting for another process, which makes the index ({tmp_path / 'lock'})"]

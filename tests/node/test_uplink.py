@@ -28,8 +28,8 @@ from megatron_elastic.config import ElasticConfig
 
 CONFIG = ElasticConfig(elastic=True, suspect_timeout=1.0)
 CREDENTIALS = Credentials("a token of this test, with more than 32 characters")
-SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=9, suspect_timeout=1,
-                    report_timeout=5, wait_timeout=9, heartbeat_timeout=CONFIG.heartbeat_timeout)
+SETTINGS = Settings(elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=9,
+                    suspect_timeout=1, report_timeout=5, wait_timeout=9, heartbeat_timeout=CONFIG.heartbeat_timeout)
 LIMIT = 20.0
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,50 @@ def test_what_could_not_be_printed_is_printed_once(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(job())
     assert disk.taken == b"one\none\ntwo\n"
+
+
+class Pipe(io.StringIO):
+    """Takes nothing until somebody reads."""
+
+    def __init__(self, read: threading.Event) -> None:
+        super().__init__()
+        self.read_now = read
+
+    def write(self, text: str, /) -> int:
+        self.read_now.wait(60)
+        return super().write(text)
+
+
+def test_why_a_job_has_failed_is_printed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = threading.Event()
+    both = Pipe(read)
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+
+    async def job() -> None:
+        screen = Screen()
+        screen.say("step 1 of 9")
+        screen.complain("for no reason")
+        read.set()
+        screen.close(60)
+
+    asyncio.run(job())
+    assert both.getvalue() == "step 1 of 9\nmegatron-elastic: error: for no reason\n"
+
+
+def test_why_a_job_has_failed_is_printed_though_nothing_else_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    disk = Disk()
+    disk.refusals = 1000
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(disk)))
+
+    async def job() -> None:
+        screen = Screen()
+        screen.say("step 1 of 9")
+        screen.complain("for no reason")
+        screen.close(60)
+
+    asyncio.run(job())
+    disk.refusals = 0  # or it would be said at exit that the line is lost
+    assert capsys.readouterr().err == "megatron-elastic: error: for no reason\n"

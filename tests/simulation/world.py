@@ -31,7 +31,7 @@ _HORIZON = 1500.0
 _BASE = 1e9
 """What clocks show at the beginning."""
 _SETTINGS = Settings(
-    elastic=True, respawn=False, replay="gradient", profile=None, start_timeout=180.0, suspect_timeout=1.0,
+    elastic=True, respawn=False, replay="gradient", profile_file=None, start_timeout=180.0, suspect_timeout=1.0,
     report_timeout=60.0, wait_timeout=300.0, heartbeat_timeout=2.5,
 )  # fmt: skip
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy
 
 from megatron_elastic.adaptor import targets
-from megatron_elastic.adaptor.samples.lock import locked
 from megatron_elastic.config import UsageError
+from megatron_elastic.lock import locked
 from megatron_elastic.support import check_uncut
 
 _logger = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ import argparse
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 from megatron_elastic.adaptor.layers import documents
 from megatron_elastic.adaptor.model import groups
 from megatron_elastic.adaptor.samples import indices
-from megatron_elastic.adaptor.samples.lock import one_first
 from megatron_elastic.adaptor.samples.order import in_order, order_of
 from megatron_elastic.adaptor.samples.read_ahead import ReadAhead
 from megatron_elastic.adaptor.samples.sample import Reader, Samples, collate
@@ -31,6 +31,7 @@ from megatron_elastic.config import UsageError
 from megatron_elastic.device.device import Device
 from megatron_elastic.faults.odometer import Odometer
 from megatron_elastic.layout import Layout, Part
+from megatron_elastic.lock import locked
 from megatron_elastic.observe.dials import DATA
 from megatron_elastic.pipeline.route import Leg
 
@@ -102,7 +103,7 @@ class Batches:
     def _make(self) -> tuple[Any, Any, Any]:
         try:
             indices.install()
-            with groups.alone(), one_first(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
+            with groups.alone(), _one_first(Path(os.environ["MEGATRON_ELASTIC_RUN_DIR"])):
                 return self._provider(self._args)
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -183,3 +184,18 @@ class _Making:
         except BaseException as error:
             self.result.set_exception(error)
         self.ended.set()
+
+
+@contextmanager
+def _one_first(run_dir: Path) -> Iterator[None]:
+    """Around making a job's data sets: the first rank that comes does it alone, so that the others find the indices.
+
+    Where ranks do not share what the first one makes, they share no more than the order.
+    """
+    made = run_dir / "data.made"
+    with locked(run_dir / "data.lock", "the data sets' indices"):
+        if not made.exists():
+            yield
+            made.touch()
+            return
+    yield

@@ -7,7 +7,6 @@ one; only without that it is compiled.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.machinery
 import importlib.util
@@ -18,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.config import UsageError
+from megatron_elastic.lock import locked
 
 _NAME = "megatron.core.datasets.helpers_cpp"
 _SOURCE = "helpers.cpp"
+_LIMIT = 300.0
+"""Seconds that a rank waits for another which compiles, and for the compiler, which takes some ten."""
 
 
 def provide() -> None:
@@ -30,11 +32,12 @@ def provide() -> None:
     import megatron.core.datasets as datasets
 
     folder = Path(datasets.__path__[0])
-    with (folder / "Makefile").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        importlib.invalidate_caches()
-        if not _importable():
-            _compile(folder)
+    try:
+        with locked(folder / "Makefile", "helpers_cpp", _LIMIT):
+            if not _importable():
+                _compile(folder)
+    except OSError as error:
+        raise UsageError(f"cannot compile {folder / _SOURCE}: {error}") from None
 
 
 def _importable() -> bool:
@@ -75,7 +78,11 @@ def _compile(folder: Path) -> None:
     pybind11: Any = importlib.import_module("pybind11")
     includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
     command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}", f"CPPFLAGS={includes}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                              check=False, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{folder / _SOURCE} was not compiled within {_LIMIT:g} s: {' '.join(command)}") from None
     if done.returncode:
-        raise UsageError(f"cannot compile {folder}/helpers.cpp ({' '.join(command)}):\n{done.stderr.strip()}")
+        raise UsageError(f"cannot compile {folder / _SOURCE} ({' '.join(command)}):\n{done.stderr.strip()}")
     importlib.invalidate_caches()

@@ -386,8 +386,8 @@ class Office:
 def _settings(config: ElasticConfig) -> Settings:
     return Settings(
         elastic=config.elastic, respawn=config.respawn, spares=config.spares, replay=config.replay, redo=config.redo,
-        on_error=config.on_error, slow=config.slow or "share", profile=config.profile,
-        policy=config.policy, schedule=config.schedule, dvfs=config.dvfs,
+        on_error=config.on_error, slow=config.slow or "share",
+        profile_file=config.profile_file, policy=config.policy, schedule=config.schedule, dvfs=config.dvfs,
         places=config.placement == "search",
         start_timeout=config.start_timeout, suspect_timeout=config.suspect_timeout,
         report_timeout=config.report_timeout, wait_timeout=config.wait_timeout,

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,15 +24,24 @@ _WARNING = "WARNING: "
 _encoder = msgspec.json.Encoder()
 
 
+@dataclass(frozen=True, eq=False)
+class _Reason:
+    """Why the job has failed."""
+
+    line: str
+
+
 class Screen:
     """Prints as soon as the terminal or pipe takes it. ``as_json``: objects. It is a ``recorder.Watcher``, too."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._clerk: Clerk[str] = Clerk("screen", self._print, lambda what: None)
+        self._clerk: Clerk[str | _Reason] = Clerk("screen", self._print, lambda what: None)
         self._begun: str | None = None
         """What is on its way: when it is tried again, the stream has it already."""
         self._watches = False
+        self._reason: _Reason | None = None
+        """It is still to be printed."""
         self._told = set[str]()
 
     def watch(self) -> None:
@@ -47,13 +57,15 @@ class Screen:
             self._clerk.put(as_object(level, tells or "said", line.removeprefix(_WARNING)))
 
     def complain(self, line: str) -> None:
-        """Print why the job has failed."""
+        """Print why the job has failed, after all that was said before."""
         if "failed" not in self._told:
-            complain("error", line, self.as_json)
+            self._reason = _Reason(line)
+            self._clerk.put(self._reason)
 
     def close(self, limit: float) -> None:
-        """Wait until all is printed."""
+        """Wait until all is printed. Where that takes too long, or cannot be, the reason of a failure still is."""
         self._clerk.close(limit)
+        self._give_reason()
 
     # ---- what is written down ----------------------------------------------------------------
 
@@ -74,7 +86,15 @@ class Screen:
     def figures(self, figures: Mapping[int, Figures]) -> None:
         """Nothing: they are no lines."""
 
-    def _print(self, line: str) -> None:
+    def _give_reason(self) -> None:
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            complain("error", reason.line, self.as_json)
+
+    def _print(self, line: str | _Reason) -> None:
+        if isinstance(line, _Reason):
+            self._give_reason()
+            return
         if self._begun is not line:
             self._begun = line
             print(f"{line}\n", end="")  # at once: ranks' lines come from another thread

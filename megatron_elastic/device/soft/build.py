@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -15,8 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from megatron_elastic.lock import locked
+
 _HERE = Path(__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+
+_LIMIT = 600.0
+"""Seconds that one process waits for another which compiles, and for a compiler; it takes one or two minutes."""
 
 
 def compiler() -> str | None:
@@ -28,7 +32,7 @@ def library() -> Path:
     """The compiled extension; compiled now if it is not there. Two processes at once compile it once.
 
     It is kept in ``$TORCH_EXTENSIONS_DIR``, or in ``~/.cache/torch_extensions``. Raises RuntimeError without a
-    compiler, and with the compiler's output if it fails.
+    compiler, with the compiler's output if it fails, and where it takes too long; TimeoutError where another does.
     """
     sources = sorted(_HERE.glob("*.cpp"))
     digest = hashlib.sha256(" ".join((torch.__version__, *_FLAGS)).encode())
@@ -39,8 +43,7 @@ def library() -> Path:
     if made.exists():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    with open(made.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(made.parent / "lock", "the extension of the soft device", _LIMIT):
         if not made.exists():
             _compile(sources, made)
     return made
@@ -67,6 +70,11 @@ def _compile(sources: Sequence[Path], made: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"soft: the compiler was not done within {_LIMIT:g} s: {' '.join(command)}") from None
     if done.returncode != 0:
         raise RuntimeError(f"soft: the compiler failed: {' '.join(command)}\n{done.stderr[-4000:]}")

@@ -6,7 +6,6 @@ The library is compiled at first use with the machine's compiler, for its proces
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -16,14 +15,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_elastic.lock import locked
 from megatron_elastic.numerics.kernels.reference import BLOCK, SCALE, AdamNumbers
 
 SOURCE = Path(__file__).parent / "exact.cpp"
@@ -35,8 +34,6 @@ FLAGS = (
 _LIMIT = 90.0
 """Seconds after which a process does without a library, whether it compiles or waits for one that does: fewer than a
 job waits for its ranks to start. Compiling takes two of a processor."""
-_LOOK = 0.02, 0.5
-"""Seconds between two attempts to get the lock, at least and at most: a tenth of those that it has been waited for."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _SIGNATURES = {
@@ -144,7 +141,7 @@ def library(folder: Path) -> Path:
         path = folder / f"kernels-{_digest(compiler)}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder / "lock", until):
+            with locked(folder / "lock", "kernels", _LIMIT):
                 if not path.exists():
                     _compile(compiler, path, until)
     except (OSError, RuntimeError) as error:
@@ -164,24 +161,6 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = ("vendor_id", "cpu family", "model\t", "flags", "CPU part", "Features")
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(names)})])
-
-
-@contextmanager
-def _locked(path: Path, until: float) -> Iterator[None]:
-    """Hold the lock of a folder. Raises RuntimeError where another process does until then."""
-    with path.open("w") as lock:
-        begun = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                now = time.monotonic()
-                if now >= until:
-                    raise RuntimeError(f"another process compiles the library for more than {_LIMIT:g} s, or stands "
-                                       f"still meanwhile (it has {path})") from None
-                time.sleep(min(max((now - begun) / 10, _LOOK[0]), _LOOK[1], until - now))
-        yield
 
 
 def _compile(compiler: str, path: Path, until: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from typing import Any
 from megatron_elastic.layout import MTP, Layout
 from megatron_elastic.plan.costs.exchange import Exchange, Link, Phases
 from megatron_elastic.plan.costs.power import Clocking, PowerModel
+from megatron_elastic.usage import is_amount
 
 _ASSUMED = {
     "layer": 1_000_000, "experts": 1_000_000, "bias": 100, "embedding": 1_000_000, "positions": 100_000,
@@ -375,7 +375,7 @@ def _steps(entry: Any) -> tuple[float, ...]:
 
 
 def _number(key: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+    if not is_amount(value):
         raise ProfileError(f"the profile has {value!r} for {key!r}, but it must be a number that is not negative")
     if key == "bandwidth" and not value:
         raise ProfileError("the profile has a bandwidth of 0: it must be positive, in bytes a second")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from megatron_elastic.usage import is_amount
 
 
 class DeviceError(Exception):
@@ -70,7 +71,7 @@ class Device:
         if unknown := sorted(set(figures) - set(known)):
             raise DeviceError(f"device {name!r} has {unknown[0]!r}, which is none of like, name, {', '.join(known)}")
         for key, value in figures.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            if not (is_amount(value) and value):
                 raise DeviceError(f"device {name!r} has {value!r} for {key!r}, but it must be a positive number")
             if key == "per_node" and value != int(value):
                 raise DeviceError(f"device {name!r} has {value:g} for {key!r}, but it must be a whole number")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_elastic.config import MEASURED
-
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What of ``config.ElasticConfig`` the protocol looks at; times in seconds."""
@@ -13,7 +11,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool
     respawn: bool
     replay: str
-    profile: str | None
+    profile_file: str | None
+    """Where it is written what units cost, if it is."""
     start_timeout: float
     suspect_timeout: float
     report_timeout: float
@@ -29,8 +28,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     places: bool = False
     """Whether a search of orders may place chunks otherwise."""
     dvfs: str | None = None
-
-    @property
-    def profile_file(self) -> str | None:
-        """Where it is written what units cost, if it is."""
-        return None if self.profile == MEASURED else self.profile
