@@ -6,6 +6,10 @@ Prometheus' metrics, TensorBoard, lines as JSON, and a look each second, as ``to
 (``turns``): what else the machine does then hits all of them. So does, with ``--against CHECKOUT``, ``bitwise`` as
 another checkout has it. One more job tells what it costs that ranks are watched (``watching``).
 
+Two jobs of one commit differ as well, for as long as they live: their memory lies elsewhere. ``--jobs`` starts all anew
+so often, and tells ratios by job, too: before a few percent are believed, their error is to be that of jobs, not of
+turns.
+
 When other work competes for the cores, step times say who was scheduled more: look at ``load_before``, and at the
 processor time of a step, which is that of all processes of a job together.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -79,12 +84,12 @@ def flags_of_job(options: argparse.Namespace, data: Path) -> list[str]:
     return [*(text for name, value in values.items() for text in (f"--{name}", str(value))), *experts]
 
 
-def figures(times: Times) -> dict[str, Any]:
-    """Medians over all rounds, and those of ``RATIOS`` whose variants were measured."""
+def figures(times: Times, jobs: int = 1) -> dict[str, Any]:
+    """Medians over all rounds, and those of ``RATIOS`` whose variants were measured. ``jobs``: see ``ratio``."""
     found: dict[str, Any] = {}
     for key, (name, base) in RATIOS.items():
         if name in times and base in times:
-            found |= ratio(times, name, base, key)
+            found |= ratio(times, name, base, key, jobs)
     return {**found, "step_ms": medians(times)}
 
 
@@ -93,18 +98,27 @@ def medians(times: Times) -> dict[str, float]:
     return {name: round(_median(rounds), 1) for name, rounds in times.items()}
 
 
-def ratio(times: Times, name: str, base: str, key: str) -> dict[str, Any]:
+def ratio(times: Times, name: str, base: str, key: str, jobs: int = 1) -> dict[str, Any]:
     """``key``: a variant's median divided by that of ``base``; ``key``_rounds: how far it spreads over the rounds.
 
-    Of rounds enough to tell also their geometric mean, and its standard error.
+    Of rounds enough to tell also their geometric mean, and its standard error. Where the rounds are those of several
+    ``jobs``, as many of each, the same of jobs: ``key``_jobs.
     """
     by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(times[name], times[base], strict=True)]
-    spread = {"min": round(min(by_round), 4), "max": round(max(by_round), 4)}
-    if len(by_round) >= _ENOUGH:
-        logarithms = [math.log(each) for each in by_round]
-        error = statistics.stdev(logarithms) / math.sqrt(len(by_round))
-        spread |= {"mean": round(math.exp(statistics.mean(logarithms)), 4), "error": round(error, 4)}
-    return {key: round(_median(times[name]) / _median(times[base]), 4), f"{key}_rounds": spread}
+    found = {key: round(_median(times[name]) / _median(times[base]), 4), f"{key}_rounds": _spread(by_round)}
+    if jobs > 1:
+        each = len(by_round) // jobs
+        of_jobs = [statistics.geometric_mean(by_round[at : at + each]) for at in range(0, len(by_round), each)]
+        found[f"{key}_jobs"] = _spread(of_jobs)
+    return found
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    spread = {"min": round(min(ratios), 4), "max": round(max(ratios), 4)}
+    if len(ratios) >= _ENOUGH:
+        error = statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+        spread |= {"mean": round(statistics.geometric_mean(ratios), 4), "error": round(error, 4)}
+    return spread
 
 
 def _median(rounds: Sequence[Sequence[float]]) -> float:
@@ -175,6 +189,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Step times of the elastic job without faults against plain Megatron's.")
     parser.add_argument("--rounds", type=int, default=10, metavar="N",
                         help="turns of each variant's job (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+                        help="start all jobs anew so often, each time for so many turns: from 4 on the error of ratios "
+                             "is told that jobs of the same commit have among each other (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, metavar="N",
                         help="steps of a turn that count (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
@@ -183,8 +200,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="measure bitwise as another checkout of this project has it, too")
     add_model_flags(parser)
     options = _of_two_stages(parser, argv)
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("--rounds and --steps must be at least 1")
+    if min(options.rounds, options.steps, options.jobs) < 1:
+        parser.error("--rounds, --steps and --jobs must be at least 1")
     return options
 
 
@@ -210,20 +227,23 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     load = load_average()
     flags = flags_of_job(options, prepare_data())
+    times: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
+    cpu: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
     with run_root() as root:
         long = WARM + options.rounds * (2 * options.steps + _SPARE)
-        starts = _starts(options, root, [*flags, "--train-iters", str(long)])
-        times: dict[str, list[Sequence[float]]] = {name: [] for name in starts}
-        cpu: dict[str, list[Sequence[float]]] = {name: [] for name in starts}
-        turns = list(plan_jobs(options.rounds, list(starts)))
-        with started(starts) as jobs:
-            for number, (_, name) in enumerate(turns, start=1):
-                turn = jobs[name].take(options.steps)
-                times[name].append(turn.step_ms)
-                cpu[name].append([turn.cpu_ms])
-                progress(f"turn {number}/{len(turns)}: {name} {statistics.median(turn.step_ms):.0f} ms a step, "
-                         f"{turn.cpu_ms:.0f} ms of the processors")
-        found = {**figures(times), "cpu": figures(cpu)}
+        for job in range(options.jobs):
+            folder = root / str(job + 1)
+            folder.mkdir()
+            starts = _starts(options, folder, [*flags, "--train-iters", str(long)])
+            turns = list(plan_jobs(options.rounds, list(starts)))
+            with started(starts) as jobs:
+                for number, (_, name) in enumerate(turns, start=1 + job * len(turns)):
+                    turn = jobs[name].take(options.steps)
+                    times[name].append(turn.step_ms)
+                    cpu[name].append([turn.cpu_ms])
+                    progress(f"turn {number}/{options.jobs * len(turns)}: {name} "
+                             f"{statistics.median(turn.step_ms):.0f} ms a step, {turn.cpu_ms:.0f} ms of the processors")
+        found = {**figures(times, options.jobs), "cpu": figures(cpu, options.jobs)}
         if "bitwise" in times:
             run_job(root / "counted", options.nproc_per_node,
                     [*flags, *VARIANTS["bitwise"], "--train-iters", str(_WATCHED)], watching.SCRIPT)
@@ -231,7 +251,8 @@ def main(argv: Sequence[str]) -> int:
     emit("overhead", argv, {
         **found,
         **circumstances(options),
-        "steps_counted": options.steps * options.rounds,
+        "steps_counted": options.steps * options.rounds * options.jobs,
+        "jobs": options.jobs,
         "load_before": load,
     })
     return 0

@@ -230,6 +230,9 @@ def test_ratios_are_of_medians() -> None:
     assert result["ratio_bitwise"] == pytest.approx(21 / 15, abs=1e-4)
     assert result["ratio_bitwise_rounds"] == {"min": 1.2, "max": 1.5}
     assert "ratio_bitwise_same_transport" not in result  # that was not measured
+    jobs = {"bitwise": [[2.0]] * 4 + [[4.0]] * 4, "against": [[2.0], [1.0]] * 2 + [[2.0]] * 4}
+    turns = overhead.figures(jobs, jobs=4)
+    assert turns["ratio_against_jobs"] == {"min": 1.4142, "max": 2.0, "mean": 1.6818, "error": 0.1}
     more = overhead.figures({"same_transport": [[10.0]], "bitwise": [[11.0]], "against": [[12.0]]})
     assert [more[key] for key in ("ratio_bitwise_same_transport", "ratio_against_same_transport", "ratio_against")] == [
         1.1, 1.2, 0.9167]
