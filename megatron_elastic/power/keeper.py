@@ -111,10 +111,13 @@ def _restore(
         except Exception as error:  # whatever it is, others are set back
             failed[device] = value
             warn(f"the clock of {actuator.name} {device} is not set back to {value!r}: {error}")
-    if failed:
-        _note(file, actuator.name, failed)
-    else:
-        file.unlink(missing_ok=True)
+    try:
+        if failed:
+            _note(file, actuator.name, failed)
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        warn(f"{file} cannot be changed ({error}): the next job here sets clocks back once more")
     return failed
 
 

@@ -12,14 +12,19 @@ import fcntl
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 from megatron_elastic.power.actuator import Actuator
 from megatron_elastic.power.devices import Place, actuators, devices
 from megatron_elastic.power.keeper import UNREADABLE, Keeper, read_note, restore_left
+
+_ANSWER = 30.0
+"""Seconds that are waited for devices whose clocks a job has left."""
 
 
 class Regulator:
@@ -50,24 +55,35 @@ class Regulator:
         self._lock = file.with_suffix(".lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._keeper = Keeper(self._actuator, file, warn)
-        self._thread = ThreadPoolExecutor(1, "clocks")
         self._refused = False
+        self._work = SimpleQueue[Callable[[], None] | None]()
+        self._thread = Thread(target=self._run, name="clocks", daemon=True)  # a device may never answer
+        self._thread.start()
 
     def set(self, clocks: Mapping[int, float], places: list[Place], watts: Mapping[int, float] | None = None) -> None:
         """Let these ranks run at these clocks, and draw no more than these watts, and all others as they did before.
         Does not wait.
         """
         limits = watts or {}
-        self._thread.submit(self._set, clocks, limits, [each for each in places if each.rank in {*clocks, *limits}])
+        concerned = [each for each in places if each.rank in {*clocks, *limits}]
+        self._work.put(partial(self._set, clocks, limits, concerned))
 
     def look(self) -> None:
         """See whether devices run at the clocks that were set. Does not wait."""
-        self._thread.submit(self._look)
+        self._work.put(self._look)
 
-    def close(self) -> None:
-        """Set all back; returns when that is done."""
-        self._thread.submit(self._keeper.restore).result()
-        self._thread.shutdown()
+    def close(self, limit: float) -> None:
+        """Set all back; returns when that is done, or after so many seconds."""
+        self._work.put(None)
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            self._warn(f"clocks are not set back ({self._actuator.name}): the devices did not answer within {limit:g} "
+                       "s; when they do, megatron-elastic clocks restore sets them back")
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+        self._keeper.restore()
         with self._lock:
             Path(self._lock.name).unlink(missing_ok=True)
 
@@ -89,7 +105,7 @@ class Regulator:
             self._warn(f"clocks stay as they are ({self._actuator.name}): {error}{grants}")
 
     def _look(self) -> None:
-        with contextlib.suppress(OSError):  # that it cannot be seen is no reason to leave clocks alone
+        with contextlib.suppress(Exception):  # that it cannot be seen is no reason to leave clocks alone
             found = {self._of_ranks[device]: round(now, 2) for device, now in self._keeper.throttled().items()}
             if found and found != self._held_down:
                 self._hot(found)
@@ -137,14 +153,25 @@ def _held(file: Path) -> bool:
 
 
 def restore_left_behind(warn: Callable[[str], None], folder: Path | None = None) -> None:
-    """Set back what jobs have left here whose agents are gone."""
+    """Set back what jobs have left here whose agents are gone; devices that do not answer keep nobody waiting."""
     folder = folder or notes()
     try:
         files = sorted(folder.glob("*.json"))
         mine = not files or folder.stat().st_uid == os.getuid()
     except OSError:
         return
-    for file in files if mine else ():
+    if not files or not mine:
+        return
+    thread = Thread(target=_restore, args=(files, warn), name="clocks", daemon=True)
+    thread.start()
+    thread.join(_ANSWER)
+    if thread.is_alive():
+        warn(f"clocks that jobs have left are not set back: their devices did not answer within {_ANSWER:g} s "
+             f"({folder})")
+
+
+def _restore(files: Iterable[Path], warn: Callable[[str], None]) -> None:
+    for file in files:
         with file.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             restore_left(file, actuators(), warn)

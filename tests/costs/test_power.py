@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -254,7 +255,7 @@ def test_a_missing_permission_is_one_warning(
     control = Regulator("cpufreq", tmp_path, said.append, tmp_path / "notes")
     for clock in (0.5, 0.75, 1.0):
         control.set({0: clock, 1: clock}, [])
-    control.close()
+    control.close(60)
     assert len(said) == 1 and "Permission denied" in said[0]
     assert "this grants it: sudo chown $USER scaling_max_freq" in said[0]
     assert limits(cpus) == [2900000, 2900001], "the other one is as it was"
@@ -281,12 +282,53 @@ def test_whatever_an_actuator_trips_over_is_told(cpus: Path, tmp_path: Path, mon
     monkeypatch.setattr(regulator, "devices", lambda name, run_dir, places: {0: "0", 1: "1"})
     control = Regulator("cpufreq", tmp_path, said.append, tmp_path / "notes")
     control.set({0: 0.5, 1: 0.5}, [])
-    control.close()
+    control.close(60)
     assert any("clocks stay as they are (cpufreq): invalid literal" in line for line in said)
     assert any("0 is not set back to '2900000': module 'pynvml'" in line for line in said)
     assert limits(cpus) == [1000000, 2900001], "the other one is as it was"
     (note,) = (tmp_path / "notes").glob("*.json")
     assert json.loads(note.read_text())["before"] == {"0": "2900000"}
+
+
+class Silent(Cpufreq):
+    """A machine with a device that does not answer for a while."""
+
+    answers = threading.Event()
+
+    def write(self, device: str, clock: float) -> None:
+        super().write(device, clock)
+        self.answers.wait(60)
+
+
+def test_a_device_that_does_not_answer_is_not_waited_for_without_end(
+    cpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(regulator, "actuators", lambda: (Silent(cpus),))
+    monkeypatch.setattr(regulator, "devices", lambda name, run_dir, places: {0: "0"})
+    control = Regulator("cpufreq", tmp_path, said.append, tmp_path / "notes")
+    control.set({0: 0.5}, [])
+    control.close(0.1)
+    assert said == ["clocks are not set back (cpufreq): the devices did not answer within 0.1 s; when they do, "
+                    "megatron-elastic clocks restore sets them back"]
+    assert len(list((tmp_path / "notes").glob("*.json"))) == 1, "it is noted what they were"
+    Silent.answers.set()
+    control.close(60)
+    assert limits(cpus) == [2900000, 2900001]
+    assert not list((tmp_path / "notes").iterdir())
+
+
+def test_what_is_left_of_a_device_that_does_not_answer_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, answers = list[str](), threading.Event()
+    monkeypatch.setattr(regulator, "actuators", lambda: answers.wait(60) and ())
+    monkeypatch.setattr(regulator, "_ANSWER", 0.1)
+    (tmp_path / "dead.json").write_text("{}")
+    restore_left_behind(said.append, tmp_path)
+    (line,) = said
+    answers.set()
+    assert "their devices did not answer within 0.1 s" in line and str(tmp_path) in line
 
 
 def test_devices_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,18 +371,25 @@ def test_quotas_are_those_of_a_ranks_own_group(group: Path, tmp_path: Path) -> N
         sleep.wait()
 
 
+def settled(control: Regulator) -> None:
+    """All that it was told is done."""
+    done = threading.Event()
+    control._work.put(done.set)
+    assert done.wait(60)
+
+
 def test_only_what_is_left_by_the_dead_is_set_back(tmp_path: Path) -> None:
     """By a lock, that others see, too, to whom the process has another number or none."""
     places, said = [Place(1, 0, 0)], list[str]()
     living = Regulator("emulated", tmp_path, said.append, tmp_path / "notes")
     living.set({1: 0.5}, places)
-    living._thread.submit(int).result()
+    settled(living)
     left = tmp_path / "clocks" / "2"
     Emulated().write(str(left), 0.5)
     (tmp_path / "notes" / "dead.json").write_text(json.dumps({"actuator": "emulated", "before": {str(left): ""}}))
     restore_left_behind(said.append, tmp_path / "notes")
     assert (tmp_path / "clocks" / "1").exists() and not left.exists() and not said
-    living.close()
+    living.close(60)
     assert not (tmp_path / "clocks" / "1").exists() and not list((tmp_path / "notes").iterdir())
     restore_left_behind(said.append, tmp_path / "nowhere")
 
@@ -353,7 +402,7 @@ def test_a_person_sets_back_what_is_left(tmp_path: Path, capsys: pytest.CaptureF
     assert "no clocks are set" in capsys.readouterr().out
     job = Regulator("emulated", tmp_path, print, notes)
     job.set({1: 0.5}, [Place(1, 0, 0)])
-    job._thread.submit(int).result()
+    settled(job)
     left = tmp_path / "clocks" / "2"
     Emulated().write(str(left), 0.5)
     (notes / "dead.json").write_text(json.dumps({"actuator": "emulated", "before": {str(left): ""}}))
@@ -366,7 +415,7 @@ def test_a_person_sets_back_what_is_left(tmp_path: Path, capsys: pytest.CaptureF
     (notes / "odd.json").write_text(json.dumps({"actuator": "other", "before": {"3": "x"}}))
     assert cli.main(["clocks", "restore", *flags]) == 1
     assert "set them by hand" in capsys.readouterr().err
-    job.close()
+    job.close(60)
 
 
 def test_emulated_devices_read_their_clock(tmp_path: Path) -> None:
@@ -393,11 +442,11 @@ def test_devices_that_are_held_down_are_told_once(tmp_path: Path, cpus: Path) ->
     control = Regulator("emulated", tmp_path, print, tmp_path / "notes", hot=told.append)
     control.set({1: 1.2, 2: 1.0}, [Place(1, 0, 0), Place(2, 1, 0)])
     control.look()
-    control._thread.submit(int).result()
+    settled(control)
     (tmp_path / "clocks" / "1.most").write_text("0.9")
     control.look()
     control.look()
-    control.close()
+    control.close(60)
     assert told == [{1: 0.9}]
     assert Clocks(tmp_path, {}).slowest([1]) == 0.9, "and the device does not run faster"
 

@@ -20,6 +20,7 @@ from megatron_elastic.power.devices import Place
 from megatron_elastic.power.keeper import Keeper, restore_left
 from megatron_elastic.power.nvidia import Nvidia
 from megatron_elastic.power.regulator import Regulator
+from tests.costs.test_power import settled
 from tests.devices.nvml import Nvml
 from tests.play import SETTINGS, Play
 
@@ -106,7 +107,7 @@ def test_who_is_not_root_is_told_once(tmp_path: Path, monkeypatch: pytest.Monkey
     control = Regulator("nvidia", tmp_path, said.append, tmp_path / "notes")
     for clock in (0.5, 1.0):
         control.set({0: clock, 1: clock}, [Place(rank, rank, 0) for rank in (0, 1)], {0: 300.0})
-    control.close()
+    control.close(60)
     assert len(said) == 1 and "root may: sudo -E megatron-elastic run" in said[0]
     assert not list((tmp_path / "notes").iterdir())
 
@@ -151,15 +152,15 @@ def test_a_nodes_clocks_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     control = Regulator("nvidia", tmp_path, said.append, tmp_path / "notes")
     places = [Place(rank, rank - 4, 0) for rank in (4, 5)]
     control.set({4: 0.9}, places, {4: 400.0, 5: 500.0})
-    control._thread.submit(int).result()
+    settled(control)
     assert [(gpu.locked, gpu.limit) for gpu in nvml.gpus] == [((1500, 1500), 400_000), (None, 500_000)]
     nvml.root = False
     for watts in (300.0, 350.0):
         control.set({4: 0.4}, places, {4: watts})
-    control._thread.submit(int).result()
+    settled(control)
     nvml.root = True
     assert said[-1].startswith("clocks stay as they are (nvidia)") and "Insufficient Permissions" in said[-1]
-    control.close()
+    control.close(60)
     assert sum("clocks stay" in each for each in said) == 1
     assert [(gpu.locked, gpu.limit) for gpu in nvml.gpus] == [(None, 700_000), (None, 700_000)]
 

@@ -294,7 +294,7 @@ class Agent:
             self._look.cancel()
         await self._keeper.end()
         if self._regulator is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._regulator.close)
+            await asyncio.get_running_loop().run_in_executor(None, self._regulator.close, END_LIMIT)
         self._lines.close()
         if self._echo is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._echo.close, END_LIMIT)
