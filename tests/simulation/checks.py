@@ -34,6 +34,8 @@ class Checks:
         """Step -> epoch in which it was last decided to do it again."""
         self._told: dict[int, int] = {}
         """Step -> newest epoch from which a coordinator was told of its vote."""
+        self._brought: set[int] = set()
+        """Steps that agents knew of when they had come to who took over."""
         self._excuses: set[str] = set()
         self._digested = False
         self._links: list[set[int]] = []
@@ -170,7 +172,7 @@ class Checks:
         for missing in range(self._world.written + 1, step):
             told = any(each.vote.step == missing for agent in self._world.agents if agent.connected
                        for each in agent.post.committed)
-            if told or "another coordinates" not in self._excuses:
+            if told or missing in self._brought or "another coordinates" not in self._excuses:
                 raise Violation("ledger", f"the line of step {step} follows that of step {self._world.written}")
 
     def after(self, coordinator: Coordinator, before: Job) -> None:
@@ -181,6 +183,8 @@ class Checks:
         timers = job.timers
         if before.gathering is not None and job.gathering is None:
             for node, link in coordinator.links.items():
+                if node in job.nodes:
+                    self._brought.update(each.vote.step for each in link.agent.post.committed)
                 wanted = link.agent.post.wanted if node in job.nodes else None
                 if wanted is not None and wanted.number > job.arrangement.number:
                     raise Violation("forgotten", f"node {node} knows of {wanted}, and who coordinates does not")

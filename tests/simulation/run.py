@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pool
 
+from tests.simulation import aims
 from tests.simulation.errors import Violation
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
@@ -49,11 +50,11 @@ def simulate(scenario: Scenario, lines: list[str] | None = None) -> tuple[World,
     return world, None
 
 
-def some(seeds: range, policy: str | None = None) -> Total:
-    """Run the histories of these seeds; all under the ``policy`` if one is given."""
+def some(seeds: range, policy: str | None = None, near: str | None = None) -> Total:
+    """Run the histories of these seeds; all under the ``policy`` if one is given, and ``near`` a mutant."""
     total = Total(seeds=len(seeds))
     for seed in seeds:
-        scenario = Scenario.of(seed)
+        scenario = aims.scenario(near, seed)
         world, violation = simulate(scenario if policy is None else replace(scenario, policy=policy))
         total.events += world.count
         total.steps += world.written - world.start_step
@@ -66,18 +67,18 @@ def some(seeds: range, policy: str | None = None) -> Total:
 
 
 def many(
-    first: int, last: int, jobs: int, until: float = float("inf"), policy: str | None = None
+    first: int, last: int, jobs: int, until: float = float("inf"), policy: str | None = None, near: str | None = None
 ) -> Iterator[Total]:
     """Run the histories of a range of seeds in some processes, until ``time.monotonic()`` says so; chunk by chunk."""
     chunks = (range(at, min(at + _CHUNK, last)) for at in range(first, last, _CHUNK))
     if jobs == 1:
         for chunk in chunks:
-            yield some(chunk, policy)
+            yield some(chunk, policy, near)
             if time.monotonic() > until:
                 return
         return
     with Pool(jobs) as pool:
-        for total in pool.imap_unordered(partial(some, policy=policy), chunks):
+        for total in pool.imap_unordered(partial(some, policy=policy, near=near), chunks):
             yield total
             if time.monotonic() > until:
                 pool.terminate()
