@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from tests.nursery import await_exits, output_until, rest_of
 PROGRAMS = Path(__file__).parent / "cluster_programs"
 MARK = "MEGATRON_ELASTIC_TEST_MARK"
 _LIMIT = 100.0
-"""Seconds that anything here may take, some fifty times what it needs."""
+"""Seconds for which a launcher may print nothing, and its processes take to end; some fifty times what they need."""
+_LOOK = 1.0
+"""Seconds between two looks whether launchers are there."""
 TOKEN = "a token for tests that nobody would guess"
 
 
@@ -92,9 +95,12 @@ class Launch:
         (self.path / "meet" / "go").write_text("go")
 
     def hear(self, count: int) -> None:
-        """Wait until ``count`` ranks have done the act ``tell``."""
+        """Wait until ``count`` ranks have done the act ``tell``. Nobody does any more when all launchers have ended."""
         while count:
-            count -= len(os.read(self.told, count))
+            if select.select([self.told], [], [], _LOOK)[0]:
+                count -= len(os.read(self.told, count))
+            elif all(run.process.poll() is not None for run in self.runs):
+                raise AssertionError("\n".join(run.output + rest_of(run.process, _LIMIT) for run in self.runs))
 
     def processes(self) -> list[int]:
         """Processes of these launchers that are alive, found by their environment."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from megatron_elastic import cli
@@ -130,50 +130,64 @@ def await_exits(pids: Iterable[int], limit: float) -> None:
 def output_until(launcher: Launched | subprocess.Popen[str], text: str, limit: float) -> tuple[str, str]:
     """What a launcher prints up to the line with ``text``, and that line.
 
-    Raises AssertionError when the launcher ends before, or is killed as it did not print it within ``limit`` seconds.
+    Raises AssertionError when the launcher ends before, or is killed as it printed nothing for ``limit`` seconds: a
+    busy machine makes it slow, and not silent.
     """
-    assert launcher.stdout is not None
-    late = threading.Event()
-
-    def give_up() -> None:
-        late.set()
-        launcher.kill()  # which ends the reading, too
-
-    timer = threading.Timer(limit, give_up)
-    timer.start()
     output = ""
+    how = f"ended without printing {text!r}"
     try:
-        for line in launcher.stdout:
+        for line in _lines(launcher, limit):
             output += line
             if text in line:
                 return output, line
-    finally:
-        timer.cancel()
-        timer.join()
-    how = f"did not print {text!r} within {limit:g} s" if late.is_set() else f"ended without printing {text!r}"
+    except subprocess.TimeoutExpired:
+        how = f"printed nothing for {limit:g} s, and not {text!r} before"
     raise AssertionError(f"the launcher {how}:\n{output}")
 
 
 def rest_of(launcher: Launched | subprocess.Popen[str], limit: float | None) -> str:
     """The rest of what a launcher prints, once it has ended, with what its ``stdout`` has read ahead.
 
-    (``Popen.communicate`` leaves that out.) Raises subprocess.TimeoutExpired when it has been killed for its time.
+    (``Popen.communicate`` leaves that out.) Raises subprocess.TimeoutExpired when it has been killed, as it printed
+    nothing for ``limit`` seconds and did not end.
     """
-    stdout = launcher.stdout
-    assert stdout is not None
     rest: list[str] = []
-    reader = threading.Thread(target=lambda: rest.append(stdout.read()))
-    reader.start()
-    reader.join(limit)
-    late = reader.is_alive()
-    if late:
-        launcher.kill()  # which ends the reading, too
-        reader.join()
-    launcher.wait()
-    stdout.close()
-    if late:
-        raise subprocess.TimeoutExpired("megatron-elastic", limit or 0.0, output="".join(rest))
+    try:
+        rest.extend(_lines(launcher, limit))
+    except subprocess.TimeoutExpired as late:
+        late.output = "".join(rest)
+        raise
+    finally:
+        launcher.wait()
+        assert launcher.stdout is not None
+        launcher.stdout.close()
     return "".join(rest)
+
+
+def _lines(launcher: Launched | subprocess.Popen[str], limit: float | None) -> Iterator[str]:
+    assert launcher.stdout is not None
+    heard, silent, over = threading.Event(), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while heard.wait(limit):
+            heard.clear()
+            if over.is_set():
+                return
+        silent.set()
+        launcher.kill()  # which ends the reading, too
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for line in launcher.stdout:
+            heard.set()
+            yield line
+    finally:
+        over.set()
+        heard.set()
+        watcher.join()
+    if silent.is_set():
+        raise subprocess.TimeoutExpired("megatron-elastic", limit or 0.0)
 
 
 # ---- in the process --------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def answer(
     Tags come again, but not before what they stood for has arrived: it is the last that was sent before.
     """
     found = senders.get((tag, rank), [])
-    at = bisect_right([sent.at for _, sent in found], by)
+    at = bisect_right(found, by, key=lambda item: item[1].at)
     return found[at - 1] if at else None
 
 
