@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import shutil
 import signal
@@ -482,6 +483,17 @@ def test_the_build_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         build.library()
+
+
+def test_another_that_builds_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_LIMIT", 0.1)
+    folder = tmp_path / "megatron_elastic_soft"
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match=r"another process makes the extension .* for more than 0.1 s"):
+            build.library()
 
 
 if __name__ == "__main__":

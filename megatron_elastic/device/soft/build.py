@@ -32,7 +32,8 @@ def library() -> Path:
     """The compiled extension; compiled now if it is not there. Two processes at once compile it once.
 
     It is kept in ``$TORCH_EXTENSIONS_DIR``, or in ``~/.cache/torch_extensions``. Raises RuntimeError without a
-    compiler, with the compiler's output if it fails, and where it takes too long; TimeoutError where another does.
+    compiler, with its output if it fails, where it or another process that compiles takes too long, and where nothing
+    can be written.
     """
     sources = sorted(_HERE.glob("*.cpp"))
     digest = hashlib.sha256(" ".join((torch.__version__, *_FLAGS)).encode())
@@ -42,10 +43,13 @@ def library() -> Path:
     made = root / "megatron_elastic_soft" / f"soft-{digest.hexdigest()[:16]}.so"
     if made.exists():
         return made
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with locked(made.parent / "lock", "the extension of the soft device", _LIMIT):
-        if not made.exists():
-            _compile(sources, made)
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with locked(made.parent / "lock", "the extension of the soft device", _LIMIT):
+            if not made.exists():
+                _compile(sources, made)
+    except OSError as error:
+        raise RuntimeError(f"soft: the extension cannot be made: {error}") from None
     return made
 
 
