@@ -128,8 +128,9 @@ AIMS: Mapping[str, Aim] = {
         {"store": _ELECTED},
     ),
     "cells-have-another-shape-before-all-have-their-states": Aim(
-        (_once("scale"), _Some(("Recut", "Enter", "Plan", "Switched"), ("kill", "link", "kill two", "stop", "suspect")),
-         _soon("kill", "link", "stop")),
+        (_once("scale"), _Some(("Recut",), ("kill", "kill", "link", "suspect", "kill two"), (1, 1, 2, 3))),
+        {"tp": (2,), "pp": (1,), "dp": (2, 3), "per_node": (1, 2), "slices": (1, 2, 3),
+         "divided": ("tensors", "experts", "contexts", "both")},
     ),
 }  # fmt: skip
 """Name of a mutant -> what comes near it. The others are found by histories of any seed."""
