@@ -123,9 +123,8 @@ AIMS: Mapping[str, Aim] = {
         {"store": _ELECTED, "shared": (True,)},
     ),
     "who-was-cut-off-is-not-fenced": Aim(
-        (_once("partition", "node lost", "stop", "join", "kill"), _soon("coordinator", "depose", chance=1.0),
-         _soon("kill", "partition", "depose", "coordinator", "link")),
-        {"store": _ELECTED},
+        (_once("partition"), _Some((*_DECIDED, "Recovered"), ("coordinator", "depose"))),
+        {"store": _ELECTED, "apart": (True, True, False)},
     ),
     "cells-have-another-shape-before-all-have-their-states": Aim(
         (_once("scale"), _Some(("Recut",), ("kill", "kill", "link", "suspect", "kill two"), (1, 1, 2, 3))),
