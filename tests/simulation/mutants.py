@@ -357,7 +357,7 @@ def who_stepped_down_goes_on_writing() -> list[Patch]:
 @_mutant
 def who_was_cut_off_is_not_fenced() -> list[Patch]:
     """Ranks that were lost for the coordinator before come to the next one, and live on."""
-    return [patch.object(takeover, "Fence", lambda rank: None)]
+    return [patch.object(takeover, "_send_away", lambda turn, layout: None)]
 
 
 @_mutant
