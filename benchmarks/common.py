@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -31,6 +32,8 @@ SCRIPT = "examples/pretrain_gpt.py"
 _EVEN = re.compile(r"slices and grains are even over (\d+) ranks")
 _PACKAGES = ("torch", "megatron-core", "ucxx-cu12", "ucxx-cu13")
 """Those whose versions are told with a result, as far as they are installed."""
+_ENOUGH = 4
+"""Ratios of which a mean says something."""
 
 
 class JobFailed(Exception):
@@ -149,6 +152,15 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     """Median and range of some times, in ms."""
     values = list(values)
     return {"median": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
+
+
+def spread_of_ratios(ratios: Sequence[float]) -> dict[str, float]:
+    """Range of some ratios; of enough to tell, their geometric mean and its standard error, too."""
+    found = {"min": round(min(ratios), 4), "max": round(max(ratios), 4)}
+    if len(ratios) >= _ENOUGH:
+        error = statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+        found |= {"mean": round(statistics.geometric_mean(ratios), 4), "error": round(error, 4)}
+    return found
 
 
 def emit(name: str, argv: Sequence[str], figures: dict[str, Any]) -> None:

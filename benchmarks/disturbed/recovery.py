@@ -3,7 +3,8 @@
 Jobs of TP1 x PP2 and the rest data parallel, with a tiny GPT. A kill takes a cell away. A job has kills in all columns
 but two, one after the other, with undisturbed steps between them in which the replicas come back. Every job is compared
 bit for bit with one that nothing disturbed. With ``--params`` it is about models of several sizes instead, and with
-``--decision`` about how the step goes on in which a rank dies.
+``--decision`` about how the step goes on in which a rank dies. With ``--against CHECKOUT`` another checkout of this
+project does every job as well, and the two take turns.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import JobFailed, emit, load_average, prepare_data, progress, run_job, run_root, step_times, summary
+from common import (
+    CHECKOUT,
+    JobFailed,
+    emit,
+    load_average,
+    prepare_data,
+    progress,
+    run_job,
+    run_root,
+    spread_of_ratios,
+    step_times,
+    summary,
+)
 
 from disturbed.by_size.models import RANKS, Model, accumulation, available_memory, lose_ranks
 from disturbed.by_size.redoing import GRIDS, REDO, redo
@@ -87,6 +100,53 @@ def recoveries(run_dir: Path, faults: Sequence[Fault]) -> list[tuple[str, dict[s
     return [(phase, found[ranks]) for ranks, phase in wanted.items()]
 
 
+@dataclass(slots=True)
+class Series:
+    """The jobs of one checkout, and what they have shown."""
+
+    name: str
+    checkout: Path
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """(phase, ``recovered``) of every kill."""
+    undisturbed: list[float] = field(default_factory=list)
+    """Step times in ms."""
+    different: list[str] = field(default_factory=list)
+    """Jobs that differ from the undisturbed one, and how."""
+
+    def lose(self, run_dir: Path, ranks: int, flags: Sequence[str], faults: Sequence[Fault], reference: Path) -> None:
+        """Run a job with these faults. Raises JobFailed."""
+        injections = [flag for fault in faults for flag in fault.flags]
+        run_job(run_dir, ranks, [*flags, *injections], checkout=self.checkout)
+        found = recoveries(run_dir, faults)
+        self.events += found
+        # Steps before the first kill count as undisturbed: one job alone may meet a busy moment of the machine.
+        before = {step: line for step, line in read_metrics(run_dir).items() if step < FIRST_KILL}
+        self.undisturbed += step_times(before)
+        difference = compare(reference, run_dir)
+        if difference is not None:
+            self.different.append(f"{run_dir.name} ({' '.join(injections[1::2])}): {difference}")
+            progress(self.different[-1])
+        progress(f"{run_dir.name}: " + ", ".join(
+            f"{phase} {e['mttr_ms']:.0f} ms ({pause_ms(e):.0f} without the redone work)" for phase, e in found))
+
+    def figures(self) -> dict[str, Any]:
+        """Those of all its jobs."""
+        return {**figures(self.events), "step_ms": round(statistics.median(self.undisturbed), 1),
+                "identical": not self.different}
+
+
+def pause_ms(event: Mapping[str, Any]) -> float:
+    """How long a recovery took, without the work that was done again."""
+    return float(event["mttr_ms"] - event["redo_ms"])
+
+
+def ratios(ours: Series, theirs: Series) -> dict[str, Any]:
+    """What our kills took by what the same ones took of another checkout."""
+    pairs = [(a, b) for (_, a), (_, b) in zip(ours.events, theirs.events, strict=True)]
+    return {"mttr": spread_of_ratios([a["mttr_ms"] / b["mttr_ms"] for a, b in pairs]),
+            "pause": spread_of_ratios([pause_ms(a) / pause_ms(b) for a, b in pairs])}
+
+
 def figures(events: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Medians and worst cases, over all and by phase."""
     phases: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -102,7 +162,7 @@ def _times(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "kills": len(events),
         "mttr_ms": summary(e["mttr_ms"] for e in events),
-        "pause_ms": summary(e["mttr_ms"] - e["redo_ms"] for e in events),
+        "pause_ms": summary(map(pause_ms, events)),
         "parts_median_ms": {part: round(statistics.median(e[part] for e in events), 2) for part in PARTS},
     }
 
@@ -133,7 +193,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
                         help=f"with --decision: which ones, TPxPP (default: {','.join(GRIDS)})")
     parser.add_argument("--alternatives", action="store_true", help="with --params: also restart a plain job from "
                         "checkpoints with torchrun, and move a contiguous shard, with the same models")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT",
+                        help="another checkout of this project does every job as well, in turn")
     options = parser.parse_args(argv)
+    if options.against and (options.params or options.decision):
+        parser.error("--against goes neither with --params nor with --decision")
     if options.alternatives and not options.params:
         parser.error("--alternatives needs --params")
     if options.nproc_per_node % STAGES or options.nproc_per_node < 4 * STAGES:
@@ -215,46 +279,41 @@ def main(argv: Sequence[str]) -> int:
     if options.params:
         compare_sizes(argv, options.params, options.alternatives)
         return 0
+    measure(argv, options)
+    return 0
+
+
+def measure(argv: Sequence[str], options: argparse.Namespace) -> None:
+    """Kill ranks in all phases, and print the result. Raises JobFailed, also if a job differs."""
     columns = options.nproc_per_node // STAGES
     jobs = list(plan_jobs(options.repeat, columns))
     steps = max(fault.step for job in jobs for fault in job) + BETWEEN
     load = load_average()
     flags = flags_of_job(options, prepare_data(), steps)
-    events: list[tuple[str, dict[str, Any]]] = []
-    different: list[str] = []
+    ours = Series("job", CHECKOUT)
+    theirs = [Series("against", options.against.resolve())] if options.against else []
     with run_root() as root:
         reference = root / "undisturbed"
         progress(f"undisturbed job, {steps} steps")
         run_job(reference, options.nproc_per_node, flags)
-        undisturbed = step_times(read_metrics(reference))
-        progress(f"its steps take {statistics.median(undisturbed):.0f} ms (median)")
+        ours.undisturbed += step_times(read_metrics(reference))
+        progress(f"its steps take {statistics.median(ours.undisturbed):.0f} ms (median)")
         for number, faults in enumerate(jobs, start=1):
-            run_dir = root / f"job{number}"
-            injections = [flag for fault in faults for flag in fault.flags]
-            run_job(run_dir, options.nproc_per_node, [*flags, *injections])
-            found = recoveries(run_dir, faults)
-            events += found
-            # Steps before the first kill count as undisturbed: one job alone may meet a busy moment of the machine.
-            before = {step: line for step, line in read_metrics(run_dir).items() if step < FIRST_KILL}
-            undisturbed += step_times(before)
-            difference = compare(reference, run_dir)
-            if difference is not None:
-                different.append(f"{run_dir.name} ({' '.join(injections[1::2])}): {difference}")
-                progress(different[-1])
-            progress(f"job {number}/{len(jobs)}: " + ", ".join(
-                f"{phase} {e['mttr_ms']:.0f} ms ({e['mttr_ms'] - e['redo_ms']:.0f} without the redone work)"
-                for phase, e in found))
+            turn = [ours, *theirs]
+            for series in turn if number % 2 else reversed(turn):
+                run_dir = root / f"{series.name}{number}of{len(jobs)}"
+                series.lose(run_dir, options.nproc_per_node, flags, faults, reference)
+        found = ours.figures()
+        for other in theirs:
+            found |= {"against": other.figures(), "ratio_against": ratios(ours, other)}
         emit("recovery", argv, {
-            **figures(events),
-            "step_ms": round(statistics.median(undisturbed), 1),
-            "identical": not different,
+            **found,
             "jobs": len(jobs),
             "layout": {"tp": 1, "pp": STAGES, "dp": columns},
             "model": {name: getattr(options, name)
                       for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
             "load_before": load,
         })
+        different = [each for series in (ours, *theirs) for each in series.different]
         if different:
-            raise JobFailed(f"{len(different)} of {len(jobs)} jobs differ from the undisturbed one; "
-                            f"the first: {different[0]}")
-    return 0
+            raise JobFailed(f"{len(different)} jobs differ from the undisturbed one; the first: {different[0]}")

@@ -17,7 +17,6 @@ processor time of a step, which is that of all processes of a job together.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import CHECKOUT, emit, free_port, load_average, prepare_data, progress, run_job, run_root
+from common import (
+    CHECKOUT,
+    emit,
+    free_port,
+    load_average,
+    prepare_data,
+    progress,
+    run_job,
+    run_root,
+    spread_of_ratios,
+)
 
 from undisturbed import watching
 from undisturbed.turns import WARM, TakingTurns, started
@@ -55,8 +64,6 @@ _SPARE = 10
 """Steps of a job, for each of its turns, beyond those that are asked for: it is ended, and must not end by itself."""
 _WATCHED = 6
 """Steps of the job that counts how ranks are watched."""
-_ENOUGH = 4
-"""Rounds of which a mean says something."""
 _OF_EXPERTS = "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Variant -> rounds -> steps, in ms. A round is a job, or a turn of one, of each variant."""
@@ -105,20 +112,12 @@ def ratio(times: Times, name: str, base: str, key: str, jobs: int = 1) -> dict[s
     ``jobs``, as many of each, the same of jobs: ``key``_jobs.
     """
     by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(times[name], times[base], strict=True)]
-    found = {key: round(_median(times[name]) / _median(times[base]), 4), f"{key}_rounds": _spread(by_round)}
+    found = {key: round(_median(times[name]) / _median(times[base]), 4), f"{key}_rounds": spread_of_ratios(by_round)}
     if jobs > 1:
         each = len(by_round) // jobs
         of_jobs = [statistics.geometric_mean(by_round[at : at + each]) for at in range(0, len(by_round), each)]
-        found[f"{key}_jobs"] = _spread(of_jobs)
+        found[f"{key}_jobs"] = spread_of_ratios(of_jobs)
     return found
-
-
-def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    spread = {"min": round(min(ratios), 4), "max": round(max(ratios), 4)}
-    if len(ratios) >= _ENOUGH:
-        error = statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
-        spread |= {"mean": round(statistics.geometric_mean(ratios), 4), "error": round(error, 4)}
-    return spread
 
 
 def _median(rounds: Sequence[Sequence[float]]) -> float:

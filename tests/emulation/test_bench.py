@@ -90,6 +90,19 @@ def test_recovery_leaves_two_columns_and_repeats_every_phase(columns: int) -> No
     assert times == dict.fromkeys((*recovery.PHASES, recovery.NESTED), 3)
 
 
+def test_recovery_compares_kill_by_kill(tmp_path: Path) -> None:
+    recovery = _benchmark("recovery")
+
+    def series(*mttr_ms: float) -> Any:
+        events = [("forward", {"mttr_ms": ms, "redo_ms": 10.0}) for ms in mttr_ms]
+        return recovery.Series("job", tmp_path, events)
+
+    few = recovery.ratios(series(30.0, 50.0), series(20.0, 30.0))
+    assert few == {"mttr": {"min": 1.5, "max": 1.6667}, "pause": {"min": 2.0, "max": 2.0}}
+    enough = recovery.ratios(series(*[30.0] * 4), series(*[20.0] * 4))
+    assert enough["pause"] == {"min": 2.0, "max": 2.0, "mean": 2.0, "error": 0.0}
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("2M", 2e6), ("20M", 20e6), ("100M", 100e6), ("0.5M", 0.5e6)])
 def test_models_have_about_the_size_asked_for(name: str, wanted: float) -> None:
     recovery = _benchmark("recovery")

@@ -65,11 +65,15 @@ class Aim:
             if some.size <= _MOST_RANKS and (chosen["store"] == "alone" or some.size // some.per_node >= 3):
                 break
         faults = tuple(each.fault(rng) for each in self.faults if rng.random() < each.chance)
-        return replace(some, **chosen, steps=rng.choice((5, 8, 10)), faults=faults)  # fmt: skip
+        return replace(some, **chosen, steps=rng.choice((5, 8, 10)), faults=faults)
 
 
 _ELECTED = ("embedded", "etcd")
 _DECIDED = ("Forward", "Back", "Resume", "Reload")
+_STEPS_LOST = Aim(
+    (_Some(("Committed", "Recall", "Interrupt"), ("node lost", "partition", "kill", "link"), _SEVERAL),
+     _soon("node lost", "partition", "kill"), _Some(("Committed",), ("kill", "node lost"), _SEVERAL, 0.5)),
+)  # fmt: skip
 AIMS: Mapping[str, Aim] = {
     "healed-when-decided": Aim(
         (_once("flip"), _Some((*_DECIDED, "Damaged", "Interrupt", "Report"), ("kill", "kill two", "link", "suspect")),
@@ -81,10 +85,7 @@ AIMS: Mapping[str, Aim] = {
          _Some(("Switched", "Switched", "Enter", "Plan"), ("link", "link", "link", "suspect"))),
         {"respawn": (False, True)},
     ),
-    "lost-steps-are-not-recalled": Aim(
-        (_Some(("Committed", "Recall", "Interrupt"), ("node lost", "partition", "kill", "link"), _SEVERAL),
-         _soon("node lost", "partition", "kill"), _Some(("Committed",), ("kill", "node lost"), _SEVERAL, 0.5)),
-    ),
+    "lost-steps-are-not-recalled": _STEPS_LOST,
     "who-becomes-a-member-tells-of-an-old-step": Aim(
         (_once("kill"), _Some(("Committed",), ("kill", "kill two", "link"), tuple(range(5, 40))),
          _Some(("Forward",), ("kill", "link", "suspect", "kill two"), (1, 1, 1, 2))),
@@ -109,10 +110,7 @@ AIMS: Mapping[str, Aim] = {
          _Some(("Forward",), ("kill", "link", "link"), (1, 1, 1, 2)), _soon("coordinator", "depose", chance=1.0)),
         {"store": _ELECTED},
     ),
-    "steps-are-recorded-as-they-are-told": Aim(
-        (_Some(("Committed", "Recall", "Interrupt"), ("node lost", "partition", "kill", "link"), _SEVERAL),
-         _soon("node lost", "partition", "kill"), _Some(("Committed",), ("kill", "node lost"), _SEVERAL, 0.5)),
-    ),
+    "steps-are-recorded-as-they-are-told": _STEPS_LOST,
     "what-is-not-on-record-is-not-told-to-the-next": Aim(
         (_Some(("Committed",), ("coordinator", "coordinator", "depose"), _SEVERAL),
          _Some(("Recall",), ("node lost", "node lost", "kill"))),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+from megatron_elastic.compiler import run_compiler
 from megatron_elastic.config import UsageError
 from megatron_elastic.lock import locked
 
@@ -36,7 +36,7 @@ def provide() -> None:
         with locked(folder / "Makefile", "helpers_cpp", _LIMIT):
             if not _importable():
                 _compile(folder)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise UsageError(f"cannot compile {folder / _SOURCE}: {error}") from None
 
 
@@ -78,11 +78,5 @@ def _compile(folder: Path) -> None:
     pybind11: Any = importlib.import_module("pybind11")
     includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
     command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}", f"CPPFLAGS={includes}"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                              check=False, timeout=_LIMIT)
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"{folder / _SOURCE} was not compiled within {_LIMIT:g} s: {' '.join(command)}") from None
-    if done.returncode:
-        raise UsageError(f"cannot compile {folder / _SOURCE} ({' '.join(command)}):\n{done.stderr.strip()}")
+    run_compiler(command, _LIMIT)
     importlib.invalidate_caches()

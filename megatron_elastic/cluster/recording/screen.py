@@ -10,7 +10,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,24 +23,17 @@ _WARNING = "WARNING: "
 _encoder = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True, eq=False)
-class _Reason:
-    """Why the job has failed."""
-
-    line: str
-
-
 class Screen:
     """Prints as soon as the terminal or pipe takes it. ``as_json``: objects. It is a ``recorder.Watcher``, too."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._clerk: Clerk[str | _Reason] = Clerk("screen", self._print, lambda what: None)
+        self._clerk: Clerk[str | None] = Clerk("screen", self._print, lambda what: None)
         self._begun: str | None = None
         """What is on its way: when it is tried again, the stream has it already."""
         self._watches = False
-        self._reason: _Reason | None = None
-        """It is still to be printed."""
+        self._reason: str | None = None
+        """Why the job has failed, as long as that is still to be printed: what the clerk is given as None."""
         self._told = set[str]()
 
     def watch(self) -> None:
@@ -59,8 +51,8 @@ class Screen:
     def complain(self, line: str) -> None:
         """Print why the job has failed, after all that was said before."""
         if "failed" not in self._told:
-            self._reason = _Reason(line)
-            self._clerk.put(self._reason)
+            self._reason = line
+            self._clerk.put(None)
 
     def close(self, limit: float) -> None:
         """Wait until all is printed. Where that takes too long, or cannot be, the reason of a failure still is."""
@@ -89,10 +81,10 @@ class Screen:
     def _give_reason(self) -> None:
         reason, self._reason = self._reason, None
         if reason is not None:
-            complain("error", reason.line, self.as_json)
+            complain("error", reason, self.as_json)
 
-    def _print(self, line: str | _Reason) -> None:
-        if isinstance(line, _Reason):
+    def _print(self, line: str | None) -> None:
+        if line is None:
             self._give_reason()
             return
         if self._begun is not line:

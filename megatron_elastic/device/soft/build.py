@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
+from megatron_elastic.compiler import run_compiler
 from megatron_elastic.lock import locked
 
 _HERE = Path(__file__).parent
@@ -48,7 +49,7 @@ def library() -> Path:
         with locked(made.parent / "lock", "the extension of the soft device", _LIMIT):
             if not made.exists():
                 _compile(sources, made)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise RuntimeError(f"soft: the extension cannot be made: {error}") from None
     return made
 
@@ -56,7 +57,7 @@ def library() -> Path:
 def _compile(sources: Sequence[Path], made: Path) -> None:
     program = compiler()
     if program is None:
-        raise RuntimeError("soft: there is no C++ compiler (g++, or what CXX names): install one (Debian: g++)")
+        raise RuntimeError("there is no C++ compiler (g++, or what CXX names): install one (Debian: g++)")
     torch_lib = Path(torch.__file__).parent / "lib"
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     with tempfile.TemporaryDirectory(dir=made.parent) as directory:
@@ -66,19 +67,8 @@ def _compile(sources: Sequence[Path], made: Path) -> None:
             for source, to in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+            list(pool.map(partial(run_compiler, limit=_LIMIT), commands))
         linked = Path(directory, made.name)
-        _run((program, "-shared", *map(str, objects), "-o", str(linked), f"-L{torch_lib}", "-ltorch_cpu", "-lc10",
-              f"-Wl,-rpath,{torch_lib}"))
+        run_compiler((program, "-shared", *map(str, objects), "-o", str(linked), f"-L{torch_lib}", "-ltorch_cpu",
+                      "-lc10", f"-Wl,-rpath,{torch_lib}"), _LIMIT)
         linked.rename(made)
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"soft: the compiler was not done within {_LIMIT:g} s: {' '.join(command)}") from None
-    if done.returncode != 0:
-        raise RuntimeError(f"soft: the compiler failed: {' '.join(command)}\n{done.stderr[-4000:]}")

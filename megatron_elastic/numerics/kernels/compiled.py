@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_elastic.compiler import run_compiler
 from megatron_elastic.lock import locked
 from megatron_elastic.numerics.kernels.reference import BLOCK, SCALE, AdamNumbers
 
@@ -168,15 +168,5 @@ def _compile(compiler: str, path: Path, until: float) -> None:
     # A compiler that is ended may have others that go on for a moment.
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as directory:
         made = Path(directory, path.name)
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-        left = max(until - time.monotonic(), 0.0)
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-                timeout=left,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the compiler was not done within {_LIMIT:g} s: {' '.join(command)}") from None
-        if done.returncode:
-            raise RuntimeError(f"the compiler failed: {' '.join(command)}\n{done.stderr[-2000:]}")
+        run_compiler([compiler, *FLAGS, "-o", str(made), str(SOURCE)], max(until - time.monotonic(), 0.0))
         made.rename(path)
