@@ -7,7 +7,7 @@ and whether they switch to a planned layout at its end; and when the copies that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from msgspec.structs import replace
@@ -37,7 +37,7 @@ from megatron_elastic.cluster.messages import (
 )
 from megatron_elastic.cluster.rank import standing
 from megatron_elastic.cluster.rank.standing import Standing
-from megatron_elastic.layout import Holdings, Layout, ParameterShape, UnitShape, decode, encode, gpt_units
+from megatron_elastic.layout import Holdings, Layout, ParameterShape, SlicePart, UnitShape, decode, encode, gpt_units
 
 NODE = 8
 """Ranks of a node."""
@@ -94,6 +94,8 @@ class Ranks:
         self._epoch = 0
         self._copying: dict[int, int] = {}
         """Ranks that have not said that a layout is settled, and its epoch."""
+        self._held: dict[int, Sequence[SlicePart]] = {}
+        """What ranks hold that have said so. A training rank knows it without looking through a layout."""
 
     @property
     def members(self) -> int:
@@ -113,6 +115,7 @@ class Ranks:
         for rank in ranks:
             del self._ranks[rank]
             self._copying.pop(rank, None)
+            self._held.pop(rank, None)
 
     def hear(self, rank: int, message: ToRank, say: Say) -> None:
         """A rank is told something."""
@@ -140,6 +143,7 @@ class Ranks:
         """All copies that the present layout asks for have been made."""
         copying, self._copying = self._copying, {}
         for rank, epoch in copying.items():
+            self._held[rank] = self._asked(rank)
             say(rank, Settled(rank=rank, epoch=epoch))
 
     def commit(self, say: Say, switch: int | None) -> None:
@@ -178,9 +182,13 @@ class Ranks:
         if message.epoch != self._epoch:
             self._epoch, self.back = message.epoch, 0
         each = self._ranks[rank]
-        held = sorted(Holdings.of(self._layout).of_rank(rank))
+        held = self._asked(rank) if rank in self._copying else self._held.get(rank, ())
         work = self._done(rank) if each.member else None
         say(rank, standing.report(each, message.epoch, self._layout, held, {}, time.time(), message.layout, 0, work))
+
+    def _asked(self, rank: int) -> Sequence[SlicePart]:
+        """What the layout asks a rank to hold."""
+        return sorted(Holdings.of(self._layout).of_rank(rank))
 
     def _done(self, rank: int) -> WorkDone:
         """Nothing of the step, or in its middle a quarter, and the forward of another one."""

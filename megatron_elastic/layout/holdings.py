@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -63,15 +63,16 @@ class Holdings:
         if rank not in self.standard.places:
             return _NOTHING
         layout = self.standard
-        stage, cell, _ = layout.places[rank]
-        slices: Iterable[tuple[int, int]]
+        stage, cell, place = layout.places[rank]
+        slices: Sequence[tuple[int, int]]
         if self.extent is Extent.ROLES:
             slices = (*layout.owned(rank), *layout.replicated(rank))
         else:
             units = layout.stages[stage].units if self.extent is Extent.STAGE else range(len(layout.units))
             every = ((unit, k) for unit in units for k in range(layout.num_slices))
-            slices = ((unit, k) for unit, k in every if rank in layout.keepers(cell, unit, k))
-        return frozenset((unit, k, layout.part_of(unit, rank)) for unit, k in slices)
+            slices = [(unit, k) for unit, k in every if rank in layout.keepers(cell, unit, k)]
+        parts = {unit: place % layout.num_parts(unit) for unit in {unit for unit, _ in slices}}
+        return frozenset((unit, k, parts[unit]) for unit, k in slices)
 
     def holders(self, part: SlicePart) -> tuple[int, ...]:
         """The ranks that hold a part of a slice, ascending."""
