@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import select
+import signal
 import socket
 import ssl
 import stat
@@ -71,6 +72,11 @@ class DoorProcess:
         assert "ERROR" not in output
         assert "Traceback" not in output
         return output
+
+    def stop(self) -> None:
+        """Have it stand still."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         self._process.kill()
@@ -582,6 +588,32 @@ def test_a_reader_that_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatch) -> 
         await door.close(timeout=0)
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["closed", "reset"])
+def test_what_the_other_end_said_last_is_read_whatever_is_said_to_it_meanwhile(
+    door: DoorProcess, unread: bool
+) -> None:
+    """Who stood still has much to say, and says it before it has looked what has come."""
+
+    async def stand_still() -> None:
+        line = await wire.AsyncWire.connect(HOST, door.port, OURS, 10, any_message, LIMIT)
+        assert line.send(Scale(stages=7)) is None
+        # The answer is here, and the event loop has not looked.
+        assert select.select([line._writer.get_extra_info("socket")], [], [], LIMIT)[0]
+        if unread:
+            door.stop()
+            line.send(Scale(stages=8))
+        door.kill()
+        problems = [line.send(Scale(stages=number)) for number in range(3)]
+        assert all(isinstance(problem, wire.Broken) for problem in problems)
+        answer = await line.receive()
+        assert isinstance(answer, Answer)
+        assert "7" in answer.text
+        assert await line.receive() is None
+        line.close()
+
+    asyncio.run(stand_still())
 
 
 # ---- the token and its file ----------------------------------------------------------------

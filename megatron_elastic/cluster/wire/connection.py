@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import select
 import socket
 import ssl
 from typing import Generic, TypeVar
@@ -23,6 +24,7 @@ _FAREWELL = 5.0
 """Seconds that the other end has, once this one has closed, to take what was sent and to close as well."""
 _PAUSE = 0.2
 """Seconds between two attempts to connect, on average."""
+_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ class AsyncWire(Generic[T]):
         self._reader = reader
         self._writer = writer
         self._decoder = decoder
+        self._poll = select.poll()
+        self._poll.register(writer.get_extra_info("socket"), _LEFT)
 
     @classmethod
     async def connect(cls, host: str, port: int, credentials: Credentials, silence: float,
@@ -142,6 +146,10 @@ class AsyncWire(Generic[T]):
         """Send what ``encode`` has made, for a message that many get. Returns, never raises, why it is not sent."""
         if self._writer.is_closing():
             return Broken("the connection is closed")
+        if self._poll.poll(0):
+            # A process that stood still, or had no processor, comes here before it has looked what has come. Saying
+            # anything to who has left would fail, and asyncio then throws away what is yet to be read: why it left.
+            return Broken("the other end has closed")
         if (waiting := self._writer.transport.get_write_buffer_size()) > UNSENT_LIMIT:
             self.abort()
             return Broken(f"the other end does not read: {waiting} bytes waited for it")
