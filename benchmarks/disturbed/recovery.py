@@ -292,6 +292,7 @@ def measure(argv: Sequence[str], options: argparse.Namespace) -> None:
     flags = flags_of_job(options, prepare_data(), steps)
     ours = Series("job", CHECKOUT)
     theirs = [Series("against", options.against.resolve())] if options.against else []
+    turn = [ours, *theirs]
     with run_root() as root:
         reference = root / "undisturbed"
         progress(f"undisturbed job, {steps} steps")
@@ -299,7 +300,6 @@ def measure(argv: Sequence[str], options: argparse.Namespace) -> None:
         ours.undisturbed += step_times(read_metrics(reference))
         progress(f"its steps take {statistics.median(ours.undisturbed):.0f} ms (median)")
         for number, faults in enumerate(jobs, start=1):
-            turn = [ours, *theirs]
             for series in turn if number % 2 else reversed(turn):
                 run_dir = root / f"{series.name}{number}of{len(jobs)}"
                 series.lose(run_dir, options.nproc_per_node, flags, faults, reference)
@@ -314,6 +314,7 @@ def measure(argv: Sequence[str], options: argparse.Namespace) -> None:
                       for name in ("num_layers", "hidden_size", "seq_length", "global_batch_size")},
             "load_before": load,
         })
-        different = [each for series in (ours, *theirs) for each in series.different]
+        different = [each for series in turn for each in series.different]
         if different:
-            raise JobFailed(f"{len(different)} jobs differ from the undisturbed one; the first: {different[0]}")
+            raise JobFailed(f"{len(different)} of {len(turn) * len(jobs)} jobs differ from the undisturbed one; "
+                            f"the first: {different[0]}")

@@ -291,7 +291,7 @@ def test_a_compiler_that_stands_still_is_not_waited_for_without_end(
             fcntl.flock(lock, fcntl.LOCK_EX)
         assert compiled.kernels() is None
     (record,) = caplog.records
-    told = {"the compiler": "the compiler was not done within ", "another process": str(folder / "lock")}
+    told = {"the compiler": "the compiler was not done within 0.3 s", "another process": str(folder / "lock")}
     assert told[who] in record.getMessage()
     assert [each.name for each in folder.iterdir()] == ["lock"], "nothing of it is left"
 

@@ -132,7 +132,7 @@ def library(folder: Path) -> Path:
     Its name is made of the source, the flags, the compiler and the processor. Raises Unavailable without a compiler
     (``$CXX``, c++ or g++), where it fails or takes too long, and where the folder cannot be written.
     """
-    until = time.monotonic() + _LIMIT
+    begun = time.monotonic()
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
@@ -143,7 +143,7 @@ def library(folder: Path) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / "lock", "kernels", _LIMIT):
                 if not path.exists():
-                    _compile(compiler, path, until)
+                    _compile(compiler, path, begun)
     except (OSError, RuntimeError) as error:
         raise Unavailable(str(error)) from None
     return path
@@ -163,10 +163,13 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(names)})])
 
 
-def _compile(compiler: str, path: Path, until: float) -> None:
-    """Compile beside the path and rename, so that there is never a part of a library. Raises RuntimeError."""
+def _compile(compiler: str, path: Path, begun: float) -> None:
+    """Compile beside the path and rename, so that there is never a part of a library. Raises RuntimeError.
+
+    ``begun``: when this process began to need it.
+    """
     # A compiler that is ended may have others that go on for a moment.
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as directory:
         made = Path(directory, path.name)
-        run_compiler([compiler, *FLAGS, "-o", str(made), str(SOURCE)], max(until - time.monotonic(), 0.0))
+        run_compiler([compiler, *FLAGS, "-o", str(made), str(SOURCE)], _LIMIT, time.monotonic() - begun)
         made.rename(path)
