@@ -19,11 +19,13 @@ M = TypeVar("M", bound=Message)
 
 
 class Play:
-    """A job of some ranks a stage on one node that trains, and a newcomer on another, which has said hello."""
+    """A job of some ranks a stage on one node that trains, and a newcomer on another, which has said hello; or, not yet
+    ``training``, one whose ranks have not.
+    """
 
     def __init__(
         self, stages: Sequence[Sequence[int]] = ((0, 1, 2),), settings: Settings = SETTINGS, layers: int = 1,
-        width: int = 2,
+        width: int = 2, training: bool = True,
     ) -> None:
         size = width * len(stages)
         self.job = Job.new(settings, size)
@@ -35,9 +37,11 @@ class Play:
         )  # fmt: skip
         self.happens(Begun(now=0.0, torch_port=1, key=b""))
         self._come(node=1, slots=size)
-        self.say(*map(self.hello, range(size)))
+        if training:
+            self.say(*map(self.hello, range(size)))
         self._come(node=2, slots=1)
-        self.say(self.hello(size))
+        if training:
+            self.say(self.hello(size))
 
     def happens(self, event: Event) -> None:
         self.job, effects = advance(self.job, event)

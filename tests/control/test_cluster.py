@@ -39,7 +39,7 @@ from megatron_elastic.cluster.protocol.job import Told
 from megatron_elastic.cluster.rank.control import Control, Interrupted, InterruptFlag, JobStopped
 from megatron_elastic.layout import Transfer
 from megatron_elastic.observe.records import read_digest, read_metrics
-from tests.launches import PROGRAMS, Launch, free_port, launches, start_nodes
+from tests.launches import PROGRAMS, TOKEN, Launch, Run, free_port, launches, start_nodes
 
 
 @pytest.fixture
@@ -169,12 +169,38 @@ def test_ranks_that_do_not_come_up_are_named(launch: Launch) -> None:
 # ---- the end of the launcher ---------------------------------------------------------------
 
 
+def waiting(launch: Launch, *arguments: str) -> Run:
+    """A launcher that waits for another node."""
+    launch.env[wire.TOKEN_VARIABLE] = TOKEN
+    run = launch.start("member.py", "--elastic", *launch.member_flags(), *arguments,
+                       flags=("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())))
+    run.read_until("for node 1 of 2")
+    return run
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything(launch: Launch, number: signal.Signals, code: int) -> None:
     run = launch.members("1:2:begin:wait")  # so that the job is not over before
     run.read_until("step   1/4")
     run.process.send_signal(number)
     assert "interrupted" in run.finish(code=code)
+
+
+def test_an_exit_signal_before_there_are_ranks_ends_everything(launch: Launch) -> None:
+    """Nothing is trained that could be saved, and nobody would hear it."""
+    run = waiting(launch, "--exit-signal-handler")
+    run.process.send_signal(signal.SIGTERM)
+    assert "interrupted" in run.finish(code=143)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_an_exit_signal_that_no_rank_listens_for_yet_is_kept_from_them(launch: Launch, number: signal.Signals) -> None:
+    """It would kill them, and they would be started again."""
+    run = launch.start("plain.py", "hang", "--elastic", "--exit-signal-handler", "--exit-signal", number.name,
+                       flags=("--nproc-per-node", "2", "--tee", "3"))
+    run.read_until("waiting")
+    run.process.send_signal(number)
+    assert "interrupted" in run.finish(code=128 + number)
 
 
 def test_a_second_signal_ends_the_patience(launch: Launch) -> None:
@@ -316,6 +342,12 @@ def test_bad_commands(
 def test_a_used_run_directory_is_refused(launch: Launch) -> None:
     launch.members(ranks=2).finish()
     assert "metrics.jsonl is there already" in launch.members(ranks=2).finish(code=2)
+
+
+def test_a_run_directory_is_one_job_s_from_the_beginning(launch: Launch) -> None:
+    """Though nothing is on record before all nodes have come."""
+    first = waiting(launch)
+    assert f"has begun a job in {first.run_dir}" in launch.members(ranks=2).finish(code=2)
 
 
 # ---- the rank's side -----------------------------------------------------------------------

@@ -441,6 +441,25 @@ def test_steps_that_nobody_tells_any_more_are_named_and_those_after_them_are_wri
     assert "steps" not in play.job.timers
 
 
+def test_a_clock_that_is_set_back_costs_one_step_its_time(play: Play) -> None:
+    """That one is taken to have lasted as long as the one before."""
+    took = []
+    for step, at in ((1, 10.0), (2, 11.0), (3, 12.0), (4, 8.0), (5, 9.5), (6, 9.5)):
+        vote = VoteResult(step=step, loss=1.0, grad_norm=1.0, lr=0.1, consumed_samples=4 * step, tokens=4)
+        play.say(Committed(rank=0, epoch=0, vote=vote, time=at))
+        took += [each.record["step_ms"] for each in play.effects if isinstance(each, WriteMetrics)]
+    assert took[1:] == [1000.0, 1000.0, 1000.0, 1500.0, 1500.0]
+
+
+def test_a_node_that_is_to_leave_before_training_begins_leaves_then() -> None:
+    """Its launcher has said that it will."""
+    play = Play(training=False)
+    assert play.job.layout is None
+    play.happens(events.Leaves(now=1.0, node=2))
+    assert play.job.leaving == {2}
+    assert not [each for each in play.effects if isinstance(each, Say)], "there is nothing to warn of"
+
+
 def test_a_node_with_other_limits_does_not_end_the_job_that_it_comes_to(play: Play) -> None:
     hello = AgentHello(session="9", node_rank=3, slots=1, host="h9", heartbeat_timeout=7.0)
     play.happens(events.NodeCame(now=2.0, node=9, hello=hello))

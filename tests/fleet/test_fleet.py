@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from megatron_elastic.layout import Layout
 from megatron_elastic.observe.records import RunRecords, read_metrics
 from megatron_elastic.plan.predict import Entry, ScaleTable
 from tests.fleet.fleet_runs import Fleet, fleet, until
-from tests.jobs import MODEL, ROOT, Grid, Jobs
+from tests.jobs import MODEL, ROOT, Grid, Jobs, environment
 
 PACED = ROOT / "tests" / "megatron_programs" / "paced.py"
 GRID = Grid(tp=1, pp=1, steps=150, ranks=2)
@@ -299,6 +300,18 @@ def test_what_somebody_has_written_into_the_folder_is_refused(four: Fleet) -> No
 
 
 # ---- rigid jobs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.job
+def test_what_it_says_may_go_nowhere(four: Fleet) -> None:
+    """The disk that its output goes to is full."""
+    four.submit("one", "true")
+    command = [sys.executable, "-m", "megatron_elastic.cli", "fleet", "run", str(four.folder), "--slots", "4"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, "--every", "0.05", "--until-idle"], stdout=full, stderr=subprocess.PIPE,
+                              text=True, env=environment(), check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert four.phase("one") == "done"
 
 
 @pytest.mark.job

@@ -63,6 +63,19 @@ def test_an_end_without_training_is_told(launch: Launch) -> None:
     assert "ended with exit code 0 before training was finished: the end of rank0.log may tell why" in output
 
 
+@pytest.mark.parametrize(("act", "code", "last"), [
+    (("exit", "37"), 37, "megatron-elastic: error: rank 0 ended with exit code 37: last line; see rank0.log\n"),
+    (("say",), 0, ""),
+], ids=["failed", "finished"])  # fmt: skip
+def test_how_a_job_has_ended_does_not_depend_on_its_output(
+    launch: Launch, tmp_path: Path, act: tuple[str, ...], code: int, last: str
+) -> None:
+    """The disk that it goes to is full."""
+    run = started(launch, "bash", "-c", 'exec "$@" > /dev/full', "-", *RUN, str(PLAIN), *act, "--elastic-run-dir",
+                  "run", folder=tmp_path)
+    assert run.finish(code) == last
+
+
 def test_flags_without_effect_are_told_once(launch: Launch) -> None:
     flags = ("--nproc-per-node", "2", "--max_restarts=3", "--monitor_interval", "1", "--start-method", "spawn")
     output = launch.start("plain.py", flags=flags).finish()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import signal
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -354,6 +357,28 @@ def test_a_job_that_is_about_to_train_is_in_the_way(tmp_path: Path) -> None:
             launcher._make_run_dir(run, begins=True)
     launcher._make_run_dir(run, begins=True)
     assert (tmp_path / "attempt-1" / "events.jsonl").exists()
+
+
+def test_a_job_that_waits_for_its_nodes_is_in_the_way(tmp_path: Path) -> None:
+    """On another host whose locks are not seen here; nothing is on record yet."""
+    run = read(arguments=("--elastic-run-dir", str(tmp_path)))
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        leave_address(tmp_path, Address("127.0.0.1", coordinator.getsockname()[1], Credentials("secret", None)))
+        with pytest.raises(UsageError, match=r"coordinator.json is there already, of a job that is about to train"):
+            launcher._make_run_dir(run, begins=True)
+    launcher._make_run_dir(run, begins=True)
+
+
+@pytest.mark.parametrize(("error", "taken"), [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False)])
+def test_where_files_cannot_be_locked_jobs_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, taken: bool
+) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with pytest.raises(UsageError, match="another process has begun a job in") if taken else nullcontext():
+        attempt.claim(tmp_path)
 
 
 @pytest.mark.parametrize(("token", "said"), [("x" * 32, 0), ("t" * 32, 1)], ids=["another job's", "its own"])

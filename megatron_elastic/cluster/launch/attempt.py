@@ -1,9 +1,11 @@
-"""Attempt: what a job has left in its run directory that ended before its first step. It must not be in the way."""
+"""Attempt: a run directory is one job's. What one has left there that ended before its first step is not in the way."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,10 +18,27 @@ from megatron_elastic.observe.records import RecordsError, has_finished, read_ev
 
 _RECORDS = ("metrics.jsonl", "events.jsonl")
 _OTHERS = ("layouts", "profile.json", "scale_table.json", "data.made", FILE)
+_LOCK = "lock"
 _ANSWERS = 1.0
 """Seconds within which a coordinator takes a connection, if there is one."""
 _PAUSE = 0.2
 """Seconds between two looks."""
+
+
+def claim(run_dir: Path) -> None:
+    """Let no other process begin a job there until this one ends. Raises UsageError if another has done so.
+
+    Where files cannot be locked it does nothing; nor does it see other hosts where locks are each host's own.
+    """
+    # It is this process's, and so is the open file: both until it ends.
+    file = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError | PermissionError):  # POSIX lets a file system choose
+            raise UsageError(f"another process has begun a job in {run_dir}, and is still there; choose another "
+                             "--elastic-run-dir, or end that job") from None
 
 
 def put_away(run_dir: Path) -> None:
@@ -30,6 +49,9 @@ def put_away(run_dir: Path) -> None:
     """
     taken = next((run_dir / name for name in _RECORDS if (run_dir / name).exists()), None)
     if taken is None:
+        if _answers(run_dir):
+            raise UsageError(f"{run_dir / FILE} is there already, of a job that is about to train; choose another "
+                             "--elastic-run-dir, or end that job")
         return
     if not _is_empty(run_dir / _RECORDS[0]) or has_finished(run_dir):
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")

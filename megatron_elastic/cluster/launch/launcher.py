@@ -39,7 +39,7 @@ from megatron_elastic.cluster.node.assignment import END_LIMIT, Assignment
 from megatron_elastic.cluster.node.exit_signal import ExitSignal
 from megatron_elastic.cluster.node.station import Station
 from megatron_elastic.cluster.program import Program
-from megatron_elastic.cluster.recording.screen import Screen, as_object, complain
+from megatron_elastic.cluster.recording.screen import Screen, complain
 from megatron_elastic.cluster.wire import Credentials
 from megatron_elastic.cluster.wire.tls import certificates_of
 from megatron_elastic.cluster.wire.token import given_token, make_token, token_of
@@ -301,12 +301,13 @@ def _begins(command: _Command) -> bool:
 
 
 def _make_run_dir(command: _Command, begins: bool) -> Path:
-    """Make the run directory. Raises UsageError if it holds another run's records, and this node ``begins`` a job."""
+    """Make the run directory. Raises UsageError if it is another run's, and this node ``begins`` a job."""
     path = command.config.run_dir or _own(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     try:
-        if begins:
-            attempt.put_away(path)
         path.mkdir(parents=True, exist_ok=True)
+        if begins:
+            attempt.claim(path)
+            attempt.put_away(path)
         if command.log_dir is None:
             (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
@@ -390,13 +391,8 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     exit_signal = ExitSignal(command.program.arguments)
-    as_json, there = command.config.log_format == "json", f"records and logs are in {run_dir}"
-    note = partial(complain, "note", as_json=as_json)
-
-    def say() -> None:
-        print(as_object("info", "said", there) if as_json else there, flush=True)
-
-    job = _take_part(command, _brief(command, run_dir, begins), exit_signal, note, say)
+    note = partial(complain, "note", as_json=command.config.log_format == "json")
+    job = _take_part(command, _brief(command, run_dir, begins), exit_signal, note)
     return _run_until_signalled(job, exit_signal, note, command.signals)
 
 
@@ -442,15 +438,15 @@ def _run_until_signalled(
 
 
 async def _take_part(
-    command: _Command, brief: Brief, exit_signal: ExitSignal, note: Callable[[str], None],
-    say_where: Callable[[], None],
+    command: _Command, brief: Brief, exit_signal: ExitSignal, note: Callable[[str], None]
 ) -> int:  # fmt: skip
     """Run this node's part of the job to its end; returns the exit code. Why it failed is the last that it says."""
     screen = Screen(command.config.log_format == "json")
     station = Station(brief, exit_signal, screen, note)
     outcome = await station.run()
+    where = f"records and logs are in {brief.assignment.run_dir}"
     if not outcome.ok:
-        say_where()
+        screen.say(where)
         if not command.config.elastic and re.search(r"unrecognized arguments:.* --elastic-", outcome.reason):
             note("a Megatron-LM checkout knows the --elastic-... flags only with --elastic: add it")
         screen.complain(outcome.reason)
@@ -461,9 +457,8 @@ async def _take_part(
                        "that point; give another step, point or grain")
     if outcome.ok:
         screen.say(outcome.reason, "finished")
+        screen.say(where)
     screen.close(END_LIMIT)
-    if outcome.ok:
-        say_where()
     return 0 if outcome.ok else outcome.code
 
 

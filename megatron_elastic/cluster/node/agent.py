@@ -172,6 +172,15 @@ class Agent:
             case Stop():
                 self.stop(message)
 
+    def pass_on(self, number: int) -> bool:
+        """Send the script's exit signal to the ranks that listen for it: they do when they have said hello, and those
+        of plain jobs are taken to. Returns whether any do; else nothing has been trained here that could be saved.
+        """
+        listening = self._post.introduced if self._assignment.elastic else set(self._running)
+        for rank in listening:
+            self.kill(rank, number)
+        return bool(listening)
+
     def leave(self) -> None:
         """This node's ranks are to leave; ``over`` says when they have."""
         self.leaving = True

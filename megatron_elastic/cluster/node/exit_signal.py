@@ -19,12 +19,13 @@ _ARGUMENTS.add_argument("--exit-signal", default="SIGTERM", choices=[each.name f
 class ExitSignal:
     """The signal that a script's ``arguments`` ask for, if they do. ``number`` is None if they do not.
 
-    ``pass_on`` and ``leave`` are to be set as soon as there are ranks to send it to, or that can leave.
+    ``pass_on`` and ``leave`` are to be set as soon as there may be ranks to send it to, or that can leave.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.number: signal.Signals | None = None
-        self.pass_on: Callable[[int], None] | None = None
+        self.pass_on: Callable[[int], bool] | None = None
+        """Sends it to the ranks of this node; returns whether any of them listens by now."""
         self.leave: Callable[[], bool] | None = None
         """Lets the ranks of this node leave; returns whether they will."""
         try:
@@ -36,9 +37,8 @@ class ExitSignal:
 
     def taken(self, number: int) -> str | None:
         """What is done about a signal instead of ending the job, for people. That is done once: another one ends it."""
-        if number == self.number and self.pass_on is not None:
-            pass_on, self.pass_on = self.pass_on, None
-            pass_on(number)
+        if number == self.number and self.pass_on is not None and self.pass_on(number):
+            self.pass_on = None
             return f"{self.number.name} goes to the ranks, which end training (--exit-signal-handler)"
         if number == signal.SIGTERM and self.leave is not None:
             leave, self.leave = self.leave, None

@@ -89,6 +89,11 @@ class Post:
         self.wanted: Wanted | None = None
         """What somebody has asked for, as it was told here last."""
 
+    @property
+    def introduced(self) -> set[int]:
+        """The ranks of this node that have said hello, and have not ended."""
+        return set(self._hellos)
+
     def running(self, slots: dict[int, int]) -> list[Running]:
         """The ranks of this node, given with their local ranks, as a coordinator has to know them."""
         hellos = {rank: self._short(hello) for rank, hello in self._hellos.items()}

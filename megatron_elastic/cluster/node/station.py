@@ -197,7 +197,7 @@ class Station:
 
     async def _prepare(self) -> Agent:
         agent = self._agent = Agent(self._brief.assignment, self._tell)
-        self._exit_signal.pass_on, self._exit_signal.leave = agent.kill_all, self._leave
+        self._exit_signal.pass_on, self._exit_signal.leave = agent.pass_on, self._leave
         await asyncio.get_running_loop().run_in_executor(None, restore_left_behind, self._note)
         ready = await agent.prepare(self._config.start_timeout)
         if ready.threads > 1:

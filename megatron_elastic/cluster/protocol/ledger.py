@@ -105,13 +105,15 @@ def recall(turn: Turn) -> None:
 
 def _write(turn: Turn, entry: Entry) -> None:
     ledger, vote = _of(turn), entry.vote
-    # Clocks of hosts differ a little, and a line filled in after a death has an estimated time.
-    seconds = max(entry.time - ledger.previous_time, 1e-6)
+    # Clocks of hosts differ a little, are set at times, and a line filled in after a death has an estimated time.
+    seconds = entry.time - ledger.previous_time
+    if seconds <= 0:
+        seconds = ledger.previous_seconds
     votes = ledger.votes
     if (old := vote.step - _REMEMBERED) in votes:
         votes = votes.delete(old)
     turn.set(ledger=replace(
-        ledger, written=vote.step, previous_time=max(entry.time, ledger.previous_time), votes=votes,
+        ledger, written=vote.step, previous_time=entry.time, previous_seconds=seconds, votes=votes,
         pending=ledger.pending.delete(vote.step),
     ))  # fmt: skip
     turn.do(WriteMetrics({

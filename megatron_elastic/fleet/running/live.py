@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -152,7 +153,8 @@ def _manager(options: argparse.Namespace) -> Manager:
 
 
 def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, or the disk is full: a fleet goes on all the same
+        print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
 
 
 def _submit(options: argparse.Namespace) -> int:

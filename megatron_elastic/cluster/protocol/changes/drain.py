@@ -40,7 +40,7 @@ def leaves(turn: Turn, event: Leaves) -> None:
     node = turn.job.nodes.get(event.node)
     if node is None or event.node in turn.job.leaving:
         return
-    if turn.job.gathering is not None:  # as if it had come with that word
+    if turn.job.gathering is not None or turn.job.layout is None:  # as if it had come with that word
         turn.set(leaving=turn.job.leaving | {event.node})
         return
     problem = _problem(turn.job, [event.node])

@@ -34,6 +34,9 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the last step whose line was written."""
     total: int
     previous_time: float
+    """When the one before that was done, as who told it has the time of day."""
+    previous_seconds: float = 1e-6
+    """That it took."""
     votes: Map[int, Told] = Map()
     pending: Map[int, Entry] = Map()
     recalled: int = -1
