@@ -164,24 +164,43 @@ def test_an_interpreter_that_is_named_is_not_replaced_by_another(tmp_path: Path)
     assert "PYTHON=/no/python is no Python 3.11 or newer with venv" in done.stderr and "is taken" not in done.stderr
 
 
-def pod(tmp_path: Path, role: str, index: int = 0) -> subprocess.CompletedProcess[str]:
-    """What a pod of the JobSet does, with a stand-in for the agent that says which node it is."""
+def pod(tmp_path: Path, role: str, index: int = 0, agent: str = 'echo "$5"') -> subprocess.Popen[str]:
+    """What a pod of the JobSet does, with a stand-in for the agent, which says which node it is by itself."""
     _, jobset = (ROOT / "scripts" / "launch_k8s.yaml").read_text().split("spec:\n", 1)
     sets = yaml.safe_load(f"spec:\n{jobset}")["spec"]["replicatedJobs"]
     (container,) = sets[0]["template"]["spec"]["template"]["spec"]["containers"]
     (script,) = container["args"]
-    agent = tmp_path / "megatron-elastic"
-    agent.write_text('#!/usr/bin/env bash\necho "$5"\n')
-    agent.chmod(0o755)
-    return subprocess.run([*container["command"], script.replace("/shared", str(tmp_path / "shared"))],
-                          capture_output=True, text=True, check=False, timeout=60,
+    path = tmp_path / "megatron-elastic"
+    path.write_text(f"#!/usr/bin/env bash\n{agent}\n")
+    path.chmod(0o755)
+    return subprocess.Popen([*container["command"], script.replace("/shared", str(tmp_path / "shared"))],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ROLE": role, "ATTEMPT": "0",
                                "JOB_COMPLETION_INDEX": str(index), "NODES": "4", "MEGATRON_ARGUMENTS": ""})  # fmt: skip
 
 
 def test_pods_take_the_first_free_number(tmp_path: Path) -> None:
-    numbers = [pod(tmp_path, "worker", index).stdout.strip() for index in (0, 2, 0, 0)]
-    assert [pod(tmp_path, "lead").stdout.strip(), *numbers] == ["0", "1", "3", "5", "9"]
+    numbers = [pod(tmp_path, "worker", index).communicate(timeout=60)[0].strip() for index in (0, 2, 0, 0)]
+    assert [pod(tmp_path, "lead").communicate(timeout=60)[0].strip(), *numbers] == ["0", "1", "3", "5", "9"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_a_pod_ends_as_its_agent_does(code: int, tmp_path: Path) -> None:
+    ended = pod(tmp_path, "worker", agent=f"exit {code}")
+    ended.communicate(timeout=60)
+    assert ended.returncode == code
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 143), (143, 143), (1, 1)], ids=["left", "ended", "failed"])
+def test_a_pod_that_has_to_go_has_not_finished(code: int, expected: int, tmp_path: Path) -> None:
+    """Kubernetes starts another in its place, though its agent has done well: the ranks have left."""
+    agent = f"trap 'kill $!; exit {code}' TERM\nsleep 60 &\necho ready\nwait"
+    gone = pod(tmp_path, "worker", agent=agent)
+    assert gone.stdout is not None
+    assert gone.stdout.readline() == "ready\n"
+    gone.terminate()
+    gone.communicate(timeout=60)
+    assert gone.returncode == expected
 
 
 def test_a_pod_that_cannot_make_its_folder_says_so(tmp_path: Path) -> None:
@@ -191,4 +210,5 @@ def test_a_pod_that_cannot_make_its_folder_says_so(tmp_path: Path) -> None:
     )
     (tmp_path / "mkdir").chmod(0o755)
     done = pod(tmp_path, "lead")
-    assert done.returncode == 1 and "No space left on device" in done.stderr
+    errors = done.communicate(timeout=60)[1]
+    assert done.returncode == 1 and "No space left on device" in errors
