@@ -45,7 +45,7 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     """
     console = console or Screen()
     metrics = read_metrics(run_dir)
-    # A plain run has steps, but no events.
+    # A plain run of an earlier release has steps, but no events.
     events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
     for step, record in metrics.items():
         check_fields(record, METRICS, f"step {step} in {run_dir / 'metrics.jsonl'}")
