@@ -27,6 +27,7 @@ from megatron_elastic.support import (
     check_length,
     check_ramp,
     check_split,
+    check_trace,
     check_whole,
 )
 
@@ -360,6 +361,7 @@ def _check_elastic(args: argparse.Namespace) -> None:
     if config.inject and not args.elastic:
         raise UsageError(f"--elastic-inject {config.inject[0]} needs --elastic: add it")
     check_faults(args)
+    check_trace(args)
 
 
 def _divides(name: str, value: int, by_name: str, by: int) -> None:

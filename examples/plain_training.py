@@ -113,6 +113,8 @@ class _Trainer:
         args = self.args
         start = self.progress.iteration
         records = RunRecords(args.elastic_run_dir) if args.elastic_run_dir and self.reports else None
+        if records is not None:
+            records.event("started", 0, world_size=args.world_size, step=start, train_iters=args.train_iters)
         logged_at = time.perf_counter()
         saved = start
         for iteration in range(start + 1, args.train_iters + 1):
@@ -135,6 +137,7 @@ class _Trainer:
         if args.save and saved != self.progress.iteration:
             self.save(args.save)
         if records is not None:
+            records.event("finished", 0, reason=f"training finished at step {self.progress.iteration}")
             records.close()
 
     def step(self, data: Any) -> tuple[float, float]:

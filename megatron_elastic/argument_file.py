@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import yaml
 
-from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.config import UsageError, add_elastic_arguments
 
 _SECTIONS = ("language_model", "model_parallel")
 _RENAMED = {
@@ -64,9 +63,11 @@ def read(path: str) -> dict[str, Any]:
             if name in values:
                 raise UsageError(f"--yaml-cfg {path}: {name} is there twice, once under {section}: take one out")
             values[name] = value
-    ours = {"elastic", *(f"elastic_{field.name}" for field in fields(ElasticConfig))}
-    if unknown := [name for name in values if name.startswith("elastic") and name not in ours]:
-        raise UsageError(f"--yaml-cfg {path}: {unknown[0]} is no argument: docs/flags.md lists them")
+    ours = {action.dest: action for action in add_elastic_arguments(argparse.ArgumentParser(add_help=False))._actions}
+    for name in [name for name in values if name.startswith("elastic")]:
+        if name not in ours:
+            raise UsageError(f"--yaml-cfg {path}: {name} is no argument: docs/flags.md lists them")
+        values[name] = _as_written(ours[name], values[name], path)
     return {name: value for given in values.items() for name, value in _as_arguments(*given).items()}
 
 
@@ -90,6 +91,19 @@ def flags(name: str, value: Any) -> Iterator[str]:
             yield flag
         elif each is not False:
             yield f"{flag}={each}"
+
+
+def _as_written(action: argparse.Action, value: Any, path: str) -> Any:
+    """The value of one of our flags, with words where YAML has made True or False of them. Raises UsageError."""
+    if isinstance(value, list):
+        return [_as_written(action, each, path) for each in value]
+    if not isinstance(value, bool) or action.nargs == 0:
+        return value
+    word = "on" if value else "off"
+    if word in (action.choices or ()):
+        return word
+    raise UsageError(f"--yaml-cfg {path}: {action.dest} takes a value, and YAML reads on, off, yes and no as true and "
+                     "false: write it in quotes, or leave it out")
 
 
 def _as_arguments(name: str, value: Any) -> Mapping[str, Any]:

@@ -167,7 +167,8 @@ def _data_parser() -> argparse.ArgumentParser:
         "prepare", help="train a byte-level BPE and write Megatron's .bin and .idx", formatter_class=usage.Formatter)
     prepare.add_argument("out", type=Path, metavar="OUT", help="directory to write to; --data-path takes it")
     prepare.add_argument("--text", type=Path, nargs="+", action="extend", default=[], metavar="PATH",
-                         help="text files, or directories of them (default: the standard library's sources)")
+                         help="text files, or directories of them, without what is in hidden ones there and in "
+                         "__pycache__ (default: the standard library's sources)")
     prepare.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
     return parser
 

@@ -19,10 +19,11 @@ launcher=(
     --standalone                        # one node, any free port
     --nproc-per-node "${RANKS:-auto}"   # a number, or auto
 )
-elastic=(
-    --elastic                           # without it the same command is plain Megatron
-    --elastic-run-dir "${RUN_DIR:-runs/$(date +%Y%m%d-%H%M%S)}"
-    --elastic-replicas 1                # live copies of every slice of the optimizer's state
-)
-# What comes later wins, and that is what was given.
+elastic=(--elastic)                     # without it the same command is plain Megatron
+if [ -n "${RUN_DIR:-}" ]; then
+    case " ${MEGATRON_ELASTIC_ARGS:-} $* " in   # what is given there wins
+        *" --elastic-run-dir "* | *" --elastic-run-dir="*) ;;
+        *) elastic+=(--elastic-run-dir "$RUN_DIR") ;;
+    esac
+fi
 exec megatron-elastic run "${launcher[@]}" "$script" "${elastic[@]}" "$@"

@@ -10,7 +10,7 @@
 # Environment:
 #   MEGATRON_ELASTIC_TOKEN   the job's secret, the same on every node; needed with several nodes
 #   RUN_DIR                  where node 0 puts the records, and each node its ranks' logs (default: runs/<date>-<time>)
-#   ELASTIC=0                start plain Megatron instead
+#   ELASTIC=0                start plain Megatron instead, which knows no RUN_DIR: its logs are where the default is
 set -euo pipefail
 
 launcher=()
@@ -28,11 +28,15 @@ done
 elastic=()
 if [ "${ELASTIC:-1}" = 1 ]; then
     elastic=(--elastic)
-    # Behind what was given this would win over it, and before it would be the launcher's.
-    case " $* " in
-        *" --elastic-run-dir "* | *" --elastic-run-dir="*) ;;
-        *) elastic+=(--elastic-run-dir "${RUN_DIR:-runs/$(date +%Y%m%d-%H%M%S)}") ;;
-    esac
+    if [ -n "${RUN_DIR:-}" ]; then
+        # Behind what was given this would win over it, and before it would be the launcher's.
+        case " ${MEGATRON_ELASTIC_ARGS:-} $* " in
+            *" --elastic-run-dir "* | *" --elastic-run-dir="*) ;;
+            *) elastic+=("--elastic-run-dir=$RUN_DIR") ;;   # one word, as two are a script's name if none is given
+        esac
+    fi
+elif [ -n "${RUN_DIR:-}" ]; then
+    echo "$0: RUN_DIR=$RUN_DIR is not used: with ELASTIC=0 no script is given --elastic-run-dir" >&2
 fi
 # The command line comes after the variables, so it wins; the flags at the end are the script's.
 exec megatron-elastic run "${launcher[@]}" "$@" "${elastic[@]}"

@@ -86,17 +86,27 @@ def standard_library() -> list[Path]:
     return sorted(p for p in root.rglob("*.py") if _SKIPPED.isdisjoint(p.relative_to(root).parts[:-1]))
 
 
-def text_files(paths: Iterable[Path]) -> list[Path]:
-    """``paths`` with folders replaced by the files below them, sorted. Raises UsageError if one does not exist."""
+def text_files(paths: Iterable[Path]) -> tuple[list[Path], int]:
+    """``paths`` with folders replaced by the files below them, sorted; and how many files are left out, as they are in
+    hidden folders there or in ``__pycache__``. Raises UsageError if one does not exist.
+    """
     files: list[Path] = []
+    hidden = 0
     for path in paths:
         if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.is_file() and _SKIPPED.isdisjoint(p.parts))
+            below = sorted(p for p in path.rglob("*") if p.is_file())
+            shown = [p for p in below if not any(map(_is_hidden, p.relative_to(path).parts[:-1]))]
+            files += shown
+            hidden += len(below) - len(shown)
         elif path.is_file():
             files.append(path)
         else:
             raise UsageError(f"--text {path} does not exist; name a text file or a folder of text files")
-    return files
+    return files, hidden
+
+
+def _is_hidden(folder: str) -> bool:
+    return folder.startswith(".") or folder == "__pycache__"
 
 
 def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Prepared:
@@ -112,13 +122,16 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
     if vocab_size < 257:
         raise UsageError(f"--vocab-size must be at least 257 (256 bytes and end-of-document), got {vocab_size}")
     console = Console(stderr=True)
-    files = text_files(text) if text else standard_library()
+    files, hidden = text_files(text) if text else (standard_library(), 0)
     documents = list(_read(files))
     if not documents:
-        raise UsageError(f"--text: no text in {len(files)} files (binary and empty files are left out)")
+        raise UsageError(f"--text: no text in {len(files)} files (binary and empty files are left out, and {hidden} in "
+                         "hidden folders or __pycache__)")
     size = sum(map(len, documents))
     console.print(f"{len(documents)} documents, {size / 1e6:.1f} MB of text"
                   + ("" if text else " (the standard library's sources)"))
+    if text:
+        _tell_left_out(console, hidden, len(files) - len(documents))
     try:
         out.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=out))
@@ -131,6 +144,12 @@ def prepare(out: Path, text: Sequence[Path] = (), vocab_size: int = 4096) -> Pre
         shutil.rmtree(part, ignore_errors=True)
     console.print(f"{prepared.tokens} tokens in {out} (vocabulary {prepared.vocab_size}, {prepared.dtype})")
     return prepared
+
+
+def _tell_left_out(console: Console, hidden: int, unread: int) -> None:
+    for count, why in ((hidden, "in hidden folders or __pycache__"), (unread, "binary or empty")):
+        if count:
+            console.print(f"left out: {count} files, {why}")
 
 
 def _make(part: Path, documents: list[str], vocab_size: int, console: Console) -> Prepared:

@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``megatron-elastic fleet``: 0, or 2 when something cannot be read or done."""
-    options = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    options = live.parse(make_parser(), list(sys.argv[1:] if argv is None else argv))
     try:
         return int(options.command(options))
     except BrokenPipeError:

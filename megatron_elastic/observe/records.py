@@ -38,6 +38,36 @@ RECOVERED = (
 )  # fmt: skip
 """Fields of a ``recovered`` event, in order, after time, kind and epoch; further ones may follow."""
 
+_PACED = ("ranks", "times")
+_OF_KIND = {
+    kind: (*EVENT, *fields)
+    for kind, fields in {
+        "started": ("train_iters",), "recovered": RECOVERED, "fallback": ("lost_steps",),
+        "hello": ("rank", "pid", "host"), "slow": _PACED, "well": _PACED,
+        "copying": ("ranks", "done", "bytes", "units", "sources"),
+        "progress": ("what", "busy", "done_bytes", "all_bytes", "seconds"),
+    }.items()
+}  # fmt: skip
+"""Kind of an event -> what is read of it."""
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    name: types
+    for types, names in {
+        (str,): ("kind", "loss_hex", "grad_norm_hex", "cause", "decision", "host", "what"),
+        (int,): ("epoch", "step", "consumed_samples", "world_size", "train_iters", "rank", "pid", "busy"),
+        (int, float): ("time", "step_ms", "tokens_per_s", "detect_ms", "interrupt_ms", "plan_ms", "edit_ms", "state_ms",
+                       "redo_ms", "mttr_ms", "times", "done_bytes", "all_bytes", "seconds"),
+        (type(None), int, float): ("loss", "grad_norm", "lr"),
+        (list,): ("ranks", "lost_steps", "done", "bytes", "units", "sources"),
+    }.items()
+    for name in names
+}  # fmt: skip
+"""Field that is read -> what it may be."""
+_CALLED = {str: "text", int: "a whole number", float: "a number", list: "a list"}
+
+_SHOWN = 40
+"""Characters of a damaged value that are told."""
+
 _BLOCK = 4096
 """Bytes that are read at once from the end of a file; a line has some 300."""
 
@@ -173,10 +203,32 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return _read_lines(run_dir / "events.jsonl")
 
 
+def read_checked_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The same, if all that is read of them is there; raises RecordsError else, too."""
+    events = read_events(run_dir)
+    for number, event in enumerate(events, start=1):
+        check_event(event, f"{run_dir / 'events.jsonl'}:{number}")
+    return events
+
+
+def check_step(record: Mapping[str, Any], where: str) -> None:
+    """Raises RecordsError if this is no metrics line."""
+    check_fields(record, METRICS, where)
+
+
+def check_event(event: Mapping[str, Any], where: str) -> None:
+    """Raises RecordsError if what is read of such an event is not there, or is of another type."""
+    check_fields(event, _OF_KIND.get(str(event.get("kind")), EVENT), where)
+
+
 def check_fields(record: Mapping[str, Any], fields: Sequence[str], where: str) -> None:
-    """Raises RecordsError if some of the fields are not there."""
+    """Raises RecordsError if some of the fields are not there, or are of another type."""
     if missing := [name for name in fields if name not in record]:
         raise RecordsError(f"{where} is damaged: it lacks {', '.join(missing)}")
+    for name in fields:
+        if not isinstance(record[name], _TYPES[name]):
+            raise RecordsError(f"{where} is damaged: {name} is {json.dumps(record[name])[:_SHOWN]}, where "
+                               f"{_CALLED[_TYPES[name][-1]]} belongs")
 
 
 def read_digest(run_dir: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from megatron_elastic import usage
 from megatron_elastic.observe import telling
 from megatron_elastic.observe.compare import compare
 from megatron_elastic.observe.records import (
-    METRICS,
     RECOVERED,
     RecordsError,
     check_fields,
     check_run,
+    check_step,
     read_digest,
     read_events,
     read_metrics,
@@ -45,10 +45,10 @@ def render(run_dir: Path, reference: Path | None = None, console: Console | None
     """
     console = console or Screen()
     metrics = read_metrics(run_dir)
-    # A plain run has steps, but no events.
+    # A plain run of an earlier release has steps, but no events.
     events = read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
     for step, record in metrics.items():
-        check_fields(record, METRICS, f"step {step} in {run_dir / 'metrics.jsonl'}")
+        check_step(record, f"step {step} in {run_dir / 'metrics.jsonl'}")
     recoveries = [event for event in events if event.get("kind") == "recovered"]
     for event in recoveries:
         check_fields(event, RECOVERED, f"a recovery in {run_dir / 'events.jsonl'}")

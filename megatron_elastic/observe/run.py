@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +12,12 @@ import msgspec
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.observe.goodput import Account
 from megatron_elastic.observe.place import Folder, Place, layout_text
-from megatron_elastic.observe.records import EVENT, METRICS, RECOVERED, RecordsError, check_fields
+from megatron_elastic.observe.records import RecordsError, check_event, check_step
 from megatron_elastic.observe.utilisation import Utilisation
 
 RECENT = 10
 """Steps whose median says how fast a job is now."""
 OVER = ("finished", "failed")
-_PACED = ("ranks", "times")
-_OF_KIND = {
-    "started": ("train_iters",), "recovered": RECOVERED, "fallback": ("lost_steps",), "hello": ("rank", "pid", "host"),
-    "slow": _PACED, "well": _PACED, "copying": ("ranks", "done", "bytes", "units", "sources"),
-    "progress": ("what", "busy", "done_bytes", "all_bytes", "seconds"),
-}  # fmt: skip
-"""Kind of an event -> what is read of it."""
 
 
 class Process(NamedTuple):
@@ -68,8 +61,8 @@ class Run:
         self.events: list[Mapping[str, Any]] = []
         self.layout: Layout | None = None
         """The newest."""
-        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl", *fields)
-                       for name, fields in (("metrics", (METRICS,)), ("events", (EVENT, _OF_KIND)))}  # fmt: skip
+        self._lines = {name: _Lines(f"{place.name}/{name}.jsonl", check)
+                       for name, check in (("metrics", check_step), ("events", check_event))}  # fmt: skip
         self._written: float | None = None
         """When the newest record was written, by the clock of whoever looks."""
         self.refresh()
@@ -211,13 +204,12 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 
 class _Lines:
-    """The lines of a file that grows, which have at least ``fields``, and those of their kind."""
+    """The lines of a file that grows, which ``check`` finds to have what is read of them."""
 
-    def __init__(self, name: str, fields: Sequence[str], of_kind: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, name: str, check: Callable[[Mapping[str, Any], str], None]) -> None:
         self.offset = 0
         """Bytes that were read."""
-        self._name, self._fields = name, fields
-        self._of_kind = {kind: (*fields, *more) for kind, more in (of_kind or {}).items()}
+        self._name, self._check = name, check
         self._number = 0
 
     def whole(self, text: bytes) -> Sequence[Mapping[str, Any]]:
@@ -234,6 +226,5 @@ class _Lines:
                 record = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RecordsError(f"{self._name}:{self._number} is not a JSON object: {error}") from None
-            fields = self._of_kind.get(str(record.get("kind")), self._fields)
-            check_fields(record, fields, f"{self._name}:{self._number}")
+            self._check(record, f"{self._name}:{self._number}")
             yield record

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic import usage
+from megatron_elastic.cluster.launch import launcher
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, LayoutError
 from megatron_elastic.pipeline.dag import Dag
@@ -166,14 +167,23 @@ def _memory(argv: Sequence[str]) -> int:
     parser.add_argument("script", help="examples/pretrain_gpt.py, or another one with its parse_args")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's flags")
     options = parser.parse_args(argv)
+    folder = str(Path(options.script).resolve().parent)
+    sys.path.insert(0, folder)  # as Python does for a script
     try:
         parse = _run(options.script).get("parse_args")
         if parse is None:
             raise UsageError(f"{options.script} has no parse_args: give the flags of examples/pretrain_gpt.py instead")
-        memory.main(parse([*options.flags, "--elastic"], options.ranks), options.ranks)
+        flags = launcher.with_arguments_from_elsewhere([*options.flags, "--elastic"])
+        spares = launcher.elastic_config(flags).spares
+        if spares >= options.ranks:
+            raise UsageError(f"--elastic-spares {spares}: there are {options.ranks} ranks in all, and some must train: "
+                             "raise --ranks")
+        memory.main(parse(flags, options.ranks - spares), options.ranks - spares)
     except (UsageError, OSError) as error:
         print(f"megatron-elastic plan: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        sys.path.remove(folder)
     return 0
 
 
@@ -181,7 +191,9 @@ def _run(script: str) -> dict[str, Any]:
     """What a script defines. Raises UsageError, OSError."""
     try:
         return runpy.run_path(script)
-    except (SyntaxError, ImportError) as error:
+    except (UsageError, OSError):
+        raise
+    except Exception as error:  # whatever its author has done wrong
         raise UsageError(f"{script} cannot be run: {type(error).__name__}: {error}") from None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_elastic.config import UsageError
 from megatron_elastic.layout import Layout, gpt_units
 from megatron_elastic.observe.place import epochs
-from megatron_elastic.observe.records import read_metrics
+from megatron_elastic.observe.records import check_fields, read_metrics
 from megatron_elastic.observe.run import read_layout
 from megatron_elastic.plan import Costs
 from megatron_elastic.plan.predict import (
@@ -82,6 +82,8 @@ def _of_run(options: argparse.Namespace) -> ScaleTable:
     metrics = read_metrics(options.run)
     if not metrics:
         raise UsageError(f"there is no step in the records of {options.run} yet, so its speed is not known")
+    for step, record in metrics.items():
+        check_fields(record, ("step_ms", "tokens_per_s"), f"step {step} in {options.run / 'metrics.jsonl'}")
     last = metrics[max(metrics)]
     tokens = round(last["tokens_per_s"] * last["step_ms"] / 1e3)
     return outlook(layout, costs, tokens, options.scale_table, _sizes_of_run(options.run, layout),

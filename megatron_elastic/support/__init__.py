@@ -12,6 +12,7 @@ from megatron_elastic.support.batches import (
     check_length,
     check_ramp,
     check_schedule,
+    check_trace,
 )
 from megatron_elastic.support.model import (
     check_cells,
@@ -54,6 +55,7 @@ __all__ = [
     "check_ramp",
     "check_schedule",
     "check_split",
+    "check_trace",
     "check_uncut",
     "check_whole",
     "engine_installed",

@@ -1,4 +1,4 @@
-"""Batches: whether steps, their batches and the faults in them can be as flags say that Megatron has parsed."""
+"""Batches: whether steps, their batches and what is to happen in them can be as flags say that Megatron has parsed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 
 from megatron_elastic import usage
 from megatron_elastic.config import ElasticConfig, UsageError
+from megatron_elastic.observe.tracing.tracer import Window
 from megatron_elastic.plan.work.ramp import Ramp
 
 
@@ -69,8 +70,7 @@ def check_ramp(args: argparse.Namespace) -> None:
 
 def check_faults(args: argparse.Namespace) -> None:
     """Raise UsageError if faults are to happen (``--elastic-inject``) on a rank, or in what, there will never be."""
-    config, ramp = ElasticConfig.from_args(args), Ramp.of(args)
-    steps = ramp.steps(args.train_samples) if args.train_iters is None else args.train_iters
+    config, ramp, steps = ElasticConfig.from_args(args), Ramp.of(args), _last_step(args)
     for fault in config.inject:
         flag = f"--elastic-inject {fault}"
         # A rank that joins has an id that nobody had before.
@@ -83,6 +83,19 @@ def check_faults(args: argparse.Namespace) -> None:
         if fault.grain is not None and not 0 <= fault.grain < grains:
             raise UsageError(f"{flag}: grain must be from 0 to {grains - 1} "
                              "(batch size / --micro-batch-size / --expert-model-parallel-size - 1)")
+
+
+def check_trace(args: argparse.Namespace) -> None:
+    """Raise UsageError if steps are to be traced (``--elastic-trace``) that there will never be."""
+    steps = _last_step(args)
+    for first, _ in Window.parse(args.elastic_trace).ranges if args.elastic_trace else ():
+        if first > steps:
+            raise UsageError(f"--elastic-trace {args.elastic_trace}: there is no step {first}, as {steps} is the "
+                             "last one")
+
+
+def _last_step(args: argparse.Namespace) -> int:
+    return Ramp.of(args).steps(args.train_samples) if args.train_iters is None else int(args.train_iters)
 
 
 def check_schedule(args: argparse.Namespace) -> None:

@@ -133,8 +133,31 @@ def test_the_command_prints_a_table(flags: str, capsys: pytest.CaptureFixture[st
     assert "0 is not a number from 1 on" in capsys.readouterr().err
 
 
+def test_spares_need_nothing_of_it(
+    flags: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = str(ROOT / "examples" / "pretrain_gpt.py")
+    assert cli.main(["plan", "--memory", "--ranks", "3", script, *flags.split(), "--elastic-spares", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all 2 ranks together: ")
+    monkeypatch.setenv("MEGATRON_ELASTIC_ARGS", "--elastic-spares 2")
+    assert cli.main(["plan", "--memory", "--ranks", "4", script, *flags.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all 2 ranks together: ")
+    assert cli.main(["plan", "--memory", "--ranks", "2", script, *flags.split()]) == 2
+    assert "--elastic-spares 2: there are 2 ranks in all" in capsys.readouterr().err
+
+
+def test_a_script_finds_what_is_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside_this_script.py").touch()
+    (tmp_path / "train.py").write_text("import beside_this_script")
+    before = sys.path.copy()
+    assert cli.main(["plan", "--memory", "--ranks", "2", str(tmp_path / "train.py")]) == 2
+    assert "train.py has no parse_args" in capsys.readouterr().err
+    assert sys.path == before
+
+
 @pytest.mark.parametrize(
-    ("text", "said"), [("def", "SyntaxError"), ("import nothing_of_this_name", "ModuleNotFoundError")]
+    ("text", "said"),
+    [("def", "SyntaxError"), ("import nothing_of_this_name", "ModuleNotFoundError"), ("nothing_here", "NameError")],
 )
 def test_a_script_that_cannot_be_run_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str

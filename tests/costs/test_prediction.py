@@ -629,6 +629,9 @@ def test_a_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "metrics.jsonl").touch()
     code, _, err = run(capsys, *arguments)
     assert (code, err.count("\n")) == (2, 1) and "there is no step in the records" in err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "step_ms": null, "tokens_per_s": 65536}\n')
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "metrics.jsonl is damaged: step_ms is null, where a number belongs" in err
     record = {"step": 3, "step_ms": 500.0, "tokens_per_s": 65_536.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     code, _, err = run(capsys, *arguments)

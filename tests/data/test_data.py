@@ -170,6 +170,25 @@ def test_input_that_cannot_work(corpus: Path, tmp_path: Path) -> None:
         locate(tmp_path)
 
 
+def test_all_text_of_a_folder_is_taken_whatever_folders_are_called(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("test/d.txt", "site-packages/e.txt", ".git/config", "sub/.venv/f.txt", "sub/__pycache__/f.txt"):
+        path = corpus / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"this is {name}\n" * 20)
+    assert prepare(tmp_path / "out", [corpus], vocab_size=300).documents == 5
+    told = capsys.readouterr().err
+    assert "left out: 3 files, in hidden folders or __pycache__" in told
+    assert "left out: 2 files, binary or empty" in told
+
+
+@pytest.mark.parametrize("above", ["tests", ".cache", "site-packages"])
+def test_what_a_folder_of_text_is_in_is_of_no_matter(above: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / above).mkdir()
+    assert prepare(tmp_path / "out", [corpus.rename(tmp_path / above / "text")], vocab_size=300).documents == 3
+
+
 def test_standard_library_is_text_without_tests() -> None:
     files = standard_library()
     assert len(files) > 300

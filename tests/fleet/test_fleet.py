@@ -231,6 +231,20 @@ def test_bad_submissions(
     assert not list((tmp_path / "fleet").glob("jobs/*"))
 
 
+@pytest.mark.parametrize("arguments", [
+    ["--name", "a", "{fleet}", "--", "bash", "-c", "x", "--", "a", "--"],
+    ["{fleet}", "--name", "a", "--", "bash", "-c", "x", "--", "a", "--"],
+    ["{fleet}", "--name", "a", "bash", "--", "-c", "--name"],
+    ["--name", "a", "{fleet}", "bash", "--"],
+    ["--name", "a", "{fleet}", "--", "bash", "-c"],
+])  # fmt: skip
+def test_a_command_is_kept_word_for_word(arguments: list[str], tmp_path: Path) -> None:
+    words = [word.replace("{fleet}", str(tmp_path)) for word in arguments]
+    assert cli.main(["fleet", "submit", *words]) == 0
+    kept = json.loads((tmp_path / "jobs" / "a" / "submission.json").read_text())
+    assert kept["command"] == arguments[arguments.index("bash") :]
+
+
 def test_names_are_given_once(four: Fleet, capfd: pytest.CaptureFixture[str]) -> None:
     four.submit("a", "true")
     assert cli.main(["fleet", "submit", str(four.folder), "--name", "a", "--", "true"]) == 2

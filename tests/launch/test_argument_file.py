@@ -72,6 +72,15 @@ def test_all_flags_from_a_file(script: Path, tmp_path: Path) -> None:
     assert_everything(launcher._read_command([*TWO, str(script), f"--yaml-cfg={path}"]).config)
 
 
+@pytest.mark.parametrize("word", ["off", "Off", "'off'", "no"])
+def test_off_is_a_word(word: str, script: Path, tmp_path: Path) -> None:
+    """Of which YAML makes False."""
+    path = write(tmp_path, f"elastic_slow: {word}", "elastic_respawn: off")
+    command = launcher._read_command([str(script), "--yaml-cfg", path])
+    assert command.config.slow == "off"
+    assert not command.config.respawn
+
+
 def test_sections_are_flags(tmp_path: Path) -> None:
     """With the names that Megatron's flags have."""
     path = write(
@@ -91,6 +100,11 @@ def test_sections_are_flags(tmp_path: Path) -> None:
         (["bf16: True", "model_parallel:", "  bf16: True"], "bf16 is there twice, once under model_parallel"),
         (["model_parallel: 3"], "model_parallel must have names and values under it"),
         (["model_parallel:", "  3: 4"], "model_parallel must have names and values under it"),
+        (["elastic_slow: on"], "elastic_slow takes a value, and YAML reads on, off, yes and no as true and false: "
+         "write it in quotes, or leave it out"),
+        (["elastic_profile: off"], "elastic_profile takes a value, and YAML reads"),
+        (["elastic_run_dir: no"], "elastic_run_dir takes a value, and YAML reads"),
+        (["elastic_inject: [no]"], "elastic_inject takes a value, and YAML reads"),
         (["elastic:", "  run_dir: x"], "elastic has names and values under it, as only language_model and model_p"),
         (["- 3"], "expected names with values"),
         (["a: [3"], "is no YAML file"),

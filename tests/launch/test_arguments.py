@@ -232,6 +232,7 @@ LATENT = "--multi-latent-attention --position-embedding-type rope"
     ("--tensorboard-dir curves", 1, "--tensorboard-dir needs --elastic"),
     ("--elastic --elastic-inject kill:rank=4,step=1,at=forward", 4, "rank must be from 0 to 3"),
     ("--elastic --elastic-inject kill:rank=0,step=11,at=forward", 4, "step must be from 1 to 10"),
+    ("--elastic --elastic-trace 3,11-12", 4, "there is no step 11, as 10 is the last one"),
     ("--elastic --elastic-placement search", 4, "--elastic-placement search needs --elastic-schedule search"),
     ("--elastic --elastic-placement v", 4, "--elastic-placement v places 2 chunks on each of several stages, not"),
     ("--elastic --elastic-inject kill:rank=0,step=1,at=forward,grain=16", 4, "grain must be from 0 to 15"),

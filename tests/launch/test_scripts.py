@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_elastic.cluster.launch import launcher
+from megatron_elastic.config import UsageError
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
 
@@ -47,7 +50,7 @@ def test_local(tmp_path: Path) -> None:
     program.touch()
     given = launched("launch_local.sh", str(program), "--bf16", folder=tmp_path, RANKS="4", RUN_DIR="runs/a b")
     assert given == ["run", "--standalone", "--nproc-per-node", "4", str(program), "--elastic", "--elastic-run-dir",
-                     "runs/a b", "--elastic-replicas", "1", "--bf16"]
+                     "runs/a b", "--bf16"]
     usage = subprocess.run(["bash", str(ROOT / "scripts" / "launch_local.sh"), "nothing.py"], capture_output=True,
                            text=True, check=False)
     assert usage.returncode == 2
@@ -64,10 +67,37 @@ def test_flags_that_are_given_win(tmp_path: Path) -> None:
         assert compat == ["run", str(program), *given, "--elastic"]
 
 
-def test_slurm_keeps_records_of_each_time() -> None:
+@pytest.mark.parametrize("given", ["--bf16 --elastic-run-dir runs/z", "--elastic-run-dir=runs/z --elastic-replicas 2"])
+def test_flags_of_the_environment_win(given: str, tmp_path: Path) -> None:
+    """The launcher puts them before all others, so a launch script may not have them."""
+    program = tmp_path / "pretrain_gpt.py"
+    program.touch()
+    for script in ("launch_local.sh", "launch_torchrun_compat.sh"):
+        words = launched(script, str(program), folder=tmp_path, MEGATRON_ELASTIC_ARGS=given, RUN_DIR="r")
+        assert [word for word in words if word.startswith("--elastic")] == ["--elastic"]
+
+
+def test_without_a_name_records_go_where_the_launcher_says(tmp_path: Path) -> None:
+    """Which may be what a file of ``--yaml-cfg`` has."""
+    program = tmp_path / "pretrain_gpt.py"
+    program.touch()
+    for script in ("launch_local.sh", "launch_torchrun_compat.sh"):
+        assert launched(script, str(program), folder=tmp_path)[-2:] == [str(program), "--elastic"]
+
+
+def test_a_script_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no SCRIPT"):
+        launcher.check(launched("launch_torchrun_compat.sh", "--standalone", folder=tmp_path, RUN_DIR="r")[1:])
+
+
+@pytest.mark.parametrize("of_the_environment", [False, True])
+def test_slurm_keeps_records_of_each_time(of_the_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has to find them, so it refuses the flag, and names the variable."""
     for given in (("--elastic-run-dir", "runs/z"), ("--elastic-run-dir=runs/z",)):
-        done = subprocess.run(["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), __file__, *given],
+        if of_the_environment:
+            monkeypatch.setenv(launcher.ARGUMENTS_VARIABLE, " ".join(given))
+        words = () if of_the_environment else given
+        done = subprocess.run(["bash", str(ROOT / "scripts" / "launch_slurm.sbatch"), __file__, *words],
                               capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "set RUNS to a folder for them" in done.stderr
@@ -79,7 +109,7 @@ def test_torchrun_compat(tmp_path: Path) -> None:
                      PET_NNODES="2", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0", PET_LOG_DIR="a b",
                      PET_ROLE="", RUN_DIR="r")
     assert given == ["run", "--log-dir", "a b", "--nnodes", "2", "--nproc-per-node", "4", "--standalone",
-                     "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", "--elastic", "--elastic-run-dir", "r"]
+                     "--nproc-per-node", "8", "pretrain_gpt.py", "--bf16", "--elastic", "--elastic-run-dir=r"]
     assert launched("launch_torchrun_compat.sh", "x.py", folder=tmp_path, ELASTIC="0") == ["run", "x.py"]
 
 

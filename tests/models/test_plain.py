@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.adaptor.dataset import prepare
+from megatron_elastic.observe.records import read_events
+from megatron_elastic.observe.run import Run
+from megatron_elastic.observe.status import status
 from tests.jobs import SEARCHED
 
 pytestmark = pytest.mark.job
@@ -58,6 +61,9 @@ def test_loss_falls(data: Path, tmp_path: Path) -> None:
     assert f"lm loss: {losses[-1]:.6E}" in lines[-1]
     assert losses[-1] < losses[0] - 0.5
     assert steps[12]["consumed_samples"] == 96
+    seen = status(Run.of_folder(tmp_path))
+    assert (seen["state"], seen["reason"]) == ("finished", "training finished at step 12")
+    assert (seen["step"], seen["total_steps"]) == (12, 12)
 
 
 @pytest.mark.parametrize("layout", [
@@ -77,6 +83,9 @@ def test_resume_is_exact(data: Path, tmp_path: Path, layout: str) -> None:
     assert resumed.returncode == 0, resumed.stderr
     expected = metrics(tmp_path / "whole")
     assert metrics(tmp_path / "resumed") == {step: expected[step] for step in (4, 5, 6)}
+    started, finished = read_events(tmp_path / "resumed")
+    assert (started["kind"], started["world_size"], started["step"], started["train_iters"]) == ("started", 4, 3, 6)
+    assert finished["kind"] == "finished"
 
 
 def test_uneven_stages(data: Path, tmp_path: Path) -> None:

@@ -56,6 +56,31 @@ def test_events_that_lack_what_is_read_of_them_are_damaged(
     assert f"{run_dir}/events.jsonl:2 is damaged: it {said}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("file", "damage", "said"), [
+    ("metrics.jsonl", {"step_ms": None}, "step_ms is null, where a number belongs"),
+    ("metrics.jsonl", {"tokens_per_s": "x"}, 'tokens_per_s is "x", where a number belongs'),
+    ("metrics.jsonl", {"loss_hex": None}, "loss_hex is null, where text belongs"),
+    ("metrics.jsonl", {"world_size": []}, "world_size is [], where a whole number belongs"),
+    ("events.jsonl", {"time": "x"}, 'time is "x", where a number belongs'),
+    ("events.jsonl", {"time": None}, "time is null, where a number belongs"),
+    ("events.jsonl", {"kind": 3}, "kind is 3, where text belongs"),
+    ("events.jsonl", {"mttr_ms": None}, "mttr_ms is null, where a number belongs"),
+    ("events.jsonl", {"ranks": 3}, "ranks is 3, where a list belongs"),
+])  # fmt: skip
+def test_what_is_of_another_type_is_damaged(
+    file: str, damage: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", [3.0])
+    record = json.loads((run_dir / file).read_text())
+    (run_dir / file).write_text(json.dumps(record | damage) + "\n")
+    for command in (["status"], ["status", "--json"], ["report", "--html", str(tmp_path / "page.html")]):
+        assert cli.main([command[0], str(run_dir), *command[1:]]) == 2
+        assert f"{run_dir}/{file}:1 is damaged: {said}" in capsys.readouterr().err
+    if not {"time", "kind"} & set(damage):  # a report reads neither
+        assert cli.main(["report", str(run_dir)]) == 2
+        assert f"{file} is damaged: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("event", [
     {"kind": "fault", "rank": 1}, {"kind": "error", "rank": 1, "traceback": ""}, {"kind": "switched", "step": 2},
     {"kind": "finished"}, {"kind": "clocks", "clocks": {"x": 1.0}}, {"kind": "spawned", "ranks": None},

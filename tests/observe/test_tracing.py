@@ -389,6 +389,21 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert f"cannot read {path}: Is a directory" in error(*command)
 
 
+@pytest.mark.parametrize(("event", "said"), [
+    ({"time": 1.0, "epoch": 0}, "it lacks kind"), ({"kind": "led", "epoch": 0}, "it lacks time"),
+    ({"time": 1.0, "kind": "recovered", "epoch": 0}, "it lacks cause, "),
+    ({"time": "x", "kind": "led", "epoch": 0}, 'time is "x", where a number belongs'),
+])  # fmt: skip
+def test_damaged_events_are_told(
+    event: Mapping[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank0.jsonl").write_text('["rank",0,"host",1,0,0]\n["phase",1,"vote",1]\n["stopped",5]\n')
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert cli.main(["trace", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 2
+    assert f"{tmp_path / 'events.jsonl'}:1 is damaged: {said}" in capsys.readouterr().err
+
+
 # ---- a job ---------------------------------------------------------------------------------------
 
 FLAGS = ("--pipeline-model-parallel-size", "2", "--train-iters", "12")

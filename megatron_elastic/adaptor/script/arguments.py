@@ -34,6 +34,7 @@ from megatron_elastic.support import (
     check_ramp,
     check_schedule,
     check_split,
+    check_trace,
     check_whole,
     engine_installed,
 )
@@ -125,6 +126,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.eval_interval is None:
         raise UsageError("--eval-interval is needed, because Megatron counts samples by it: add it")
     check_faults(args)
+    check_trace(args)
     emulation.check(args, args.world_size)
     profiles.check_units(args, args.world_size)
 

@@ -142,13 +142,11 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
             raise UsageError(f"{flag} is for the script: put it behind SCRIPT")
         raise UsageError(f"unknown flag {flag.partition('=')[0]} before SCRIPT, where the launcher's are: "
                          f"{parser.closest(flag.partition('=')[0])}")
-    # First, so that the command line wins.
-    options.arguments[:0] = _arguments_of_the_environment()
-    options.arguments[:0] = argument_file.launcher_flags(options.arguments)
+    options.arguments = with_arguments_from_elsewhere(options.arguments)
     for text in (*vars(options).values(), *options.arguments):
         if isinstance(text, str):
             _check_text(text)
-    config = _elastic_config(options.arguments)
+    config = elastic_config(options.arguments)
     for flag, why in torchrun.look_at(options):
         complain("note", f"{flag} has no effect: {why}", config.log_format == "json")
     where = _rendezvous(options, config.elastic)
@@ -172,6 +170,15 @@ def _read_command(argv: Sequence[str] | None) -> _Command:
     return command
 
 
+def with_arguments_from_elsewhere(arguments: Sequence[str]) -> list[str]:
+    """A script's arguments behind those that a file and the environment have, so that the command line wins.
+
+    Raises UsageError.
+    """
+    arguments = [*_arguments_of_the_environment(), *arguments]
+    return [*argument_file.launcher_flags(arguments), *arguments]
+
+
 def _arguments_of_the_environment() -> list[str]:
     text = os.environ.get(ARGUMENTS_VARIABLE, "")
     try:
@@ -181,7 +188,8 @@ def _arguments_of_the_environment() -> list[str]:
                          f"{str(error).lower()}; close the quotation") from None
 
 
-def _elastic_config(arguments: Sequence[str]) -> ElasticConfig:
+def elastic_config(arguments: Sequence[str]) -> ElasticConfig:
+    """The elastic flags among a script's arguments. Raises UsageError."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_elastic_arguments(parser)
     options, others = parser.parse_known_args(arguments)

@@ -109,6 +109,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(command=_status)
 
 
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse a command line of ``fleet``, where a job's command is kept word for word.
+
+    argparse takes a ``--`` out of whatever follows each argument: the one that separates, and the command's own.
+    """
+    if argv[:1] != ["submit"] or "--" not in argv:
+        return parser.parse_args(argv)
+    end = argv.index("--")
+    first, command = argv[end + 1 : end + 2], argv[end + 1 :]
+    options = parser.parse_args([*argv[: end + 1], *first])
+    before = options.words[: len(options.words) - len(first)]
+    options.words = [*before, "--", *command] if before else command  # without a separator it is the command's own
+    return options
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.observe.place import epochs
-from megatron_elastic.observe.records import RecordsError, read_events
+from megatron_elastic.observe.records import RecordsError, read_checked_events
 from megatron_elastic.observe.run import read_layout
 from megatron_elastic.observe.telling import tell
 from megatron_elastic.observe.tracing.entries import MAIN, Wait
@@ -173,7 +173,7 @@ def _us(at: int, begin: int) -> float:
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
-    return read_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
+    return read_checked_events(run_dir) if (run_dir / "events.jsonl").is_file() else []
 
 
 def _units(run_dir: Path) -> Sequence[str]:
