@@ -179,7 +179,10 @@ def _build_model(
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
     virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
     with _meanwhile(args, {**UNSAID, **(overrides or {})}):
-        model = provider(pre_process=first, post_process=last, **virtual)
+        try:
+            model = provider(pre_process=first, post_process=last, **virtual)
+        except (AssertionError, ValueError) as error:  # sizes that do not go together, for one
+            raise arguments.refusal(error) from error
     if not isinstance(model, GPTModel):
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
     model.model_type = model_type
@@ -220,7 +223,7 @@ def _build_datasets(
     training, *others = targets.SAMPLES.find()()
     try:
         return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
-    except (AssertionError, FileNotFoundError) as error:  # data that are not there, for one
+    except (AssertionError, ValueError, FileNotFoundError) as error:  # data that are not there, for one
         raise arguments.refusal(error) from error
 
 

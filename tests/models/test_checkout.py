@@ -588,6 +588,8 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
         (["--train-iters", "0"], "--train-iters must be at least 1, got 0"),
         (["--data-path", "nowhere"], "--data-path nowhere: nowhere.idx does not exist"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "Megatron refuses these flags (tokenizer.py:"),
+        (["--num-attention-heads", "3", "--hidden-size", "18", "--tensor-model-parallel-size", "2"],
+         "Megatron refuses these flags (transformer_config.py:"),
     ],
     ids=lambda value: str(value[0]),
 )
@@ -598,6 +600,19 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
     assert job.process.returncode == 2, job.output
     assert reason in job.output
     assert "Traceback" not in job.output
+
+
+@needs_checkout
+def test_arguments_of_data_that_cannot_be_read(
+    patched: CheckoutJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who makes data sets reads them."""
+    parts, not_here = tmp_path / "parts.json", ("--data-path", str(patched.data / "data"), "--split", "3,1,1")
+    parts.write_text('{"train": ["1.0", "data"],}')
+    monkeypatch.setattr(patched, "usual", [word for word in patched.usual if word not in not_here])
+    output = patched.start(*grid(1, 1, 3), "--per-split-data-args-path", str(parts), ranks=2).finish(2)
+    assert re.search(r"error: Megatron refuses these flags \(utils\.py:\d+\): .*double quotes", output)
+    assert "Traceback" not in output
 
 
 @pytest.mark.job

@@ -156,6 +156,7 @@ def usage_errors() -> Iterator[None]:
 
 def refusal(error: Exception) -> UsageError:
     """What Megatron has raised about bad flags, in one line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    frame = next((frame for frame in frames if "megatron" in Path(frame.filename).parts), frames[0])
     what = " ".join(str(error).split()) or f"this must hold: {frame.line}"
     return UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): {what}")
