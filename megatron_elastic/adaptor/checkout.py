@@ -279,7 +279,8 @@ class CheckoutTrainer(Trainer):
 
     def make_rates(self) -> RatesByStep:
         args = self.args
-        rates = RatesByStep(args, targets.SCHEDULER.find(), self.parameter_groups)
+        with arguments.usage_errors():  # no rate may fall below 0, for one
+            rates = RatesByStep(args, targets.SCHEDULER.find(), self.parameter_groups)
         if args.train_samples:  # Megatron 0.19 makes steps of them as if batches did not grow
             args.train_iters = Ramp.of(args).steps(args.train_samples)
         return rates

@@ -590,6 +590,8 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
         (["--tokenizer-type", "GPT2BPETokenizer"], "Megatron refuses these flags (tokenizer.py:"),
         (["--num-attention-heads", "3", "--hidden-size", "18", "--tensor-model-parallel-size", "2"],
          "Megatron refuses these flags (transformer_config.py:"),
+        (["--lr-warmup-iters", "3"], "--lr-warmup-iters 3 must be below --train-iters 3"),
+        (["--lr-warmup-init", "1"], "Megatron refuses these flags (optimizer_param_scheduler.py:"),
     ],
     ids=lambda value: str(value[0]),
 )
@@ -613,6 +615,13 @@ def test_arguments_of_data_that_cannot_be_read(
     output = patched.start(*grid(1, 1, 3), "--per-split-data-args-path", str(parts), ranks=2).finish(2)
     assert re.search(r"error: Megatron refuses these flags \(utils\.py:\d+\): .*double quotes", output)
     assert "Traceback" not in output
+
+
+@needs_checkout
+def test_an_evaluation_needs_a_length_as_well(patched: CheckoutJobs) -> None:
+    """Megatron makes the schedule and the data sets by it."""
+    output = patched.start("--elastic", "--skip-train", ranks=1).finish(2)
+    assert output.splitlines()[-1] == "megatron-elastic: error: --train-iters or --train-samples is needed"
 
 
 @pytest.mark.job

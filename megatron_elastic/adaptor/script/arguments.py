@@ -32,6 +32,7 @@ from megatron_elastic.support import (
     check_namespace,
     check_norms,
     check_ramp,
+    check_rates,
     check_schedule,
     check_split,
     check_whole,
@@ -102,8 +103,8 @@ def _check(args: argparse.Namespace) -> None:
     check_norms(args)
     if args.rampup_batch_size is None:
         check_batch(args)
-    if not args.skip_train:
-        check_length(args)
+    check_length(args)
+    check_rates(args)
     if args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion adds up in Megatron's buffers, and --elastic in slices: add "
                          "--no-gradient-accumulation-fusion")
