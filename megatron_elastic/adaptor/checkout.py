@@ -339,6 +339,6 @@ class CheckoutTrainer(Trainer):
     def conclude(self, tenure: Tenure, done: int) -> None:
         """The last evaluations, if training is complete, or there is none; then on the first of the data."""
         if done >= self.args.train_iters or not self.trains:
-            position = done // self.args.eval_interval if self.trains else 0
+            position = min(done, self.args.train_iters) // self.args.eval_interval if self.trains else 0
             evaluation.evaluate(self, tenure, done, "validation", position)
             evaluation.evaluate(self, tenure, done, "test", 0)

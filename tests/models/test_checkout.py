@@ -539,6 +539,16 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 
 
 @needs_checkout
+def test_nothing_is_left_to_train(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """The checkpoint is past the end: there are validation data for as many evaluations as training would have had."""
+    saves = ("--save", str(tmp_path), "--save-interval", "6")
+    patched.run("--elastic", "--train-iters", "6", "--eval-iters", "0", *saves, ranks=1)
+    flags = ("--train-iters", "1", "--eval-interval", "1", "--eval-iters", "10", "--load", str(tmp_path))
+    job = patched.run("--elastic", *flags, ranks=1)
+    assert [(step, data) for step, data, _ in evaluations(job)] == [(6, "test"), (6, "validation")]
+
+
+@needs_checkout
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     """The rank that joins begins in the middle, reads the same data, and writes the log when it is the last."""
     saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3", "--async-save")
