@@ -309,6 +309,7 @@ class CheckoutTrainer(Trainer):
     def agree(self) -> None:
         super().agree()
         self._time_limit.agree()
+        self._log.agree()
 
     def applied(self, tenure: Tenure) -> None:
         if self.args.log_params_norm:  # Megatron's is that of the weights as the step leaves them
@@ -323,7 +324,7 @@ class CheckoutTrainer(Trainer):
         rate = self.rates.at(self.counted(result.step + 1))[0].lr
         self._log.step(result.step, result.loss, None if result.skipped else result.grad_norm, rate, scaling.scale,
                        self.ramp.before(result.step), result.consumed_samples, len(self.layout.ranks), self._writes,
-                       result.measures, self._params_norm)
+                       result.measures, self._params_norm, result.step == self.counts.first)
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
         super().evaluated(done, name, loss)
