@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -177,6 +177,8 @@ def _build_model(
     overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
+    from megatron.training.global_vars import get_timers
+
     virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
     with _meanwhile(args, {**UNSAID, **(overrides or {})}):
         try:
@@ -187,6 +189,7 @@ def _build_model(
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
     model.model_type = model_type
     model.config.deallocate_pipeline_outputs = False  # they may be on their way to the next stage
+    model.config.timers = get_timers()
     return model
 
 
@@ -249,6 +252,8 @@ class CheckoutTrainer(Trainer):
         self.evaluations = ("validation", "test")
         self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
         self._log = log.TrainingLog(args)
+        if args.timing_log_level >= 1:
+            self.hooks.attach(self._log.parts)
         self._progress = ProgressLog(args)
         if self.rank == 0:  # which is there at the start of a job, and never again
             self._progress.starting()
@@ -334,8 +339,18 @@ class CheckoutTrainer(Trainer):
         super().saved(step)
         self._progress.saved(step, self.ramp.before(step + 1), self.counts.start.samples)
 
-    def pause(self) -> AbstractContextManager[None]:
-        return self._log.paused()
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        configs = [model.config for model in self.stage.models]
+        timers = [config.timers for config in configs]
+        for config in configs:
+            config.timers = None  # as Megatron while it evaluates
+        try:
+            with self._log.paused():
+                yield
+        finally:
+            for config, given in zip(configs, timers, strict=True):
+                config.timers = given
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """The last evaluations, if training is complete, or there is none; then on the first of the data."""

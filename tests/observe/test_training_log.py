@@ -20,7 +20,7 @@ from megatron.core import timers as core_timers
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine, initialize_rerun_state_machine
 
 from megatron_elastic.adaptor.script import log, progress_log
-from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.adaptor.script.timers import LocalTimers, PartTimers
 from megatron_elastic.adaptor.training import intermission
 from megatron_elastic.comm.distributed import backend
 from megatron_elastic.plan.split import UNSAID
@@ -87,6 +87,20 @@ def test_times_of_steps_are_without_what_is_due_between_them(
         raise KeyboardInterrupt
     clock.move(1)
     assert written._timer.elapsed() == 8
+
+
+def test_parts_of_a_step_are_timed(clock: Clock) -> None:
+    """With what is done again after an interruption, and without waiting for the decision."""
+    all_timers = LocalTimers(1, "minmax")
+    parts, asked = PartTimers(all_timers), []
+    for point in ("data", "forward", "interrupt", "edit", "data", "forward", "grad_sync", "replay", "vote", "apply"):
+        parts(point, 3, None)
+        clock.move(1)
+    parts.end()
+    clock.move(70)
+    for name in ("forward-backward", "all-grads-sync", "optimizer"):
+        asked.append(all_timers(name, log_level=1).elapsed())
+    assert asked == [4, 2, 1]
 
 
 def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:

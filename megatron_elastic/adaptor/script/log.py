@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.layers.measures import NUM_ZEROS
-from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.adaptor.script.timers import LocalTimers, PartTimers
 from megatron_elastic.plan.split import mtp_layers
 
 
@@ -48,6 +48,8 @@ class TrainingLog:
         self._reports_memory, self._arguments_told = True, False
         """Whether Megatron still says with its lines what memory is used, and has been told to show its arguments."""
         self._timer = get_timers()("interval-time", log_level=0)
+        self.parts = PartTimers(get_timers())
+        """Times a step's parts, once it observes hook points."""
         self.begin()
 
     def begin(self) -> None:
@@ -98,6 +100,7 @@ class TrainingLog:
         if done <= self._logged:
             return
         self._logged = done
+        self.parts.end()
         args = self._args
         args.iteration = args.curr_iteration = done
         args.consumed_train_samples = samples
