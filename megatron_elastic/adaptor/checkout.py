@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -177,13 +177,19 @@ def _build_model(
     overrides: Mapping[str, Any] | None, first: bool, last: bool, vp_stage: int | None,
 ) -> GPTModel:
     """The script's model. It makes its configuration of the arguments, so that is where ``overrides`` go meanwhile."""
+    from megatron.training.global_vars import get_timers
+
     virtual = {} if vp_stage is None else {"vp_stage": vp_stage}
     with _meanwhile(args, {**UNSAID, **(overrides or {})}):
-        model = provider(pre_process=first, post_process=last, **virtual)
+        try:
+            model = provider(pre_process=first, post_process=last, **virtual)
+        except (AssertionError, ValueError) as error:  # sizes that do not go together, for one
+            raise arguments.refusal(error) from error
     if not isinstance(model, GPTModel):
         raise UsageError(f"the script builds a {type(model).__name__}; --elastic trains a GPTModel only")
     model.model_type = model_type
     model.config.deallocate_pipeline_outputs = False  # they may be on their way to the next stage
+    model.config.timers = get_timers()
     return model
 
 
@@ -220,7 +226,7 @@ def _build_datasets(
     training, *others = targets.SAMPLES.find()()
     try:
         return provider((max(training, Ramp.of(args).before(args.train_iters + 1)), *others))
-    except (AssertionError, FileNotFoundError) as error:  # data that are not there, for one
+    except (AssertionError, ValueError, FileNotFoundError) as error:  # data that are not there, for one
         raise arguments.refusal(error) from error
 
 
@@ -246,6 +252,8 @@ class CheckoutTrainer(Trainer):
         self.evaluations = ("validation", "test")
         self._time_limit = ending.TimeLimit(args.exit_duration_in_mins, _STARTED)
         self._log = log.TrainingLog(args)
+        if args.timing_log_level >= 1:
+            self.hooks.attach(self._log.parts)
         self._progress = ProgressLog(args)
         if self.rank == 0:  # which is there at the start of a job, and never again
             self._progress.starting()
@@ -276,7 +284,8 @@ class CheckoutTrainer(Trainer):
 
     def make_rates(self) -> RatesByStep:
         args = self.args
-        rates = RatesByStep(args, targets.SCHEDULER.find(), self.parameter_groups)
+        with arguments.usage_errors():  # no rate may fall below 0, for one
+            rates = RatesByStep(args, targets.SCHEDULER.find(), self.parameter_groups)
         if args.train_samples:  # Megatron 0.19 makes steps of them as if batches did not grow
             args.train_iters = Ramp.of(args).steps(args.train_samples)
         return rates
@@ -305,6 +314,7 @@ class CheckoutTrainer(Trainer):
     def agree(self) -> None:
         super().agree()
         self._time_limit.agree()
+        self._log.agree()
 
     def applied(self, tenure: Tenure) -> None:
         if self.args.log_params_norm:  # Megatron's is that of the weights as the step leaves them
@@ -319,7 +329,7 @@ class CheckoutTrainer(Trainer):
         rate = self.rates.at(self.counted(result.step + 1))[0].lr
         self._log.step(result.step, result.loss, None if result.skipped else result.grad_norm, rate, scaling.scale,
                        self.ramp.before(result.step), result.consumed_samples, len(self.layout.ranks), self._writes,
-                       result.measures, self._params_norm)
+                       result.measures, self._params_norm, result.step == self.counts.first)
 
     def evaluated(self, done: int, name: str, loss: float) -> None:
         super().evaluated(done, name, loss)
@@ -329,12 +339,22 @@ class CheckoutTrainer(Trainer):
         super().saved(step)
         self._progress.saved(step, self.ramp.before(step + 1), self.counts.start.samples)
 
-    def pause(self) -> AbstractContextManager[None]:
-        return self._log.paused()
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        configs = [model.config for model in self.stage.models]
+        timers = [config.timers for config in configs]
+        for config in configs:
+            config.timers = None  # as Megatron while it evaluates
+        try:
+            with self._log.paused():
+                yield
+        finally:
+            for config, given in zip(configs, timers, strict=True):
+                config.timers = given
 
     def conclude(self, tenure: Tenure, done: int) -> None:
         """The last evaluations, if training is complete, or there is none; then on the first of the data."""
         if done >= self.args.train_iters or not self.trains:
-            position = done // self.args.eval_interval if self.trains else 0
+            position = min(done, self.args.train_iters) // self.args.eval_interval if self.trains else 0
             evaluation.evaluate(self, tenure, done, "validation", position)
             evaluation.evaluate(self, tenure, done, "test", 0)

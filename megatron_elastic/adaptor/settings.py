@@ -132,8 +132,15 @@ def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
-    """Type of the model's weights, and of what goes from stage to stage."""
+    """Type of the model's weights."""
     return torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+
+
+def activations_dtype(args: argparse.Namespace, config: TransformerConfig) -> torch.dtype:
+    """Type of what goes from stage to stage: that of weights, unless the model's configuration has another one, as 0.19
+    does with ``--fp32-residual-connection``.
+    """
+    return config.pipeline_dtype or params_dtype(args)
 
 
 def main_grads_dtype(args: argparse.Namespace) -> torch.dtype:

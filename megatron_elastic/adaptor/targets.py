@@ -356,7 +356,8 @@ SAMPLES = Target(_TRAINING + "training", "get_train_valid_test_num_samples", "ca
                  "how many samples the data sets must have")
 LOG = Target(_TRAINING + "training", "training_log", "called",
              ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
-              "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"), "checkout",
+              "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit",
+              "is_first_iteration"), "checkout",
              "Megatron's line for a step, TensorBoard and Weights & Biases")
 BATCH = Target(_CORE + "num_microbatches_calculator", "reconfigure_num_microbatches_calculator", "called",
                ("rank", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_parallel_size"), "checkout",

@@ -11,6 +11,7 @@ from megatron_elastic.support.batches import (
     check_faults,
     check_length,
     check_ramp,
+    check_rates,
     check_schedule,
     check_trace,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "check_namespace",
     "check_norms",
     "check_ramp",
+    "check_rates",
     "check_schedule",
     "check_split",
     "check_trace",

@@ -98,6 +98,27 @@ def _last_step(args: argparse.Namespace) -> int:
     return Ramp.of(args).steps(args.train_samples) if args.train_iters is None else int(args.train_iters)
 
 
+def check_rates(args: argparse.Namespace) -> None:
+    """Raise UsageError if Megatron's flags do not say what learning rates are, or warm up for as long as they decay.
+
+    Megatron finds that out when it makes the schedule, without a word.
+    """
+    if args.lr is None:
+        raise UsageError("--lr is needed: add it")
+    unit = "iters" if args.train_iters else "samples"
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise UsageError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, how long the last decay is: add it")
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_fraction >= 1:
+            raise UsageError(f"--lr-warmup-fraction must be below 1, got {args.lr_warmup_fraction:g}")
+        return
+    warmup, decay = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
+    flag, end = ("train", getattr(args, f"train_{unit}")) if decay is None else ("lr-decay", decay)
+    if warmup >= end:
+        raise UsageError(f"--lr-warmup-{unit} {warmup} must be below --{flag}-{unit} {end}, by which the learning rate "
+                         "has decayed: lower it, or raise that")
+
+
 def check_schedule(args: argparse.Namespace) -> None:
     """Raise UsageError if learning rates are to go by the flags and by a checkpoint."""
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:

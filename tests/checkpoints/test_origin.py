@@ -143,6 +143,9 @@ def test_what_lies_behind_a_step() -> None:
     assert [counts.number(step) for step in (9, 10, 11, 12)] == [8, 9, 9, 10]
     assert [counts.counted(step, CONSTANT) for step in (9, 10, 11, 12)] == [112, 128, 128, 144]
     assert counts.skips(3) and counts.skips(10) and not counts.skips(9)
+    assert counts.first == LATER.done + 1
+    args.iterations_to_skip = [LATER.done]
+    assert Counts(args, LossScales(None), LATER).first == LATER.done + 2
 
 
 def test_who_came_later_counts_as_the_others_do() -> None:

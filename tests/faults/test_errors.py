@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from tests.jobs import ROOT, Grid, Jobs, assert_exactly_once, assert_same_training, inject
 
@@ -31,6 +32,22 @@ def test_what_comes_again_when_others_do_the_step_ends_the_job(jobs: Jobs) -> No
     for rank, at in ((3, "backward"), (5, "vote")):
         assert f"the program raised on rank {rank}:\nTraceback (most recent call last):" in message
         assert f"InjectedError: injected: raise:rank={rank},step=2,at={at}" in message
+
+
+def test_what_one_rank_raises_before_training_begins_ends_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    """While all make their part of the model, and data: nobody could go on."""
+    script = tmp_path / "no_data.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\nimport pretrain_gpt\n"
+        "check_arguments, provide = pretrain_gpt.check_arguments, pretrain_gpt.datasets_provider\n"
+        "def no_data(args):\n    return {}['data'] if os.environ['RANK'] == '1' else provide(args)\n"
+        "pretrain_gpt.datasets_provider = no_data\nsys.exit(pretrain_gpt.main())\n"
+    )
+    job = jobs.start(*Grid(tp=1, pp=1, steps=2).flags, ranks=2, script=script)
+    message = job.finish(code=1)
+    assert "the program raised on rank 1:\nTraceback (most recent call last):" in message
+    assert "KeyError: 'data'" in message and "lost ranks" not in message
+    assert [event["rank"] for event in job.events("error")] == [1]
 
 
 def test_a_step_with_an_infinite_gradient_changes_nothing(jobs: Jobs) -> None:

@@ -23,6 +23,7 @@ from megatron_elastic.support import (
     check_length,
     check_namespace,
     check_norms,
+    check_rates,
     check_schedule,
 )
 
@@ -89,6 +90,33 @@ def test_learning_rates_go_by_one_of_two() -> None:
     check(False, True)
     with pytest.raises(UsageError, match=r"^--override-opt_param-scheduler .*: leave out one of them$"):
         check(True, True)
+
+
+def test_what_a_learning_rate_needs() -> None:
+    def check(**flags: object) -> None:
+        usual = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_fraction": None, "train_iters": None,
+                 "train_samples": None, **{f"lr_{name}_{unit}": None for name in ("decay", "wsd_decay")
+                                           for unit in ("iters", "samples")},
+                 "lr_warmup_iters": 0, "lr_warmup_samples": 0}  # fmt: skip
+        check_rates(argparse.Namespace(**{**usual, **flags}))
+
+    check(train_iters=5, lr_warmup_iters=4)
+    check(train_iters=5, lr_warmup_iters=5, lr_decay_iters=6)
+    check(train_iters=5, lr_decay_style="WSD", lr_wsd_decay_iters=2)
+    check(train_samples=5, lr_warmup_fraction=0.99)
+    for flags, message in (
+        ({"train_iters": 5, "lr": None}, "^--lr is needed: add it$"),
+        ({"train_iters": 5, "lr_warmup_iters": 10}, "^--lr-warmup-iters 10 must be below --train-iters 5, by which "
+                                                    "the learning rate has decayed: lower it, or raise that$"),
+        ({"train_samples": 9, "lr_warmup_samples": 7, "lr_decay_samples": 7},
+         "^--lr-warmup-samples 7 must be below --lr-decay-samples 7"),
+        ({"train_iters": 5, "lr_warmup_fraction": 1.0}, "^--lr-warmup-fraction must be below 1, got 1$"),
+        ({"train_iters": 5, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 1},
+         "^--lr-decay-style WSD needs --lr-wsd-decay-iters, how long the last decay is: add it$"),
+        ({"train_samples": 9, "lr_decay_style": "WSD"}, "needs --lr-wsd-decay-samples"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check(**flags)
 
 
 def test_what_becomes_of_flags() -> None:

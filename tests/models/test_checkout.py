@@ -539,6 +539,16 @@ def test_exit_and_go_on(patched: CheckoutJobs, tmp_path: Path) -> None:
 
 
 @needs_checkout
+def test_nothing_is_left_to_train(patched: CheckoutJobs, tmp_path: Path) -> None:
+    """The checkpoint is past the end: there are validation data for as many evaluations as training would have had."""
+    saves = ("--save", str(tmp_path), "--save-interval", "6")
+    patched.run("--elastic", "--train-iters", "6", "--eval-iters", "0", *saves, ranks=1)
+    flags = ("--train-iters", "1", "--eval-interval", "1", "--eval-iters", "10", "--load", str(tmp_path))
+    job = patched.run("--elastic", *flags, ranks=1)
+    assert [(step, data) for step, data, _ in evaluations(job)] == [(6, "test"), (6, "validation")]
+
+
+@needs_checkout
 def test_a_rank_is_replaced(patched: CheckoutJobs, tmp_path: Path) -> None:
     """The rank that joins begins in the middle, reads the same data, and writes the log when it is the last."""
     saves = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "3", "--async-save")
@@ -588,6 +598,10 @@ def test_tensorboard_goes_on(patched: CheckoutJobs, tmp_path: Path) -> None:
         (["--train-iters", "0"], "--train-iters must be at least 1, got 0"),
         (["--data-path", "nowhere"], "--data-path nowhere: nowhere.idx does not exist"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "Megatron refuses these flags (tokenizer.py:"),
+        (["--num-attention-heads", "3", "--hidden-size", "18", "--tensor-model-parallel-size", "2"],
+         "Megatron refuses these flags (transformer_config.py:"),
+        (["--lr-warmup-iters", "3"], "--lr-warmup-iters 3 must be below --train-iters 3"),
+        (["--lr-warmup-init", "1"], "Megatron refuses these flags (optimizer_param_scheduler.py:"),
     ],
     ids=lambda value: str(value[0]),
 )
@@ -598,6 +612,26 @@ def test_bad_flags(patched: CheckoutJobs, flags: Sequence[str], reason: str) -> 
     assert job.process.returncode == 2, job.output
     assert reason in job.output
     assert "Traceback" not in job.output
+
+
+@needs_checkout
+def test_arguments_of_data_that_cannot_be_read(
+    patched: CheckoutJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who makes data sets reads them."""
+    parts, not_here = tmp_path / "parts.json", ("--data-path", str(patched.data / "data"), "--split", "3,1,1")
+    parts.write_text('{"train": ["1.0", "data"],}')
+    monkeypatch.setattr(patched, "usual", [word for word in patched.usual if word not in not_here])
+    output = patched.start(*grid(1, 1, 3), "--per-split-data-args-path", str(parts), ranks=2).finish(2)
+    assert re.search(r"error: Megatron refuses these flags \(utils\.py:\d+\): .*double quotes", output)
+    assert "Traceback" not in output
+
+
+@needs_checkout
+def test_an_evaluation_needs_a_length_as_well(patched: CheckoutJobs) -> None:
+    """Megatron makes the schedule and the data sets by it."""
+    output = patched.start("--elastic", "--skip-train", ranks=1).finish(2)
+    assert output.splitlines()[-1] == "megatron-elastic: error: --train-iters or --train-samples is needed"
 
 
 @pytest.mark.job

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -20,6 +21,7 @@ from megatron_elastic.adaptor.model.optimizer import ParameterGroups
 from megatron_elastic.adaptor.model.scale import LossFactor
 from megatron_elastic.adaptor.model.stage import Stage
 from megatron_elastic.adaptor.model.units import Use
+from megatron_elastic.adaptor.settings import activations_dtype
 from megatron_elastic.device.cpu import Cpu
 from megatron_elastic.layout import Layout
 from megatron_elastic.numerics.exact import ExactAccumulator
@@ -27,6 +29,15 @@ from megatron_elastic.numerics.exact import ExactAccumulator
 
 def _no_model(*_: object, **__: object) -> None:
     raise AssertionError("nothing is built here")
+
+
+@pytest.mark.parametrize(("said", "sent"), [
+    (None, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
+])  # fmt: skip
+def test_what_stages_send_each_other_is_as_the_model_has_it(said: torch.dtype | None, sent: torch.dtype) -> None:
+    """Megatron says float32 of bf16 models whose residual connections are (0.19)."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, pipeline_dtype=said)
+    assert activations_dtype(Namespace(bf16=True, fp16=False), config) == sent
 
 
 def test_a_layer_that_leaves_is_let_go_of_at_once() -> None:

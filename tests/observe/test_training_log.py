@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,9 @@ from megatron.core import timers as core_timers
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine, initialize_rerun_state_machine
 
 from megatron_elastic.adaptor.script import log, progress_log
-from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.adaptor.script.timers import LocalTimers, PartTimers
 from megatron_elastic.adaptor.training import intermission
+from megatron_elastic.comm.distributed import backend
 from megatron_elastic.plan.split import UNSAID
 from tests import world
 from tests.world import Peer
@@ -87,6 +89,20 @@ def test_times_of_steps_are_without_what_is_due_between_them(
     assert written._timer.elapsed() == 8
 
 
+def test_parts_of_a_step_are_timed(clock: Clock) -> None:
+    """With what is done again after an interruption, and without waiting for the decision."""
+    all_timers = LocalTimers(1, "minmax")
+    parts, asked = PartTimers(all_timers), []
+    for point in ("data", "forward", "interrupt", "edit", "data", "forward", "grad_sync", "replay", "vote", "apply"):
+        parts(point, 3, None)
+        clock.move(1)
+    parts.end()
+    clock.move(70)
+    for name in ("forward-backward", "all-grads-sync", "optimizer"):
+        asked.append(all_timers(name, log_level=1).elapsed())
+    assert asked == [4, 2, 1]
+
+
 def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:
     """A rank that was a spare meanwhile: what it had when it left belongs to steps whose line others have written."""
     written = log.TrainingLog(Namespace())
@@ -98,6 +114,31 @@ def test_who_enters_again_makes_its_means_of_what_follows(clock: Clock) -> None:
     clock.move(1)
     assert written._losses == {}
     assert written._timer.elapsed() == 1
+
+
+@pytest.mark.job
+def test_who_enters_goes_on_with_the_line(clock: Clock) -> None:
+    """Of an interval of four steps the others have done two; and when all have done the same, nothing is to be told."""
+
+    def body(peer: Peer) -> None:
+        backend.initialize(peer.transport, range(peer.size), timedelta(seconds=60))
+        written, was_there = log.TrainingLog(Namespace()), peer.rank < 2
+        if was_there:
+            written._logged = 6
+            written._losses.update({"lm loss": torch.tensor([9.1]), "advanced iterations": 1, "skipped iterations": 1})
+        clock.move(70 if was_there else 700)
+        written.agree()
+        clock.move(1)
+        assert written._losses == {"lm loss": torch.tensor([9.1]), "advanced iterations": 1, "skipped iterations": 1}
+        assert written._timer.elapsed() == 71
+        assert written._logged == 6
+        if not was_there:
+            written._losses.clear()
+        written.agree()
+        assert bool(written._losses) == was_there
+        peer.leave()
+
+    world.run(body, size=3)
 
 
 def test_what_was_evaluated_before_the_checkpoint_is_not_again(
@@ -116,12 +157,27 @@ def test_a_step_is_logged_once_by_whoever_does_it(clock: Clock, monkeypatch: pyt
     """Also by a rank that came later, and found a checkpoint of more steps in ``--load``, from another job."""
     monkeypatch.setattr(log, "targets", MagicMock())
     monkeypatch.setattr(log.TrainingLog, "_as_writer", lambda *_: nullcontext())
-    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2)
+    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2,
+                     log_interval=1)  # fmt: skip
     written = log.TrainingLog(args)
     for done in (12, 13, 13, 14, 13):
-        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None)
+        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None, False)
     told = log.targets.LOG.find.return_value  # type: ignore[attr-defined]
     assert [call.kwargs["iteration"] for call in told.call_args_list] == [12, 13, 14]
+
+
+def test_the_first_step_has_a_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Megatron's own loop; one that ends an interval has it anyway, and the next interval begins after it."""
+    monkeypatch.setattr(log, "targets", MagicMock())
+    monkeypatch.setattr(log.TrainingLog, "_as_writer", lambda *_: nullcontext())
+    told = log.targets.LOG.find.return_value  # type: ignore[attr-defined]
+    for begins in (4, 6):
+        args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2,
+                         log_interval=3)  # fmt: skip
+        written = log.TrainingLog(args)
+        for done in (begins, begins + 1):
+            written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None, done == begins)
+    assert [call.kwargs["is_first_iteration"] for call in told.call_args_list] == [True, False, False, False]
 
 
 def test_memory_is_told_until_megatron_has_told_enough_of_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +186,11 @@ def test_memory_is_told_until_megatron_has_told_enough_of_it(clock: Clock, monke
     monkeypatch.setattr(log.TrainingLog, "_as_writer", lambda *_: nullcontext())
     told = log.targets.LOG.find.return_value  # type: ignore[attr-defined]
     told.side_effect = lambda *_, iteration, report_memory_flag, **__: report_memory_flag and iteration < 2
-    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2)
+    args = Namespace(num_layers=2, mtp_num_layers=None, micro_batch_size=1, data_parallel_size=2, world_size=2,
+                     log_interval=1)  # fmt: skip
     written = log.TrainingLog(args)
     for done in (1, 2, 3):
-        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None)
+        written.step(done, 5.5, 1.0, 1e-3, 1.0, 16 * (done - 1), 16 * done, 2, True, {}, None, False)
     assert [call.kwargs["report_memory_flag"] for call in told.call_args_list] == [True, True, False]
 
 

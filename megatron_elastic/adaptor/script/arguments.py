@@ -32,6 +32,7 @@ from megatron_elastic.support import (
     check_namespace,
     check_norms,
     check_ramp,
+    check_rates,
     check_schedule,
     check_split,
     check_trace,
@@ -103,8 +104,8 @@ def _check(args: argparse.Namespace) -> None:
     check_norms(args)
     if args.rampup_batch_size is None:
         check_batch(args)
-    if not args.skip_train:
-        check_length(args)
+    check_length(args)
+    check_rates(args)
     if args.gradient_accumulation_fusion:
         raise UsageError("gradient accumulation fusion adds up in Megatron's buffers, and --elastic in slices: add "
                          "--no-gradient-accumulation-fusion")
@@ -158,6 +159,7 @@ def usage_errors() -> Iterator[None]:
 
 def refusal(error: Exception) -> UsageError:
     """What Megatron has raised about bad flags, in one line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    frame = next((frame for frame in frames if "megatron" in Path(frame.filename).parts), frames[0])
     what = " ".join(str(error).split()) or f"this must hold: {frame.line}"
     return UsageError(f"Megatron refuses these flags ({os.path.basename(frame.filename)}:{frame.lineno}): {what}")

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_elastic.adaptor import targets
 from megatron_elastic.adaptor.layers.measures import NUM_ZEROS
-from megatron_elastic.adaptor.script.timers import LocalTimers
+from megatron_elastic.adaptor.script.timers import LocalTimers, PartTimers
 from megatron_elastic.plan.split import mtp_layers
 
 
@@ -43,16 +44,39 @@ class TrainingLog:
         self._losses: dict[str, Any] = {}
         """Megatron's sums since its last line."""
         self._logged = 0
+        """The newest step that has been logged."""
         self._reports_memory, self._arguments_told = True, False
         """Whether Megatron still says with its lines what memory is used, and has been told to show its arguments."""
         self._timer = get_timers()("interval-time", log_level=0)
+        self.parts = PartTimers(get_timers())
+        """Times a step's parts, once it observes hook points."""
         self.begin()
 
     def begin(self) -> None:
         """Training begins now, or this rank's part in it: what was before does not count."""
         self._losses.clear()
+        self._logged = 0
         self._timer.reset()
         self._timer.start()
+
+    def agree(self) -> None:
+        """Let who has entered go on with the line that the others are at. All ranks of the layout call it."""
+        told = torch.tensor([self._logged, -self._logged])
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        newest, oldest = told.tolist()
+        if newest == -oldest:
+            return
+        knows = self._logged == newest
+        teller = torch.tensor([dist.get_rank() if knows else dist.get_world_size()])
+        dist.all_reduce(teller, dist.ReduceOp.MIN)
+        line = [(self._losses, self._timer.elapsed(reset=False))]
+        dist.broadcast_object_list(line, src=int(teller.item()))
+        if not knows:
+            self.begin()
+            self._logged = newest
+            losses, elapsed = line[0]
+            self._losses.update(losses)
+            self._timer.set_elapsed(elapsed)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,16 +89,18 @@ class TrainingLog:
 
     def step(
         self, done: int, loss: float, grad_norm: float | None, lr: float, loss_scale: float, before: int, samples: int,
-        ranks: int, writes: bool, measures: Mapping[str, float], params_norm: float | None,
+        ranks: int, writes: bool, measures: Mapping[str, float], params_norm: float | None, first: bool,
     ) -> None:  # fmt: skip
         """Log a step that is done: mean ``loss`` of the global batch, ``samples`` used so far, and ``before`` it.
 
         Once for each step. ``grad_norm``: None for a step that was skipped. ``lr``, ``loss_scale``: of the next one.
         ``measures``: what the vote says besides. ``params_norm``: of the weights after the step, if that is wanted.
+        ``first``: whether it is the first one that the job computes, which has a line whatever ``--log-interval`` is.
         """
         if done <= self._logged:
             return
         self._logged = done
+        self.parts.end()
         args = self._args
         args.iteration = args.curr_iteration = done
         args.consumed_train_samples = samples
@@ -89,6 +115,8 @@ class TrainingLog:
                 loss_scale=loss_scale, report_memory_flag=self._reports_memory, skipped_iter=int(grad_norm is None),
                 grad_norm=grad_norm, params_norm=params_norm, num_zeros_in_grad=measures.get(NUM_ZEROS),
                 max_attention_logit=None,
+                # Its line takes nothing from the interval that goes on. Where that ends here, too, it is the usual one.
+                is_first_iteration=first and done % args.log_interval != 0,
             )  # fmt: skip
 
     def evaluation(self, done: int, name: str, loss: float, samples: int, writes: bool) -> None:

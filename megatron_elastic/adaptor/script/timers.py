@@ -23,6 +23,34 @@ class LocalTimer(timers.Timer):
             super().stop()
 
 
+_BEGINS = {"data": "forward-backward", "grad_sync": "all-grads-sync", "vote": None, "apply": "optimizer",
+           "interrupt": None}  # fmt: skip
+"""What Megatron calls the part of a step that begins at a hook point; None: what it has no name for."""
+
+
+class PartTimers:
+    """Timers of a step's parts (``--timing-log-level 1``), which observe hook points."""
+
+    def __init__(self, all_timers: timers.Timers) -> None:
+        self._timers = all_timers
+        self._running: timers.TimerBase | None = None
+
+    def __call__(self, point: str, step: int, grain: int | None) -> None:
+        """The part before ends where another one begins."""
+        if point not in _BEGINS:
+            return
+        self.end()
+        if name := _BEGINS[point]:
+            self._running = self._timers(name, log_level=1)
+            self._running.start()
+
+    def end(self) -> None:
+        """End the part that is under way, if there is one."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
 class LocalTimers(timers.Timers):
     """Megatron's timers; times that are logged are this rank's alone."""
 

@@ -13,7 +13,7 @@ from megatron_elastic.adaptor.checkpoints.folder import has_step, step_folder
 from megatron_elastic.adaptor.layers import documents
 from megatron_elastic.adaptor.model import tokens
 from megatron_elastic.adaptor.model.grains import GrainModel
-from megatron_elastic.adaptor.settings import params_dtype
+from megatron_elastic.adaptor.settings import activations_dtype
 from megatron_elastic.adaptor.training.evaluation import tell_of_none
 from megatron_elastic.adaptor.training.tenure import Tenure
 from megatron_elastic.adaptor.training.trainer import Trainer
@@ -161,7 +161,7 @@ def begin_tenure(trainer: Trainer, layout: Layout, store: StateStore, program: b
         ),
         executor=make_executor(
             layout, trainer.transport, trainer.hooks, (sequence, args.micro_batch_size, args.hidden_size),
-            params_dtype(args), stage.meter, tokens.of_sums(args), trainer.device,
+            activations_dtype(args, stage.models[0].config), stage.meter, tokens.of_sums(args), trainer.device,
         ),
         vote_group=Group(trainer.transport, _VOTE_GROUP, layout.ranks),
         speaker=min(rank for rank in neighbours if rank in layout.places),

@@ -61,7 +61,9 @@ def run(make: Callable[[Control], Trainer], checkout: bool = False) -> None:
             standing, device = trainer.standing, trainer.device
             failed = device.label if device.is_fault(error) else ""
             short = device.label if device.is_short(error) else ""
-            control.fail(traceback.format_exc(), standing.epoch, standing.step, device=failed, short=short)
+            # Before training begins what raises is the program, but for a device.
+            step = None if trainer.begins and not failed and not short else standing.step
+            control.fail(traceback.format_exc(), standing.epoch, step, device=failed, short=short)
         raise
     finally:
         if trainer is not None:

@@ -7,6 +7,7 @@ skipped for the sake of the loss scale. So a step that is redone gets the same, 
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import torch
 import torch.distributed
@@ -37,6 +38,11 @@ class Counts:
         """What lay behind the job when it began."""
         assert self._start is not None, "nobody has told what lay behind the job when it began"
         return self._start
+
+    @property
+    def first(self) -> int:
+        """The first step that the job computes."""
+        return next(step for step in itertools.count(self.start.done + 1) if not self.skips(step))
 
     def trained(self, done: int) -> bool:
         """Whether of so many steps the job has done one itself. It has where a rank came later, and is not told yet."""
