@@ -65,8 +65,8 @@ def assert_shared(job: Job) -> None:
 
 
 def test_a_rank_without_which_others_are_faster_is_taken_out(jobs: Jobs) -> None:
-    # Who sleeps for what it computes is slower by less where the others wait for a processor: by 6 instead of 40, beside
-    # a dozen busy processes. Three ranks that share 12 grains are faster than with one that takes over 4 times as long.
+    # Who sleeps for what it computes is slower by less where others wait for a processor: by 6 instead of 40 beside a
+    # dozen busy processes. Three ranks that share 12 grains are faster than with one that takes over 4 times as long.
     batch = ("--global-batch-size", "12")
     job = slowed(jobs, Grid(tp=1, pp=1, steps=40, ranks=4), "evict", *slow(10, 80), flags=batch)
     for kind in ("slow", "evicted"):  # others may seem slow for a while: processors are shared
