@@ -117,8 +117,10 @@ def test_resume_under_another_layout(data: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_do(data: Path) -> None:
+    """It is refused, as with ``--elastic``."""
     done = train(data, 1, "--train-iters 0 --eval-iters 0")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode != 0
+    assert "--train-iters must be at least 1, got 0" in done.stderr
 
 
 def test_flags_that_cannot_work_end_the_job(data: Path) -> None:
