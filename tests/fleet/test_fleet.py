@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,21 @@ def test_what_somebody_has_written_into_the_folder_is_refused(four: Fleet) -> No
 
 
 # ---- rigid jobs ----------------------------------------------------------------------------------
+
+
+def test_limits_go_on_where_a_clock_is_set_back(four: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"time": 1e9, "monotonic": 100.0}
+    monkeypatch.setattr("megatron_elastic.fleet.running.daemon.time",
+                        Namespace(time=lambda: clock["time"], monotonic=lambda: clock["monotonic"]))
+    looking = four.begin()
+    looking.turn()
+    assert four.status()["looked"] == 1e9
+    clock.update(time=1e9 - 3600, monotonic=107.0)
+    looking.turn()
+    assert four.status()["looked"] == 1e9 + 7
+    clock.update(time=1e9 - 3600 + 10)
+    four.begin().turn()
+    assert four.status()["looked"] == 1e9 + 7, "who looks after it next goes on from there"
 
 
 @pytest.mark.job

@@ -55,6 +55,8 @@ class Daemon:
         self._policy = policy
         self._fleet = journal.read_fleet() or Fleet(0, policy, manager.kind, 0, time.time())
         self._fleet.policy, self._fleet.manager, self._fleet.pid = policy, manager.kind, os.getpid()
+        self._began = max(self._fleet.now, time.time()) - time.monotonic()
+        """The time of day goes on from there, whatever becomes of this machine's clock: limits go by it."""
         self._wards: dict[str, Ward] = {}
         self._seen: set[str] = set()
         self._asked: dict[str, tuple[list[int], Future[Answer]]] = {}
@@ -77,7 +79,7 @@ class Daemon:
 
     def turn(self) -> None:
         """Look once, decide, and act. Raises OSError where the journal cannot be written: nothing is done unwritten."""
-        now = self._fleet.now = max(self._fleet.now, time.time())
+        now = self._fleet.now = self._began + time.monotonic()
         self._take_in()
         for ward in self._wards.values():
             self._read(ward)
