@@ -48,16 +48,13 @@ def put_away(run_dir: Path) -> None:
     Raises UsageError if the records are those of a job that has done a step or finished, or is still there.
     """
     taken = next((run_dir / name for name in _RECORDS if (run_dir / name).exists()), None)
-    if taken is None:
-        if _answers(run_dir):
-            raise UsageError(f"{run_dir / FILE} is there already, of a job that is about to train; choose another "
-                             "--elastic-run-dir, or end that job")
-        return
-    if not _is_empty(run_dir / _RECORDS[0]) or has_finished(run_dir):
+    if taken is not None and (not _is_empty(run_dir / _RECORDS[0]) or has_finished(run_dir)):
         raise UsageError(f"{taken} is there already; choose another --elastic-run-dir, or move that run away")
     if not _failed(run_dir) and _answers(run_dir):
-        raise UsageError(f"{taken} is there already, of a job that is about to train; choose another "
+        raise UsageError(f"{taken or run_dir / FILE} is there already, of a job that is about to train; choose another "
                          "--elastic-run-dir, or end that job")
+    if taken is None:
+        return
     folder = next(path for number in itertools.count(1) if not (path := run_dir / f"attempt-{number}").exists())
     try:
         folder.mkdir()
